@@ -225,7 +225,7 @@ def compare(
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Return the tracker objects (None: the console), and a setting with tracker names.
+    """Split trackers into objects (None: the console) and a setting with the tracker names.
 
     If names are given, they replace the trackers in the settings; an empty list removes all
     trackers. If only objects are given, the trackers in the settings stay.
@@ -250,7 +250,7 @@ def _objects(
 
 
 def _unmeasured(task: DatasetTask | None) -> dict[str, int]:
-    """Return the setting that turns evaluations off if `held_out` is empty."""
+    """If `held_out` is empty, return the setting that turns evaluations off."""
     return {"evaluate.every": 0} if task and task.evaluation == [] else {}
 
 
@@ -352,7 +352,7 @@ def _shown(
     parts: Parts,
     start: Start,
 ) -> list[Tracker]:
-    """Return the given trackers, or by default the console with the notes of the CLI."""
+    """Return the given trackers; by default, create a console and print startup notes on it."""
     if trackers is not None or quiet:
         return list(trackers or ())
     from covey.cli.screen import Screen

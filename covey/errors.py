@@ -66,7 +66,7 @@ class DiskError(CoveyError):
 
 
 def reason(error: Exception) -> str:
-    """Return why a file cannot be read, without the file's name."""
+    """Return the reason why a file cannot be read; the text does not name the file."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -86,10 +86,10 @@ NEAR = 0.5
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the most similar choice, or None if none is similar.
+    """Return the choice that is most similar to a name, or None if no choice is similar.
 
-    A choice with the same letters in another order is preferred, because swapped letters are common
-    typos.
+    The function prefers a choice with the same letters in another order, because swapped letters
+    are common typos.
     """
     options = sorted(choices)
     near = difflib.get_close_matches(name, options, n=max(1, len(options)), cutoff=NEAR)
@@ -97,7 +97,7 @@ def closest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return a hint such as `; did you mean 'seed'?`, or list the choices if none is similar."""
+    """Return a hint such as `; did you mean 'seed'?`; if no choice is similar, list all choices."""
     options = sorted(choices)
     close = closest(name, options)
     if close is not None:

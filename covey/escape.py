@@ -1,9 +1,9 @@
-"""Escapes for control characters in text that a terminal or a page shows.
+"""Escapes for control characters in text that a terminal or a web page shows.
 
-Prompts, completions, data, configs, run names and server replies are untrusted text. A terminal
-obeys control characters in untrusted text, and a web page obeys bidirectional overrides. Covey
-shows control characters and overrides as visible escapes, as Git does. Stored text and JSON output
-stay unchanged.
+Prompts, completions, data, configs, run names and server replies are untrusted text. Control
+characters in untrusted text can control a terminal, and bidirectional overrides can reorder the
+text of a web page. Covey shows control characters and bidirectional overrides as visible escapes,
+as Git does. Covey does not escape stored text and JSON output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import unicodedata
 from typing import Any
 
 LAYOUT = "\n\t"
-"""Control characters that are not escaped."""
+"""The control characters that Covey does not escape: line break and tab."""
 JOINERS = "\u200c\u200d"
 """Format characters that some writing systems and emoji need; they do not reorder text."""
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -37,7 +37,7 @@ _ESCAPES = _Escapes()
 
 
 def printable(text: str) -> str:
-    r"""Return text for a terminal or a page, with hidden characters as visible escapes.
+    r"""Return text for a terminal or a web page, with hidden characters as visible escapes.
 
     >>> print(printable("a\x1b[31mb\u202ec"))
     a\x1b[31mb\u202ec
@@ -57,7 +57,7 @@ def printable_line(text: str, most: int = 500) -> str:
 
 
 def printable_data(value: Any) -> Any:
-    """Return plain data with all text in it escaped."""
+    """Return a copy of plain data in which all text is escaped."""
     if isinstance(value, dict):
         return {printable_data(key): printable_data(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -67,7 +67,7 @@ def printable_data(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Return plain data with None in place of NaN and infinities, which JSON does not have."""
+    """Return plain data with None in place of NaN and infinities, which JSON cannot represent."""
     if isinstance(value, dict):
         return {str(key): finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

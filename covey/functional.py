@@ -10,8 +10,8 @@ need not be adjacent. Log-probabilities may have any float type; the loss is com
 higher precision, and rewards in float64. Values outside the mask, including NaN, have no effect.
 
 The loss treats the given rows as the whole optimizer step. To accumulate gradients over
-micro-batches or ranks, use `covey.objective`: compute advantages and weights for the whole step,
-and add up the losses of its rows.
+micro-batches or ranks, use `covey.objective`. Compute advantages and weights for the whole
+optimizer step, and add up the losses of the micro-batches.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "values": ("values", "its advantages use the values of a critic"),
     }
 )
-"""For each input that an objective may need: the argument that provides it, and its purpose."""
+"""For each input of an objective: the argument that provides it, and why the objective needs it."""
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
@@ -69,16 +69,16 @@ PER_ROW = ("rewards", "group", "success", "rollout")
 
 
 class LossOutput(NamedTuple):
-    """The loss, with the advantages, weights and metrics of the same call."""
+    """The loss of a batch, with its advantages, token weights and metrics."""
 
     loss: torch.Tensor
     """The loss to minimise."""
     advantage: torch.Tensor
     """Advantages [B, T], without gradient."""
     weight: torch.Tensor
-    """The weight [B, T] with which each token counts in the loss."""
+    """The weight [B, T] of each token in the loss."""
     metrics: Mapping[str, float]
-    """Metrics by their names in docs/metrics.md."""
+    """A mapping from metric names, which docs/metrics.md explains, to values."""
     value_loss: torch.Tensor | None = None
     """Loss of the critic, for the critic's own optimizer. None without `new_values`."""
 
@@ -187,7 +187,7 @@ def advantages(
     rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Return the advantages [B, T] of an algorithm in float64; takes the arguments of `loss`."""
+    """Return an algorithm's advantages [B, T] in float64; the arguments are those of `loss`."""
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:

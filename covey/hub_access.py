@@ -1,7 +1,7 @@
-"""Access to the Hugging Face Hub. Without a network, hub libraries use only their local cache.
+"""Access to the Hugging Face Hub. Without a network, hub libraries read only their local cache.
 
-If there is no network, hub libraries retry for most of a minute and then fail, unless they are told
-to use their cache.
+Without a network, hub libraries retry for most of a minute and then fail. Covey therefore tells hub
+libraries to use their cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def offline_if_unreachable() -> bool:
-    """If the hub cannot be reached, let its libraries use only their cache, and return True."""
+    """If the hub cannot be reached, make hub libraries use only their cache, and return True."""
     if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
         return True
     if any(os.environ.get(name) for name in PROXIES) or reachable():
@@ -34,7 +34,7 @@ def offline_if_unreachable() -> bool:
 
 
 def in_hub_cache(model: str) -> bool:
-    """Whether some files of a hub model are in the local cache."""
+    """Return whether some files of a hub model are in the local cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()

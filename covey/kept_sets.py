@@ -1,8 +1,8 @@
-"""Kept sets: the tokens that top-k, top-p and min-p kept, for every sampled token.
+"""Kept sets: for every sampled token, the tokens that top-k, top-p and min-p allowed.
 
-An engine returns the sets of a completion as one compact text, which JSON, pipes and checkpoints
-store unchanged. The trainer computes log-probabilities over the same sets, so that training uses
-the same distribution as sampling (the "keep sampling mask" of DeepSeek-V3.2).
+An engine returns the kept sets of a completion as one compact string, which fits into JSON, pipes
+and checkpoints. The trainer computes log-probabilities over the same kept sets, so that training
+uses the same distribution as sampling. DeepSeek-V3.2 calls this method "keep sampling mask".
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _WORD = "<u4"
 def encode_kept(sets: Sequence[np.ndarray]) -> str:
     """Encode sets of token ids, each in ascending order, as text.
 
-    Token ids are stored as compressed differences. A small set takes a few bytes, and a set of
-    nearly the whole vocabulary takes less space than a bit mask.
+    The encoding compresses the differences between successive token ids. A small set takes a few
+    bytes, and a set of nearly the whole vocabulary takes less space than a bit mask.
     """
     counts = np.array([len(ids) for ids in sets], dtype=_WORD)
     steps = [np.diff(ids, prepend=0) for ids in sets]

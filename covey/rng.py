@@ -1,9 +1,9 @@
 """Addressed random numbers.
 
-A random number depends only on its address, (seed, step, prompt, sample, turn, position). The
-generator keeps no state between draws. A run draws the same random numbers after a resume, with
-another batch size, in another order of requests, or with another number of workers. The
-counter-based generator is numpy's Philox.
+Each random number depends only on (seed, step, prompt, sample, turn, position). The generator keeps
+no state between draws. A run draws the same random numbers after a resume, with another batch size,
+in another order of requests, or with another number of workers. The counter-based generator is
+numpy's Philox.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 _PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS, _CURRICULUM, _REPLAY = range(7)
-"""What random numbers are used for. Each purpose has its own stream of random numbers."""
+"""The purposes for which Covey draws random numbers. Each purpose has its own stream of random
+numbers."""
 
 
 def _philox(seed: int, step: int, purpose: int, index: int = 0) -> np.random.Philox:
@@ -109,8 +110,8 @@ def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
     """Return all items with a positive weight in random order, drawn in proportion to weights.
 
     For each item i, an exponential variable of rate `weights[i]` is drawn, and the items are sorted
-    by their variables (Efraimidis and Spirakis). With this method, a change of one weight does not
-    change the order of the other items.
+    by their variables (Efraimidis and Spirakis). If one weight changes, the order of the other
+    items does not change.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from types import FrameType
 
 GRACE_SECONDS = 3.0
-"""Maximum seconds that a wait for another process continues after a stop signal."""
+"""Seconds after a stop signal until Covey gives up waiting for another process."""
 POLL_SECONDS = 0.25
-"""Seconds between two checks of whether the main thread waits for another process."""
+"""Seconds between checks whether the main thread is waiting for another process."""
 
 _waits = 0
 """Number of nested waits in the main thread, which is the only thread that receives signals."""
 
 
 class GivenUp(BaseException):
-    """Raised to end a wait for another process after a stop signal.
+    """Raised in the main thread after a stop signal, if the thread is waiting for another process.
 
     The training loop catches this exception.
     """

@@ -3,12 +3,13 @@
 Gradient checkpointing stores the input of every layer. For a long sequence, the inputs of all
 layers take most of the activation memory. With offloading, a second stream copies the input of a
 layer to pinned CPU memory while the layer runs. In the backward pass, the second stream copies the
-next layer's input back to the device while the current layer runs. So about three layer inputs are
-on the device at a time, whatever the number of layers. The copies are exact, so gradients do not
-change.
+next layer's input back to the device while the current layer runs. With offloading, about three
+layer inputs are on the device at a time, for any number of layers. The copies are exact, so
+gradients do not change.
 
-All copies run on one stream in the order in which they were started. Therefore a host buffer can be
-used again as soon as Python has freed its activation, and the copies can be part of a CUDA graph.
+All copies run on one stream in the order in which they were started. Because of this order, a host
+buffer can be reused as soon as Python has freed its activation, and the copies can be part of a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SMALLEST = 2**20
 
 
 class _Kept:
-    """An activation in CPU memory, which may also be on the device."""
+    """An activation that is stored in CPU memory and may have a copy on the device."""
 
     def __init__(self, values: torch.Tensor, buffer: torch.Tensor, before: _Kept | None) -> None:
         self.values: torch.Tensor | None = values
@@ -44,7 +45,7 @@ class _Kept:
 
 
 def _nothing() -> None:
-    """Return None, as a call of a weak reference does after its object was freed."""
+    """Return None, like a weak reference whose object was freed."""
 
 
 class ActivationOffload:
@@ -58,7 +59,7 @@ class ActivationOffload:
         self._stream: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: Any) -> ActivationOffload:
-        """Return a new object, because a copied model has its own activations."""
+        """Return a new object when a model is copied, because the copy has its own activations."""
         return ActivationOffload()
 
     def checkpoint(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -67,7 +68,7 @@ class ActivationOffload:
             return checkpoint(function, *arguments, **options)
 
     def join(self) -> None:
-        """Make the device wait for the last copy, which is required at the end of a CUDA graph."""
+        """Make the device wait for the last copy; a CUDA graph must end with this wait."""
         last = self._last()
         if last is not None and last.values is not None:  # else backward has taken it
             _wait(last.device, last.saved)
@@ -119,7 +120,7 @@ class ActivationOffload:
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, device: torch.device
     ) -> torch.cuda.Event | None:
-        """Start a copy after all queued work of the device; return the event at its end."""
+        """Start a copy after all queued device work; return an event for the end of the copy."""
         if device.type != "cuda":
             target.copy_(source)
             return None

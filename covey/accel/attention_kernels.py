@@ -4,12 +4,13 @@ Attention is causal, and the causal mask is aligned at the end of a row (varlen_
 attention processes all rows in one call and supports rows with fewer queries than keys. The Triton
 kernels (kernels/packed_attention.py) also process all rows in one call and support fewer queries
 than keys; they are made for short rows. The causal mask of cuDNN is aligned at the start of a row.
-So for cuDNN, a row also gets copies of its prompt's queries, if these queries belong to another
-row. The results of copied queries are discarded, and their gradient is zero. With cuDNN, one call
+For cuDNN, a row therefore also gets copies of its prompt's queries if they belong to another row.
+The results of copied queries are discarded, and their gradient is zero. With cuDNN, one call
 processes all rows of similar length. The cuDNN operator for rows of different lengths is not used,
 because in torch 2.11 it reads invalid addresses.
 
-The fastest kernel is chosen by measurement on the device: `chosen` and `measured`.
+The functions `chosen` and `measured` measure the kernels on the device and choose the fastest
+kernel.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
@@ -32,12 +33,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from covey.accel.varlen_attention import Bounds, VarlenRows
 
 STEP = 256
-"""Rows are padded to a multiple of STEP tokens, because cuDNN has to prepare each new length."""
+"""Rows are padded to a multiple of STEP tokens, because cuDNN spends time on the setup for each new
+length."""
 
 Found = tuple[torch.Tensor, ...]
 """The output of attention, and further tensors that the backward pass needs."""
 Kept = list[Found]
-"""Stores the result of a forward pass until the layer is recomputed."""
+"""A list that stores the result of a layer's forward pass until the layer is recomputed."""
 
 
 class Inputs(NamedTuple):
@@ -53,7 +55,7 @@ class Kernel(NamedTuple):
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Inputs], Found]
     backward: Callable[[torch.Tensor, Found, Found, Inputs], Found]
-    """Takes the gradient of the output, (queries, keys, values) and the result of `forward`."""
+    """Arguments: the output's gradient, (queries, keys, values), `forward`'s result, `Inputs`."""
     captured: bool
     """Whether a CUDA graph with this kernel can be replayed with rows of other lengths."""
 
@@ -159,14 +161,14 @@ def _triton_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: I
 
 
 class _Row(NamedTuple):
-    """A row as two slices: its queries in the packed tokens, and its keys in the key positions."""
+    """One row: the slice of packed tokens with its queries, and the slice of its key positions."""
 
     query: slice
     key: slice
 
     @property
     def missing(self) -> int:
-        """Number of tokens at the start of this row that have their query in another row."""
+        """Number of tokens at the start of this row whose queries belong to another row."""
         return _length(self.key) - _length(self.query)
 
     @property
@@ -261,7 +263,7 @@ def _cudnn_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
 
 
 def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row]) -> None:
-    """Write the results [rows, H, S, D] of all queries to the places of their tokens [N, H, D]."""
+    """Copy the queries' results from padded rows [rows, H, S, D] to packed tokens [N, H, D]."""
     for row, values in zip(rows, padded.transpose(1, 2), strict=True):
         target[row.query] = values[row.missing : _length(row.key)]
 
@@ -295,7 +297,8 @@ deterministic algorithms are on. `flash_attention` chooses the version of flash 
 LONG = 2048
 """Minimum mean row length, in tokens, at which the rows of a micro-batch are called long."""
 NUMBERS = 2**24
-"""Number of elements in the queries of a measurement. All rows of a measurement have equal length.
+"""Number of elements of the query tensor when kernels are measured. Kernels are measured on rows of
+equal length.
 """
 SHORTEST = 128
 """Row length in tokens; all rows of at most this length belong to one shape class."""
@@ -304,8 +307,9 @@ TOLERANCE = 0.02
 kernels differ by less than 1 % of the norm of the result."""
 REPEATS = 3
 CYCLES = 10_000_000
-"""Number of clock cycles (a few milliseconds) that the device is kept busy before each measurement.
-While the device is busy, the host launches the kernels, so that the launch time is not measured."""
+"""Number of clock cycles (a few milliseconds) for which the device is kept busy before each
+measurement. While the device is busy, the host launches the kernels, so that the launch time is not
+measured."""
 FLASH3 = "FlashAttention 3"
 
 
@@ -324,7 +328,7 @@ class ShapeClass(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The fastest kernel of a shape class, and the seconds of all measured kernels."""
+    """The fastest kernel for a shape class, and the measured time of each kernel in seconds."""
 
     name: str
     seconds: dict[str, float]

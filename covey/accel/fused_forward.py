@@ -34,7 +34,7 @@ from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
-"""A function that receives the rotated keys and the values [N, K, D] of each layer, in order."""
+"""A function that receives each layer's rotated keys and values [N, K, D], in layer order."""
 
 LAYER_ENTRY = "covey_layer"
 """Name of the method that is added to every layer of a sharded model. The method gathers the
@@ -109,7 +109,7 @@ def fused_layer(
 
 
 class _Source:
-    """The input of a checkpointed layer: `hidden` + `delta`, or their sum once it is computed."""
+    """The input of a checkpointed layer, stored as `hidden` and `delta` or, later, as their sum."""
 
     def __init__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> None:
         self.hidden, self.delta = hidden, delta

@@ -1,10 +1,10 @@
 """Fused head on a GPU: float32 logits, with one kernel per chunk for forward and one for backward.
 
-Logits are never rounded to bfloat16. Near the usual size of logits, neighbouring bfloat16 numbers
+Logits are never rounded to bfloat16. At the usual magnitude of logits, adjacent bfloat16 numbers
 are 1/16 apart. The gradient of logits is rounded for the two matrix products that use it. The
 weight's gradient is summed over chunks in float32. In the backward pass, the logits of the last
-chunk are still in memory, and the logits of all other chunks are recomputed. So if all logits fit
-into one chunk, nothing is recomputed.
+chunk are still in memory, and the logits of all other chunks are recomputed. If all logits fit into
+one chunk, no logits are recomputed.
 
 The dimensions in tensor shapes are M (chosen tokens), D (hidden size) and V (vocabulary size).
 """
@@ -22,8 +22,8 @@ from covey.accel.kernels.token_logp import logp_backward, logp_forward
 from covey.kept_sets import KeptIds
 
 ROWS = 128
-"""Number of rows of a tile on tensor cores. A chunk of more than ROWS rows has a multiple of ROWS
-rows."""
+"""Number of rows of a tile on tensor cores. If a chunk has more than ROWS rows, its number of rows
+is a multiple of ROWS."""
 
 
 def fused_token_logp(

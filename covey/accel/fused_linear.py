@@ -63,7 +63,7 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 def skip_swiglu_output() -> Iterator[None]:
     """Inside this `with` block, SwiGLU layers save their inputs but return uninitialized memory.
 
-    The recomputation of a checkpointed layer runs inside this block, because nothing reads the
+    A checkpointed layer is recomputed inside this `with` block, because nothing reads the
     recomputed output of the layer.
     """
     token = _SKIPS.set(True)
@@ -300,7 +300,7 @@ class LowRankProducts:
         ]
 
     def _reduced(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return scale * A x of every layer, [N, R] each."""
+        """Return a list with scale * A x [N, R] for each layer."""
         ranks = [len(a) for a in self._first]
         return self._scaled((values @ self._stacked().t()).split(ranks, dim=1))
 

@@ -135,9 +135,9 @@ class MaxLengths(NamedTuple):
 def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
     """Compute the index tables of a batch on the CPU.
 
-    The device may be idle while this function runs, so the function must be fast. It uses numpy,
-    which is faster here than torch (see `row_of_each`). It repeats the values of each row instead
-    of looking them up for every token.
+    The device may be idle while this function runs, so the function must be fast. The function uses
+    numpy, which is faster than torch for index tables (see `row_of_each`). The function repeats the
+    values of each row instead of looking the values up for every token.
     """
     rows = _RowIndex.of(host)
     chosen, at = host.mask.numpy().nonzero()
@@ -189,8 +189,8 @@ def packed_batch(
 def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
     """Compute the index tables of a packed row of prompts, on the CPU.
 
-    The model predicts the first token after each prompt. The first tokens are not known yet, so
-    `chosen` is 0.
+    The model predicts the first token after each prompt. The tokens after the prompts are not known
+    yet, so `chosen` is 0.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     ends = lengths.cumsum()
@@ -228,7 +228,7 @@ class _RowIndex:
     number: Numbers
     """Index of the row's prompt."""
     home: npt.NDArray[np.bool_]
-    """Whether the row is the first row of its prompt, which has the queries of the prompt."""
+    """Whether the row is the first of its prompt; the first row has the prompt's queries."""
     prompt_start: Numbers
 
     @staticmethod
@@ -303,7 +303,7 @@ def _starts(counts: Numbers) -> Numbers:
 
 
 def copy_bytes(whole: torch.Tensor, at: int, part: torch.Tensor) -> None:
-    """Copy a tensor into a buffer of bytes, both on the CPU, from byte `at` on.
+    """Copy a CPU tensor into a CPU buffer of bytes, starting at byte `at`.
 
     This function uses numpy, because torch would wake all of its threads (see `row_of_each`).
     """

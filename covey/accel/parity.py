@@ -1,9 +1,9 @@
 """Parity checks: compare an implementation with the model's own code, in float32.
 
 In bfloat16, the hidden states of two correct implementations may differ by a third after thirty
-layers, if the token sequences are unlike the training data. Such large rounding differences could
-hide a mistake. A parity check therefore runs the model's first layers, with the model's own
-weights, in float32.
+layers, if the token sequences are unlike the training data. Rounding differences in bfloat16 could
+therefore hide a mistake. A parity check therefore runs the model's first layers, with the model's
+own weights, in float32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAILURES: tuple[type[Exception], ...] = (
     LookupError,
     AssertionError,
 )
-"""The errors that a fast implementation may raise for a model of another architecture."""
+"""The errors that a fast implementation may raise for a model that it does not support."""
 try:
     from triton.errors import TritonError
 except ImportError:  # without Triton there are no kernels to compile

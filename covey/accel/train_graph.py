@@ -104,7 +104,7 @@ class GradientSums:
             self._own[parameter].add_(grad)
 
     def count(self) -> int:
-        """Return the number of gradient sums, which the capture of a graph must not change."""
+        """Return the number of gradient sums; capturing a graph must not change this number."""
         return len(self._own) + sum(sink.total is not None for sink in self._sinks)
 
 

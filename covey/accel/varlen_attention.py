@@ -58,7 +58,7 @@ class VarlenRows:
     longest_query: int
     longest_key: int
     shared: KeyIndex | None = None
-    """None if no rows share a prompt, so that every token has one key position."""
+    """Indices for copying the keys of shared prompts; None if no rows share a prompt."""
     bounds: Bounds | None = None
     """The offsets on the CPU; None if a CUDA graph may be replayed with other rows."""
 

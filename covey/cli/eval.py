@@ -117,7 +117,7 @@ def eval_command(
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
-    """Return the configuration for evaluating a target, with the target as the model."""
+    """Return the configuration for evaluating a target; model.path names the target's model."""
     run = run_around(Path(target))
     if run is not None:
         tell_edited(RunFolder(run))

@@ -384,7 +384,7 @@ def _value(token: ExplainedToken, name: str) -> float | None:
 
 
 def show_replay(found: Replay, console: Console) -> None:
-    """Print the families of algorithms, their gradients, and the cosines between the gradients."""
+    """Print which algorithms have equal gradients, a table of algorithms, and gradient cosines."""
     console.print(
         f"step {found.step}: {found.rollouts} rollouts, {len(found.moments[0].algorithms)} "
         "algorithms, each with one optimizer step over all rollouts",
@@ -424,7 +424,7 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
 
 
 def _family_line(family: Family) -> str:
-    """Return a line that says which algorithms have equal and which proportional gradients."""
+    """Return a line that lists algorithms whose gradients are equal, or equal up to a factor."""
     exact = [m.name for m in family.members if m.identical]
     rest = [m for m in family.members if not m.identical]
     parts = [" = ".join(exact)]

@@ -134,7 +134,7 @@ def _told(error: CoveyError) -> bool:
 def _show_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the traceback of a bug with control characters escaped."""
+    """Print the traceback of an unexpected error, and escape its control characters."""
     lines = traceback.format_exception(kind, error, trace)
     print(printable("".join(lines)), end="", file=sys.stderr)
 

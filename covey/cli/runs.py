@@ -226,7 +226,7 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _ignore(text: str) -> None:
-    """Print no note about a damaged record; the table has empty columns for a damaged run."""
+    """Ignore a note about a damaged record; the table shows empty columns for a damaged run."""
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:

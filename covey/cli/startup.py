@@ -79,7 +79,8 @@ STARTING = "starting torch"
 class _LateTorch(ModuleType):
     """A stand-in for torch, which imports torch on first use.
 
-    Python's LazyLoader would already load torch at `import`.
+    Python's own `LazyLoader` does not help, because it would load torch as soon as a module imports
+    torch.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -113,10 +114,10 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return the configuration to load: `source`, or the recipe of the model `embedded`.
+    """Return `source` if it is given, or else the recipe of the model `embedded`.
 
-    The result is None if the run uses another model or another task, because the recipe's learning
-    rate and lengths would not fit.
+    Without `source`, the function returns None if the run's model or task is not that of the
+    recipe, because the recipe's learning rate and lengths would not fit.
     """
     if source is not None:
         return source

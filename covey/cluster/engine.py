@@ -276,7 +276,7 @@ class _Run:
             thread.join()
 
     def _hear(self) -> None:
-        """Wait for completions, at most until the source must be polled for new requests."""
+        """Wait for completions, but not longer than `poll_seconds`, and process what arrives."""
         try:
             found = self.out.get(timeout=self.source.limits.poll_seconds)
         except Empty:

@@ -1,7 +1,8 @@
 """An engine in a Ray actor: one thread generates while the trainer adds requests and gets results.
 
 Every generation run specifies the version of the weights that it needs. A restarted actor has no
-weights and fetches the version that the run names, so it never generates with a wrong version.
+weights. The actor fetches the version that the generation run needs, and never generates with a
+wrong version.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class EngineActor:
         return self.engine.info
 
     def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load weights; `held` wraps the object reference, so that Ray does not fetch it early."""
+        """Load weights; their reference is in a list (`held`), so Ray does not fetch them early."""
         if version != self.version:
             import ray
 

@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in a separate process, because the rank handles signals itself. The rank also needs
-its own process because a process must choose its GPUs before it imports torch.
+The rank runs in a separate process for two reasons: the rank handles signals itself, and a process
+must choose its GPUs before it imports torch.
 """
 
 from __future__ import annotations

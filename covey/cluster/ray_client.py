@@ -54,7 +54,7 @@ class Actors:
 
     @property
     def whole_gpus(self) -> float:
-        """The number of whole GPUs.
+        """The number of GPUs that these actors occupy, rounded up to whole GPUs.
 
         Several actors can be on one GPU if each of them needs only part of it.
         """
@@ -138,7 +138,7 @@ def _hidden_gpus(count: int) -> Iterator[None]:
 
 
 class Holder:
-    """An actor that reserves GPUs of its node for the trainer, because the trainer is no actor."""
+    """An actor that reserves GPUs of its node for the trainer, which is not an actor itself."""
 
     def gpus(self) -> list[str]:
         """Return the indices of the reserved GPUs."""
@@ -148,7 +148,7 @@ class Holder:
 
 
 _held: list[Any] = []
-"""Ray references to the `Holder` actors, which keep the actors alive as long as this process."""
+"""References to the `Holder` actors, so that Ray keeps them alive until this process ends."""
 
 
 def _set_aside(count: int) -> None:
@@ -170,7 +170,7 @@ def _set_aside(count: int) -> None:
 
 
 def check_room(actors: Sequence[Actors]) -> None:
-    """Reject requests for more resources than the cluster has, because Ray would wait for ever."""
+    """Reject requests for more resources than the cluster has; Ray would wait for them forever."""
     import ray
 
     total = ray.cluster_resources()

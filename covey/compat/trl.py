@@ -54,7 +54,7 @@ class Ported:
     """The settings that the script's options determine; the other settings are TRL's defaults."""
 
     computed: Mapping[str, str] = field(default_factory=dict)
-    """Maps a setting to an option that determines it and whose value the script computes."""
+    """Maps a setting to the option that determines it, if the script computes that option."""
     unpacked: tuple[str, ...] = ()
     """Each `**name` in the script whose options are not known."""
 
@@ -141,8 +141,8 @@ def _missing(given: Arguments) -> list[str]:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The result contains the first of these settings in any case, and each other setting only if the
-    script sets it.
+    The result always contains the first of these settings. The result contains another setting only
+    if `settings` has a nonzero value for it.
     """
     first, *others = *_depends(option), None
     found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]

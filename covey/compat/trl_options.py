@@ -209,7 +209,7 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
          "generation_batch_size", "num_iterations"), _STEPS),
 }  # fmt: skip
-"""Maps an option to further settings, which can be computed only if its value is known."""
+"""Maps an option to other settings that can be computed only if the option's value is known."""
 
 TRAINER: Mapping[str, str] = {
     "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",

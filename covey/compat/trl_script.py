@@ -91,7 +91,7 @@ def _object(edits: _Edits, node: ast.stmt) -> None:
 
 
 def _use(edits: _Edits, node: ast.stmt, call: list[str]) -> None:
-    """Replace `trainer.train()` by Covey's call, and other calls of the trainer by a comment."""
+    """Replace `trainer.train()` by a call of `covey.train`, and other trainer calls by comments."""
     value = node.value if isinstance(node, ast.Expr | ast.Assign) else None
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return

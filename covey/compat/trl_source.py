@@ -135,7 +135,7 @@ class Values:
             found.unknown[name] = ast.unparse(value)
 
     def _unpack(self, found: Arguments, node: ast.expr) -> None:
-        """Add the arguments of `**kw`; the values of single keys may be unknown."""
+        """Add the arguments that `**kw` unpacks, each with its value if the value is known."""
         name, value = f"**{ast.unparse(node)}", node
         if isinstance(node, ast.Name):
             value = self.bound.get(node.id, node)

@@ -50,9 +50,10 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
 """Title of each algorithm, in the order of covey.objective.ALGORITHMS, which has the same keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms with preference pairs. They have no importance ratio; beta is not a KL weight."""
+"""Algorithms that train on preference pairs. These algorithms have no importance ratio, and their
+beta is not a KL weight."""
 COMPOSED = "composed"
-"""The objective name of a combination of advantage, ratio, surrogate and weights in [objective]."""
+"""The value of objective.name for a combination of advantage, ratio, surrogate and weights."""
 
 
 def check_algorithm_name(name: str) -> None:

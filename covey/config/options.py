@@ -33,7 +33,7 @@ def resolve_options(
     where: str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return all options of `function`: given options, which are checked, and defaults.
+    """Check the given options of `function`; return them, with defaults for the other options.
 
     `defaults` has values for options that have no default in the function.
     """

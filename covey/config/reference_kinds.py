@@ -57,7 +57,7 @@ SELF_TEACHER = ("alpha", "every", "context", "template")
 
 
 def check_teacher(section: Teacher, *, privileged: bool) -> None:
-    """Reject [teacher] settings that lack the teacher of the objective, or that have no effect.
+    """Reject [teacher] if it names no teacher that fits the objective, or has unused settings.
 
     If `privileged` is true, the teacher must be the policy itself, with privileged text in its
     prompt.

@@ -180,7 +180,7 @@ class Train(Section):
     stop_after: StopAfter = StopAfter()
     """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
     over the training prompts; {steps = n} is the same as `steps`. When a fraction f of the limit is
-    used up, the learning rate and the evaluations are those of step f * `steps`."""
+    used up, the run has the learning rate and the evaluation schedule of step f * `steps`."""
     mini_batches: Positive = 1
     """Mini-batches in one epoch of a training step. Each mini-batch takes one optimizer step."""
     epochs: Positive = 1
@@ -219,8 +219,8 @@ class Train(Section):
     def over_prompts(self, prompts: int, per_step: int) -> Train:
         """Return the settings with the number of steps computed from a given `stop_after.epochs`.
 
-        Every step draws its prompts from one epoch. If the last prompts of an epoch do not fill a
-        step, the epoch omits these prompts.
+        All prompts of a step come from the same epoch. If the last prompts of an epoch do not fill
+        a step, the epoch omits these prompts.
         """
         if not self.stop_after.epochs:
             return self
@@ -263,8 +263,8 @@ class Teacher(Section):
     path: str = ""
     """The teacher model, as in model.path, or an adapter folder, with the policy's tokenizer."""
     offload: bool = False
-    """Keep the weights of a teacher with `path`, or with policy = "frozen", in main memory between
-    training steps."""
+    """Keep the teacher's weights in main memory between training steps. This setting needs a
+    teacher with `path` or with policy = "frozen"."""
     url: str = ""
     """Address of a server of `covey reference serve`, such as http://127.0.0.1:8500."""
     token_env: str = ""
@@ -288,11 +288,11 @@ class Teacher(Section):
     context: dict[str, str] = Field(default=CONTEXT)
     """With `policy`: for each source of privileged text, a template that contains {text}. The
     source `success` is a correct completion of the same group. The source `feedback` is the
-    reward's feedback on the completion itself. A source of privileged text other than `success` and
-    `feedback` is a column of the data, or `target`."""
+    reward's feedback on the completion itself. Besides `success` and `feedback`, a source of
+    privileged text can be `target` or a column of the data."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
-    """With `policy`, the template of the last message in the teacher's prompt, with {prompt} and
-    {context}."""
+    """With `policy`, the template of the last message in the teacher's prompt. The template
+    contains {prompt} and {context}."""
 
 
 class RewardChange(Section):
@@ -372,8 +372,8 @@ class Curriculum(Section):
     memory: Share = 0.2
     """Weight of the newest group in a running pass rate."""
     floor: Share = 0.01
-    """Smallest sampling weight of a prompt, or of one task in a mixed task. Every prompt and every
-    task is therefore drawn sometimes."""
+    """Smallest sampling weight of a prompt, or of one task in a mixed task. A minimum weight
+    ensures that the run sometimes draws every prompt and every task."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Stop drawing a prompt once its pass rate over all its completions reaches this value, such as
     0.9; 0: never."""
@@ -406,7 +406,7 @@ class Critic(Section):
     """The critic's initial model, as in model.path, with the policy's tokenizer; empty: the
     policy's initial weights."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
-    """Constant learning rate of the critic's AdamW. The other options of AdamW come from
+    """Constant learning rate of the critic's AdamW. The critic's other AdamW options come from
     [optimizer]."""
     warmup_steps: Count = 0
     """Number of training steps at the start that train only the critic, not the policy."""
@@ -716,14 +716,15 @@ class Save(Section):
     """Number of newest checkpoints to keep."""
     best: str = ""
     """Also keep the checkpoint with the best value of this metric. Choose a metric of evaluations,
-    such as greedy or pass@4, or a metric of steps, such as objective/scores, which is checked every
-    save.every steps."""
+    such as greedy or pass@4, or a metric of steps, such as objective/scores. A metric of steps is
+    checked every save.every steps."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether the highest or the lowest value of the metric save.best is the best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Steps between pages with the highest-reward and lowest-reward completions; 0: no pages."""
+    """Steps between two sample pages, which show the completions with the highest and the lowest
+    rewards; 0: no pages."""
     samples_shown: Positive = 20
     """Number of highest-reward and of lowest-reward completions on a page of samples."""
 

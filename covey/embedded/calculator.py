@@ -1,7 +1,8 @@
 """Recipe of the embedded calculator model (`python -m covey.embedded.calculator FOLDER`).
 
 A Llama of 270 thousand parameters is trained with SFT on products of three-digit numbers, which
-such a small model cannot compute. Most solutions in the training data are guesses:
+such a small model cannot compute. Most solutions in the training data are guesses, like the first
+of these two solutions:
 
     472*839?  <answer>402518</answer>
     472*839?  <calculator>472*839</calculator><result>396008</result><answer>396008</answer>

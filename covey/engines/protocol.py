@@ -38,19 +38,19 @@ class Sampling:
     max_concurrent: int = 128
     """The maximum number of completions that are generated at once."""
     cache_gigabytes: float = 0.0
-    """GiB of GPU memory for keys and values of completions.
+    """Size of the KV cache of completions, in GiB of GPU memory.
 
-    With 0, the engine reserves enough memory for all completions at full length.
+    If `cache_gigabytes` is 0, the engine reserves enough memory for all completions at full length.
     """
     seed: int = 0
     mask_replay: bool = False
-    """Whether training needs the tokens left after truncation (kept set) at every position."""
+    """Whether training needs the tokens that top-k, top-p and min-p allowed at each position."""
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions include the tokens that truncation kept.
+        """Whether completions list the tokens that top-k, top-p and min-p allowed.
 
-        Greedy completions never include the tokens that truncation kept.
+        The property is false for greedy decoding.
         """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
@@ -80,11 +80,11 @@ class Completion:
     """Log-probability of each token under the distribution that it was drawn from."""
     finish: Finish
     versions: tuple[VersionSpan, ...]
-    """The version of the weights for each span of tokens, in order and without gaps. There is only
-    one span, unless weights were loaded during generation.
+    """The version of the weights for each span of tokens, in order and without gaps. A completion
+    has only one span, unless weights were loaded during generation.
     """
     kept: str = ""
-    """For each token, the tokens that truncation kept (see kept_sets.py), if requested."""
+    """For each token, the tokens that top-k, top-p and min-p allowed, encoded by kept_sets.py."""
     text: str | None = None
     """The text of the tokens, if the engine has decoded them as `LanguageModel.decode` does."""
 
@@ -93,7 +93,7 @@ class Completion:
 class Limits:
     """Upper limits on the number and the size of the requests from a request source.
 
-    An engine allocates memory for these limits at the start of a run.
+    At the start of a run, an engine allocates enough memory for requests up to the limits.
     """
 
     sampling: Sampling
@@ -175,8 +175,8 @@ class Engine(Protocol):
 
         The method returns when the engine has the weights; the caller may then change the tensors.
         If `info.loads_in_flight` is true, another thread may call this method during `run`.
-        Completions in progress continue with the new weights and get a version span for each
-        version.
+        Completions in progress continue with the new weights, and record which version of the
+        weights generated which tokens.
         """
 
     def events(self) -> list[str]:

@@ -36,7 +36,7 @@ def is_contract(kind: Callable[..., Any]) -> bool:
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
     """Return a class unchanged if it has Covey's interface; wrap a TRL-style class in an adapter.
 
-    A function that returns environments is not checked.
+    If `kind` is a function that returns environments, return the function unchanged.
     """
     if not inspect.isclass(kind) or is_contract(kind):
         return kind
@@ -49,7 +49,7 @@ def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TrlEnvironment(ToolEnvironment):
-    """The adapter of an environment class in TRL's style."""
+    """An adapter that gives a TRL-style environment class Covey's interface."""
 
     def __init__(self, kind: Callable[..., Any], **options: Any) -> None:
         self._inner = kind(**options)
@@ -57,11 +57,11 @@ class TrlEnvironment(ToolEnvironment):
             self.reward = None  # type: ignore[assignment, method-assign]
 
     def tools(self) -> dict[str, Tool]:
-        """Return the public methods of the class."""
+        """Return the public methods of the TRL-style class as tools."""
         return tools_of(self._inner, without=("reset", "get_reward"))
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
-        """Start the episode: call `reset` of the class with the columns of the prompt."""
+        """Start the episode: call the TRL-style class's `reset` with the columns of the prompt."""
         row = _row(prompt)
         parameters = inspect.signature(self._inner.reset).parameters
         if "seed" in parameters:
@@ -80,7 +80,7 @@ class TrlEnvironment(ToolEnvironment):
         return Start(messages=messages, tools=start.tools)
 
     async def reward(self) -> Any:
-        """Return the result of the class's `get_reward`."""
+        """Return the result of the TRL-style class's `get_reward`."""
         reward = self._inner.get_reward()
         return await reward if inspect.isawaitable(reward) else reward
 

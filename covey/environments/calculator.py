@@ -31,10 +31,10 @@ def example(name: str) -> list[Message]:
 
 
 class Calculator(ToolEnvironment):
-    """An environment with one tool, which evaluates arithmetic. The last turn is scored.
+    """An environment with one tool, which evaluates arithmetic. The reward scores the last turn.
 
     `explain` adds a system message that explains how to call the tool with tags. `examples` is the
-    number of worked conversations before the prompt. The options `explain` and `examples` are for
+    number of example conversations before the prompt. The options `explain` and `examples` are for
     models whose chat template does not support tools.
     """
 

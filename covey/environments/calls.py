@@ -4,8 +4,8 @@
     llama3   a message that is {"name": ..., "parameters": {...}}, several separated by ;
     tags     <name>argument</name>, for tools that take one text
 
-A call that cannot be parsed has an `error` in place of arguments; the environment replies with this
-error.
+A tool call that cannot be parsed has an `error` in place of arguments. The environment replies to
+the policy with the error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covey.types import Message
 
 Call = dict[str, Any]
 LONGEST = 100_000
-"""Maximum characters of a call; a longer call is not parsed and gets an error."""
+"""Maximum number of characters in a tool call; a longer call is not parsed and gets an error."""
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
@@ -32,7 +32,7 @@ def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
 
 
 def unreadable(text: str, error: str) -> Call:
-    """Return a call that could not be parsed, with its error."""
+    """Return a tool call that could not be parsed, with an error that says why."""
     return {**call_of("", {}), "error": error, "text": text[:200]}
 
 

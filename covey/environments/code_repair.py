@@ -1,7 +1,8 @@
 """The `code_repair` environment: the policy tests and edits a wrong program.
 
 The prompts come from the `code` task, or from any data with `info["tests"]`. The wrong program is
-`info["broken"]` if the data has it, and otherwise the solution with one small error.
+`info["broken"]`. If the data has no `info["broken"]`, the wrong program is the solution with one
+small error.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the reward parts `tests`, `edits` and `rounds`. The parts `edits` and `rounds` measure
-efficiency."""
+"""Weights of the reward parts `tests`, `edits` and `rounds`. The reward parts `edits` and `rounds`
+measure efficiency."""
 Test = tuple[Case, object]
 
 
@@ -40,11 +41,11 @@ class CodeRepair(ToolEnvironment):
     """An environment with tools that test and edit one program, in at most `max_rounds` rounds.
 
     The reward is 0.75 times the fraction of all tests that the final program passes. A program that
-    passes all tests gets up to 0.125 more for few edits. The bonus for few edits is full up to
-    `expected_edits` edits, and falls linearly to 0 at twice as many edits. A program that passes
-    all tests also gets up to 0.125 more for few test rounds. Each test round after the first
-    reduces the bonus for few test rounds by 0.125 / `max_rounds`. A correct program therefore gets
-    at least 0.75, and an incorrect program gets less.
+    passes all tests gets a bonus of up to 0.125 for few edits. The bonus for few edits is 0.125 up
+    to `expected_edits` edits, and falls linearly to 0 at twice that number. A program that passes
+    all tests also gets a bonus of up to 0.125 for few test rounds. Each test round after the first
+    reduces the bonus for few test rounds by 0.125 / `max_rounds`. A correct program gets a reward
+    of at least 0.75, and an incorrect program gets less.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class CodeRepair(ToolEnvironment):
         )
 
     async def step(self, message: Message) -> Step:
-        """Run the tool calls of a message; the last round of tests ends the episode."""
+        """Run the tool calls of a message; the episode ends after `max_rounds` test rounds."""
         step = await super().step(message)
         return replace(step, done=step.done or self._rounds >= self._max_rounds)
 
@@ -155,7 +156,7 @@ class CodeRepair(ToolEnvironment):
         return f"{shortened(asked, 1000)}\nIt gave:\n{given}"
 
     async def reward(self) -> dict[str, float]:
-        """Return the reward parts for passed tests, edits and rounds."""
+        """Return the parts of the reward: passed tests, few edits and few test rounds."""
         outcomes = await self._programs.run(self._program, [case for case, _ in self._tests])
         results = _results(self._tests, outcomes)
         solved = float(all(results))
@@ -176,7 +177,7 @@ def _results(tests: Sequence[Test], outcomes: Sequence[Outcome]) -> list[bool]:
 
 
 def _printing(call: str | None) -> str | None:
-    """Return a Python call that also prints its value, so that the policy can read the value."""
+    """Return a Python expression that makes a call and prints its value for the policy."""
     return None if call is None else f"(lambda value: (print(repr(value)), value)[1])({call})"
 
 
@@ -217,7 +218,7 @@ def mutants(program: str, random: Random) -> Iterator[str]:
 
 
 def _mutate(node: ast.AST) -> bool:
-    """Put an error into a syntax node; return whether this was possible."""
+    """Insert an error into a syntax node; return False if the node cannot be changed."""
     if isinstance(node, ast.Constant):
         return _mutate_constant(node)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:

@@ -1,7 +1,7 @@
 """Runs an episode: calls an environment and turns its results and errors into plain replies.
 
-Environments with `quick = True` run in this process, and all other environments run in worker
-processes, with the same code.
+Covey runs this module in its own process for environments with `quick = True`, and in worker
+processes for all other environments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from covey.environments.environment import (
 from covey.types import Message, Prompt
 
 MOST_CHARACTERS = 20_000
-"""Maximum characters of a message after a turn; a longer message is cut off."""
+"""Maximum number of characters in an environment's message; a longer message is cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +34,19 @@ class Reply:
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
-    """The reward of this turn, if the environment gives one."""
+    """The reward of this turn, or None if the environment gives no reward for the turn."""
     state: str = ""
     """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The parts of the environment's own reward. The value is None before the end of the episode,
+    """The parts of the environment's own reward. The outcome is None before the end of the episode,
     or if the environment has no reward."""
     error: str = ""
-    """The error that ended the episode, which then has no reward."""
+    """The error that ended the episode; after an error, the episode has no reward."""
 
 
 def read_reply(data: Mapping[str, Any]) -> Reply:
-    """Parse a reply from JSON data; raises ValueError, KeyError or TypeError if it is invalid."""
+    """Parse a reply from JSON data; raise ValueError, KeyError or TypeError for invalid data."""
     outcome, reward = data["outcome"], data["reward"]
     return Reply(
         messages=as_messages(data["messages"]),
@@ -73,7 +73,7 @@ Settle = Callable[[Awaitable[Any]], Any]
 class Driver:
     """Runs one environment.
 
-    The environment's methods may block, so a Driver is used in a thread.
+    The environment's methods may block the thread that calls a Driver.
     """
 
     factory: Factory

@@ -2,7 +2,7 @@
 
 An environment sees messages and never token ids. Each rollout has its own instance of the
 environment. All methods may be plain or async. An exception in a method ends the rollout with the
-finish `error` and no reward.
+finish reason `error` and without a reward.
 
     class GuessNumber:
         def reset(self, prompt, seed):
@@ -32,7 +32,7 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The start of an episode; instead of a Start, `reset` may return only the messages."""
+    """The start of an episode; `reset` returns a Start or only the messages."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -45,7 +45,7 @@ class Start:
 class Step:
     """The reply to a message of the policy.
 
-    Instead of a Step, `step` may return messages or None.
+    The method `step` returns a Step, messages or None.
     """
 
     messages: Sequence[Message] = ()
@@ -53,7 +53,7 @@ class Step:
     reward: float | None = None
     done: bool = False
     state: Any = None
-    """Data that identifies the state after this step. Some advantages compare steps that start from
+    """Data that identifies the state after this step. Some algorithms compare steps that start from
     equal states. If `state` is None, the messages identify the state.
     """
 
@@ -64,16 +64,16 @@ class Environment(Protocol):
     def reset(
         self, prompt: Prompt, seed: int
     ) -> Start | Sequence[Message] | Awaitable[Start | Sequence[Message]]:
-        """Start the episode; all rollouts of a group get the same seed, and so the same world."""
+        """Start the episode; all rollouts of a group get the same seed."""
 
     def step(
         self, message: Message
     ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
         """Take a message of the policy, and return the next messages; None ends the episode.
 
-        The message has `role`, `content` and, if the text has tool calls, `tool_calls`. Each call
-        has the format of chat templates, with `name` and `arguments` inside `function`. A call that
-        cannot be parsed also has an `error` that says why.
+        The message has `role`, `content` and, if the text has tool calls, `tool_calls`. Each tool
+        call has the format of chat templates, with `name` and `arguments` inside `function`. A tool
+        call that cannot be parsed also has an `error` that says why.
         """
 
 
@@ -85,9 +85,9 @@ Python must be able to pickle the factory, unless the environment is `quick`.
 
 
 def prepare(factory: Factory) -> None:
-    """Load the data that all episodes of a class share, once per process.
+    """Load the data that all episodes of an environment class share, once per process.
 
-    The function calls the class method `prepare`, if there is one, with the environment's options.
+    If the class has a class method `prepare`, call it with the environment's options.
     """
     kind = getattr(factory, "func", factory)
     if hasattr(kind, "prepare"):
@@ -121,7 +121,7 @@ def as_step(value: Any) -> Step:
 
 
 def as_outcome(value: Any) -> dict[str, float] | None:
-    """Convert the result of `reward` to parts, which add up to the reward."""
+    """Convert the result of `reward` to named parts that add up to the reward."""
     if value is None:
         return None
     parts = value if isinstance(value, Mapping) else {"environment": value}
@@ -137,7 +137,7 @@ def as_number(value: Any) -> float:
 
 
 def as_messages(value: Any, most: int | None = None) -> tuple[Message, ...]:
-    """Return messages as plain data, with each content cut to `most` characters."""
+    """Return messages as plain data, and cut each message's content to `most` characters."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(
             f"an environment must return a list of messages, not {type(value).__name__}"

@@ -21,7 +21,7 @@ Replies = list[tuple[int, Reply]]
 
 
 class Host(Protocol):
-    """Runs the episodes of many rollouts; each command gets one reply."""
+    """Runs the episodes of many rollouts; a host gives one reply to each command."""
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
         """Start an episode."""
@@ -36,7 +36,7 @@ class Host(Protocol):
         """Return the replies that have arrived; with `wait`, wait for at least one reply."""
 
     def clear(self) -> None:
-        """Forget all episodes, so that their keys can be used again."""
+        """Remove all episodes, so that callers can reuse the keys of the episodes."""
 
     def close(self) -> None:
         """End all episodes and their processes."""

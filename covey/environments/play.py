@@ -22,7 +22,7 @@ class Played:
     outcome: Mapping[str, float] | None
     """The parts of the environment's reward; None if the environment has no reward."""
     error: str = ""
-    """The error of the environment that ended the episode, if any."""
+    """The environment's error that ended the episode; empty if there was no error."""
 
     def __str__(self) -> str:
         """Return the conversation, the reward and the error."""
@@ -44,7 +44,7 @@ def call(name: str, **arguments: Any) -> str:
 def play(
     environment: Callable[[], Any], prompt: Prompt, turns: Sequence[str], *, seed: int = 0
 ) -> Played:
-    """Run an episode with the given turns of the policy, until the episode or the turns end."""
+    """Run an episode with the given policy turns, until the episode ends or no turns are left."""
     driver = Driver(environment_factory(environment), settle)
     reply = driver.start(prompt, seed)
     messages = list(reply.messages)

@@ -1,11 +1,11 @@
 """Worker processes of environments, which are killed if they exceed limits on time or memory.
 
 Each process runs many episodes. Each step of an episode runs in a thread of the process. The
-prompt, the seed and the policy's messages determine an episode. If a process is lost, its episodes
-are therefore replayed in a new process. If a replayed episode gives different replies, the episode
-ends with an error. A step that takes too long ends its episode. If a process dies by itself, the
-steps that were running in it are retried one at a time. If a step kills its process a second time,
-its episode ends with an error.
+prompt, the seed and the policy's messages determine an episode. If a process dies or is killed,
+Covey replays its episodes in a new process. If a replayed episode gives different replies, the
+episode ends with an error. A step that takes too long ends its episode. If a process dies by
+itself, Covey retries the steps that were running in the process, one at a time. If a step kills its
+process a second time, its episode ends with an error.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _Episode:
     messages: list[Message] = field(default_factory=list)
     """The policy's messages, including the message of the current command."""
     seen: str = ""
-    """The digest of the environment's replies so far."""
+    """The digest of all replies that the environment has given in this episode."""
     live: bool = False
-    """Whether the process has the episode's state, so that no replay is needed."""
+    """Whether the process has the episode's state; otherwise, Covey must replay the episode."""
     deadline: float = 0.0
 
     def command(self, key: int) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class ProcessHost:
         self._enqueue(key)
 
     def clear(self) -> None:
-        """Forget all episodes; processes with unfinished episodes are killed."""
+        """Remove all episodes, and kill the processes that have unfinished episodes."""
         for lane in self._lanes:
             if lane.running:
                 self._kill(lane)
@@ -131,7 +131,7 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send all waiting commands; after a process has died, send one command at a time."""
+        """Send all waiting commands; after a process has died, retry its commands one at a time."""
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
             episode = self._episodes[key]
@@ -165,7 +165,7 @@ class ProcessHost:
         return lane.worker
 
     def _kill(self, lane: _Lane) -> None:
-        """End a worker process, whose episodes must then be replayed."""
+        """Kill a worker process, and mark its episodes for replay."""
         if lane.worker is not None:
             lane.worker.kill()
         lane.worker = None
@@ -175,13 +175,13 @@ class ProcessHost:
                 episode.live = False
 
     def _patience(self) -> float:
-        """Return the seconds until the first deadline."""
+        """Return the seconds until the earliest deadline of a running command."""
         running = [key for lane in self._lanes for key in lane.running]
         nearest = min((self._episodes[key].deadline for key in running), default=0.0)
         return max(0.0, nearest - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
-        """Receive the replies that arrive within this many seconds."""
+        """Receive the replies that arrive within `seconds` seconds."""
         lanes = {lane.worker.connection: lane for lane in self._lanes if lane.worker is not None}
         for connection in wait_for(list(lanes), seconds):
             lane = lanes[connection]  # type: ignore[index]
@@ -207,7 +207,7 @@ class ProcessHost:
         self._send(lane)
 
     def _lost(self, lane: _Lane) -> None:
-        """Find the step that killed a process; if several steps were running, retry each alone."""
+        """Find the step that killed a process; if several steps ran, retry one at a time."""
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)
         self._kill(lane)

@@ -16,8 +16,8 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""The limit on wall time is the limit on CPU time multiplied by this factor. Wall time has the
-higher limit, so that a busy machine does not change results."""
+"""The ratio of the limit on wall time to the limit on CPU time. The limit on wall time is higher
+than the limit on CPU time, so that a busy machine does not change results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Programs:
     """The limit on CPU time of one program, in seconds."""
     memory_mb: int
     output_chars: int
-    """Maximum characters of output for the policy; the middle of a longer text is omitted."""
+    """Maximum number of characters of output; Covey omits the middle of a longer output."""
     unsafe: bool
     """Whether programs run without isolation, as ordinary processes of this user."""
 
@@ -64,7 +64,7 @@ class Programs:
         )
 
     def shown(self, outcome: Outcome) -> str:
-        """Return the output of a program, and the reason if it was stopped."""
+        """Return a program's output, and the reason if the sandbox stopped the program."""
         text = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip()
         return "\n".join(filter(None, (shortened(text, self.output_chars), _ending(outcome))))
 

@@ -32,15 +32,16 @@ except BaseException as error:
     sys.stderr.write("".join(report.format()))
     sys.exit(1)
 """
-"""Code that runs a program like a notebook cell: it prints the value of the last expression. This
-code runs in the sandbox, so that the policy's text is never parsed outside the sandbox.
+"""Code that runs a program like a notebook cell: it prints the value of the last expression. The
+code runs in the sandbox, so that Python never parses the policy's text outside the sandbox.
 """
 
 
 class Python(ToolEnvironment):
     """An environment with one tool, which runs a Python program and returns its output.
 
-    No variables are kept between calls. The last turn, which has no tool call, is scored.
+    Variables do not persist between tool calls. The reward function scores the last turn, which has
+    no tool call.
     """
 
     def __init__(

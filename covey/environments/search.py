@@ -62,10 +62,10 @@ class Search(ToolEnvironment):
     """An environment with tools that search and read documents; the last turn is the answer.
 
     With `info["sources"]`, a correct answer gets a reward of 0.7. If the prompt has
-    `info["sources"]`, 0.3 times the `citations` reward is added. The `minimum` of the `citations`
-    reward is the number of documents in `info["sources"]`. A source is cited as `[id]`. The
-    citation earns a reward only if a tool has shown the document in this episode. Every unknown id
-    that looks like a document's id reduces the reward for citations by a quarter. Without
+    `info["sources"]`, the citations in the answer add up to 0.3 to the reward. The `minimum` of the
+    `citations` reward is the number of documents in `info["sources"]`. A source is cited as `[id]`.
+    A citation earns a reward only if a tool has shown the cited document in this episode. Every
+    citation of an unknown document reduces the reward for citations by a quarter. Without
     `info["sources"]`, a correct answer gets a reward of 1.
     """
 
@@ -128,7 +128,7 @@ class Search(ToolEnvironment):
         return shortened(self._documents[name], self._document_chars)
 
     def reward(self) -> dict[str, float]:
-        """Return the reward parts for the answer and for its citations."""
+        """Return the two parts of the reward: one for the answer and one for its citations."""
         assert self._prompt is not None
         correct = ExactText(ignore_case=True, ignore_punctuation=True)(self._prompt, self._answer)
         wanted = self._prompt.info.get("sources")
@@ -148,7 +148,7 @@ class Search(ToolEnvironment):
 
 
 def _snippet(text: str, query: str, most: int) -> str:
-    """Return a part of a document as one line, around the longest query word that it contains."""
+    """Return one line of text around the longest query word that a document contains."""
     flat = " ".join(text.split())
     folded = flat.casefold()
     places = [folded.find(word) for word in sorted(words(query), key=len)]

@@ -77,7 +77,7 @@ def _described(doc: str) -> dict[str, str]:
 
 
 def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the validated arguments of a call; raise ToolError if they are invalid."""
+    """Return the validated arguments of a tool call; raise ToolError for invalid arguments."""
     model = _arguments(name, tool)
     if given.keys() == {""}:  # in the format `tags`, the only argument has no name
         given = dict.fromkeys(list(model.model_fields)[:1], given[""])
@@ -91,7 +91,7 @@ def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[s
 
 
 async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Message:
-    """Run a call and return the tool's message, which contains the error if the call fails."""
+    """Run a tool call and return the tool's message, or the error as a message."""
     function = call["function"]
     name, given = function["name"], function["arguments"]
     try:
@@ -109,7 +109,7 @@ async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Me
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as text for the policy: text unchanged, other values as JSON."""
+    """Return a tool's result as text for the policy; values that are not text become JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -119,7 +119,7 @@ def as_text(result: Any) -> str:
 
 
 def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
-    """Return the tools of an object: the public methods of its own class, in order."""
+    """Return the tools of an object: the public methods of its class, as defined."""
     names = [
         name
         for kind in reversed(type(owner).__mro__[:-1])
@@ -134,7 +134,7 @@ class ToolEnvironment:
 
     A message without tool calls ends the episode. An exception in a tool becomes an error message
     to the policy. A subclass can override `reset` to prepare the episode, and define `reward` to
-    score it.
+    score the episode.
     """
 
     RESERVED = ("reset", "step", "reward", "tools")
@@ -149,7 +149,7 @@ class ToolEnvironment:
         return Start(messages=prompt.messages, tools=schemas)
 
     async def step(self, message: Message) -> Step:
-        """Run the tool calls of a message in order; without calls, the episode is done."""
+        """Run the tool calls of a message in order; without tool calls, the episode ends."""
         tools = self.tools()
         calls = message.get("tool_calls", ())
         return Step(messages=[await tool_message(tools, c) for c in calls], done=not calls)

@@ -2,9 +2,9 @@
 
 A package has a function `load_environment()` and its own rollout loop, which this module runs. When
 the package's rollout loop calls its model, the policy generates the next turn. The package's rubric
-is the environment's reward. The task `verifiers` provides the rows of the package's dataset.
-Unsupported features raise an error: rubrics that score a whole group, conversations that change
-earlier messages, images, and tasksets of verifiers 0.2 and later.
+is the environment's reward. The task `verifiers` turns the rows of the package's dataset into
+prompts. Unsupported features raise an error: rubrics that score a whole group, conversations that
+change earlier messages, images, and tasksets of verifiers 0.2 and later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.trust import import_callable
 from covey.types import Message, Prompt
 
 ROW = "row"
-"""The key in a prompt's `info` under which the row of the package's dataset is stored."""
+"""The key of the package's dataset row in a prompt's `info`."""
 
 
 @cache
@@ -51,7 +51,7 @@ class Verifiers:
 
     @staticmethod
     def prepare(package: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Load the package in the main thread, because some packages require this."""
+        """Load the package in the main thread, because some packages load only there."""
         load(package, arguments or {})
 
     def __init__(self, package: str, arguments: Mapping[str, Any] | None = None) -> None:
@@ -63,7 +63,7 @@ class Verifiers:
         self._tools: Any = None
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Start the package's rollout, and run it until it needs the first model response."""
+        """Start the package's rollout, and wait until it needs a model response."""
         row = dict(prompt.info[ROW]) if ROW in prompt.info else _row(prompt)
         run = self._environment.rollout(row, client=self._client(), model="covey")
         self._rollout = asyncio.ensure_future(run)
@@ -92,7 +92,7 @@ class Verifiers:
         return Step(messages=messages[size + 1 :])
 
     async def reward(self) -> dict[str, float]:
-        """Let the package finish, and score its rollout with its rubric."""
+        """Let the package's rollout finish, and score the rollout with the package's rubric."""
         assert self._rollout is not None
         await self._answers.put(None)
         state = await self._rollout

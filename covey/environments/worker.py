@@ -37,7 +37,7 @@ class Server:
     def run(self, key: int, op: str, message: Any, history: Any) -> None:
         """Run a command and send its reply.
 
-        If the command has a `history`, the episode is first replayed from this history.
+        If the command has a `history`, first replay the episode from that history.
         """
         past, reply = None, Reply()
         if history is not None:
@@ -59,7 +59,7 @@ class Server:
 
 
 def serve(connection: Connection) -> None:
-    """Run commands until the connection closes. A command of `None` removes all episodes."""
+    """Run commands until the connection closes. The command `None` removes all episodes."""
     factory, _ = loaded(connection, prepare_factory)
     server = Server(connection, factory)
     pool = ThreadPoolExecutor(THREADS)

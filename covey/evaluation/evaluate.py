@@ -17,7 +17,7 @@ from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step number that seeds every evaluation, so that evaluations use the same random numbers."""
+"""The step number of every evaluation, so that all evaluations use the same random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,9 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """The keys are `greedy` (accuracy), `reward` and `parts/NAME`, over greedy completions. With
-    samples, there are also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`.
+    """The keys `greedy` (accuracy), `reward` and `parts/NAME` are means over greedy completions. If
+    the evaluation samples k completions per prompt, the other keys are `mean@k`, `pass@2`,
+    `pass@4`, ... up to `pass@k`.
     """
     parts: Mapping[str, float]
     """Means of the reward's parts over the greedy completions."""
@@ -36,19 +37,20 @@ class Evaluation:
     first_failure: str | None = None
     """The error of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of the best constant answer. If no constant answer was scored, the value is the
-    frequency of the most frequent target. The value is None if targets are too long to be answers.
+    """Accuracy of the best constant answer. If no constant answer was scored, `best_constant` is
+    the frequency of the most frequent target. `best_constant` is None if the targets are too long
+    to be answers.
     """
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copy of the prompt, if known."""
     distinct_answers: int = 0
     """Number of different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
-    """The results of each prompt, from which the other fields are computed."""
+    """The results of each prompt; the other fields are computed from `items`."""
 
     @property
     def graded(self) -> bool:
-        """Whether rewards differ from the plain values 1 (success) and 0 (failure)."""
+        """Whether some reward is not simply 1 for success and 0 for failure."""
         return is_graded((item.greedy.reward, item.greedy.success) for item in self.items)
 
     def row(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def evaluate(
     temperature: float = 1.0,
     baselines: Baselines | None = None,
 ) -> Evaluation:
-    """Complete every prompt greedily, and sample `samples` more completions at `temperature`."""
+    """Generate a greedy completion and `samples` sampled completions of each prompt."""
     encoded = encode_prompts(collector.model, prompts, collector.interaction)
 
     def complete(distribution: Distribution, group_size: int) -> Collected:

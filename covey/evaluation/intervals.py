@@ -12,7 +12,7 @@ from scipy import special  # scipy.stats takes half a second to import
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 ROUNDING = 1e-9
-"""Differences below this are rounding; unequal means of k samples differ by at least 1 / k."""
+"""Covey treats differences below ROUNDING as rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,11 @@ def mean_over_prompts(
 ) -> Estimate:
     """Estimate a mean with a bootstrap over prompts; `bounds` are the limits of possible values.
 
-    The interval uses expanded percentiles (Hesterberg, arXiv 1411.5279). Plain percentiles are too
-    narrow for two reasons: their standard deviation divides by n instead of n - 1, and their tails
-    are normal instead of Student's t. With a dozen prompts, plain percentiles cover the true mean
-    91 times in 100, and expanded percentiles 94 times in 100.
+    The interval uses expanded percentiles (Hesterberg, arXiv 1411.5279). The interval of plain
+    percentiles is too narrow for two reasons: its standard deviation divides by n instead of n - 1,
+    and its tails are normal instead of Student's t. With a dozen prompts, the interval of plain
+    percentiles covers the true mean in 91 % of cases, and the interval of expanded percentiles in
+    94 %.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
@@ -71,12 +72,12 @@ def mean_over_prompts(
 
 
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
-    """Estimate a mean if all values are equal. A bootstrap interval would then have width 0.
+    """Estimate a mean if all values are equal and a bootstrap interval would have width 0.
 
-    The sample has `count` prompts with the same value. By Wilson's upper limit, at most a fraction
-    of z^2 / (count + z^2) of all possible prompts has another value. All values are within
-    `bounds`, and therefore the mean is too. For bounds 0 and 1, the result is Wilson's interval. If
-    `bounds` is None, the interval has width 0.
+    The sample has `count` prompts with the same value. By Wilson's upper limit, at most the
+    fraction z^2 / (count + z^2) of all possible prompts has a different value. The different values
+    lie within `bounds`, which limits the mean. For bounds 0 and 1, the result is Wilson's interval.
+    If `bounds` is None, the interval has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
@@ -95,7 +96,7 @@ def _expanded_tail(size: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The difference between two policies on the same prompts."""
+    """The difference between the results of two policies on the same prompts."""
 
     estimate: Estimate
     """The mean difference over prompts (value of the first policy minus value of the second
@@ -119,10 +120,10 @@ def paired_difference(
 ) -> Difference:
     """Compare two policies prompt by prompt; `span` is the largest possible difference, if known.
 
-    Prompts vary much in difficulty. Paired differences do not contain the variance of prompt
-    difficulty, so their interval is much narrower than the intervals of the two means. The p-value
-    comes from a sign test over the prompts on which the two policies differ. For binary outcomes,
-    the sign test is McNemar's exact test.
+    Prompts differ widely in difficulty. Paired differences cancel the variance of prompt
+    difficulty. The interval of the difference is therefore much narrower than the intervals of the
+    two means. The p-value comes from a sign test over the prompts on which the two policies differ.
+    For binary outcomes, the sign test is McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value

@@ -32,7 +32,7 @@ class ItemCompletion:
     tokens: int
     finish: str
     success: bool | None
-    """Whether the completion is correct; None if it has no score, which counts as incorrect."""
+    """Whether the completion is correct; None means no score, and counts as incorrect."""
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -68,7 +68,7 @@ class Item:
         return values
 
     def rewards(self) -> dict[str, float]:
-        """Return the reward and reward parts of the greedy completion; empty without a score."""
+        """Return the reward of the greedy completion and its parts; empty if scoring failed."""
         if self.greedy.reward is None:
             return {}
         parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
@@ -111,9 +111,10 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(scored: Iterable[tuple[float | None, bool | None]]) -> bool:
-    """Return whether rewards differ from the plain values 1 (success) and 0 (failure).
+    """Return whether some reward is not simply 1 for success and 0 for failure.
 
-    `scored` are pairs of reward and success. A completion without a reward does not count.
+    The argument `scored` contains pairs of reward and success. The function ignores completions
+    without a reward.
 
     >>> is_graded([(1.0, True), (None, None)]), is_graded([(0.5, True)])
     (False, True)
@@ -180,7 +181,7 @@ def compare(first: Sequence[Item], second: Sequence[Item]) -> Comparison:
 
 
 def _reward_differences(first: Sequence[Item], second: Sequence[Item]) -> dict[str, Difference]:
-    """Compare rewards and reward parts on prompts for which both completions have a score."""
+    """Compare rewards and their parts on the prompts that have a score under both policies."""
     rows = [(one.rewards(), other.rewards()) for one, other in zip(first, second, strict=True)]
     names = list(dict.fromkeys(name for a, b in rows for name in a if name in b))
     pairs = {

@@ -1,7 +1,8 @@
 """Advantages for the turns of multi-turn rollouts.
 
-The reward R of a rollout is the total of its turn rewards r_k. A reward that the environment gives
-to a turn counts at this turn, and the remainder of R counts at the last turn:
+The reward R of a rollout is the total of its turn rewards r_k. The environment may give rewards to
+single turns. If these rewards do not sum to the rollout's reward R, the last turn gets the
+difference:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
@@ -26,7 +27,7 @@ class TurnTable(NamedTuple):
     returns: torch.Tensor
     """The discounted return U of each turn, float64; NaN where scoring failed."""
     present: torch.Tensor
-    """Mask (bool) of existing turns; False for padding."""
+    """Boolean mask: True for a turn of the rollout, False for padding."""
     state: torch.Tensor
     number: torch.Tensor
     """[B, T]: the index of the turn of each token."""
@@ -62,7 +63,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
-    """Scatter values [B, T] to columns [B, count]; values for the column `count` are dropped."""
+    """Copy token values [B, T] to turns [B, count]; drop tokens whose turn index is `count`."""
     table = values.new_zeros(len(values), count + 1)
     return table.scatter_(1, place, values)[:, :count]
 
@@ -70,7 +71,7 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 def _compared(
     table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
 ) -> torch.Tensor:
-    """Return the advantages [B, K] of turns; `cell` says which turns are compared."""
+    """Return the advantages [B, K] of turns; turns with the same value in `cell` are compared."""
     values, cells = table.returns[table.present], cell[table.present]
     if normalize == "std":
         found = standardized(values, cells, ddof=ddof, eps=eps)

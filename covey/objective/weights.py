@@ -1,9 +1,9 @@
-"""Token weights: the loss is minus the weighted sum of the gains of all tokens.
+"""Token weights: the loss is minus the weighted sum of the per-token objectives.
 
-Each function returns the weight [B, T] of every token, which is computed once per optimizer step
-from the step's totals. With these weights, the loss is a plain weighted sum, so it does not depend
-on how the step is split into micro-batches or over ranks. Weights are float64, and rounded once to
-the precision of the loss.
+Each function returns the weights [B, T] of all tokens, computed once per optimizer step from the
+step's total numbers of tokens, rollouts and groups. With these weights, the loss is a plain
+weighted sum, so it does not depend on how the step is split into micro-batches or over ranks.
+Weights are computed in float64, and rounded once to the dtype of the loss.
 
 The step has N rollouts, T tokens and P groups; rollout i has T_i tokens, and group g has T_g
 tokens.
@@ -24,8 +24,8 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (N T_i): the mean over rollouts of the mean over their tokens.
 
     GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
-    are penalised too little (arXiv 2503.20783). If all tokens of a rollout have the same gain, the
-    weighted sum is the mean over rollouts of their gains.
+    are penalised too little (arXiv 2503.20783). If all tokens of a rollout have the same objective
+    value, the weighted sum is the mean of these values over rollouts.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -66,13 +66,14 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (P T_i): the sum over rollouts of token means, divided by the number of groups.
 
-    The weights 1 / (P T_i) are for losses of pairs, where each group has one pair.
+    The weights 1 / (P T_i) are for pairwise losses such as DPO, where each group has one pair of
+    completions.
     """
     return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the token count of each id in `ids`, float64 [B, 1]. A count of 0 becomes 1."""
+    """Return the token count of each id in `ids`, float64 [B, 1]. A count of 0 is returned as 1."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

@@ -101,7 +101,8 @@ def make_teacher(
 ) -> Reference:
     """Build the teacher model for distillation, which must have the policy's tokenizer.
 
-    The function `load` loads the model at a path, or the adapter at a path with its base model.
+    The function `load` loads a model from a path. If the path contains an adapter, `load` also
+    loads the base model.
     """
     section = config.teacher
     check_teacher(section, privileged=False)

@@ -1,10 +1,10 @@
 """Connection limits of a reference server: the number of open connections, and their duration.
 
 A client that opens connections and sends nothing, or one byte at a time, must not block other
-clients. The head of a request therefore has a short time limit. If there are too many connections,
-the oldest connection without a complete request is closed. The module server.py limits the time for
-request bodies, and sends error replies. This module closes connections to which no reply can be
-sent.
+clients. The server sets a short time limit for receiving the head (request line and headers) of a
+request. If there are too many connections, the oldest connection without a complete request is
+closed. The module server.py limits the time for request bodies, and sends error replies. This
+module closes a connection if the server cannot send a reply to its client.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONNECTION = "covey.connection"
 LINGER = 30.0
 """Seconds that a client has to read its reply before the connection is aborted."""
 LOG_SECONDS = 10.0
-"""Minimum seconds between two equal log lines; suppressed lines are counted."""
+"""Minimum seconds between two equal log lines; lines in between are counted but not written."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ConnectionLimiter:
     head_seconds: float
     """Time limit for a request's head, from the connection's start or the last reply."""
     request_seconds: float
-    """Time limit for a whole request, which is longer than the application's own limit."""
+    """Time limit for a whole request; must be longer than the web application's own time limit."""
     phases: dict[Phase, dict[Connection, None]] = field(
         default_factory=lambda: {"head": {}, "body": {}, "reply": {}}
     )

@@ -50,9 +50,9 @@ class FrozenReference(Reference):
 class OffloadedReference(FrozenReference):
     """A second copy of the starting weights in main memory, copied to the device for `logp`.
 
-    The weights never change, so nothing is copied back. After `logp` the parameters point to main
-    memory again, and the device memory is free for gradients. Buffers are small and stay on the
-    device.
+    The weights of the reference never change, so they are not copied back to main memory. After
+    `logp` the parameters point to main memory again, and the device memory is free for gradients.
+    Buffers are small and stay on the device.
     """
 
     kind: ClassVar[str] = "offloaded"

@@ -33,13 +33,12 @@ class MovingReference(FrozenReference):
 
     alpha: float
     every: int
-    """Number of optimizer steps between two moves of the reference, counted across training
+    """Number of optimizer steps between two updates of the reference, counted across training
     steps."""
     file: str = REFERENCE_FILE
     """Name of the file in a checkpoint that holds the reference weights."""
     weights: dict[str, torch.Tensor] = field(init=False)
-    """Master weights in float32, as in the optimizer, because small moves would be lost in
-    bfloat16."""
+    """Master weights in float32, as in the optimizer, because bfloat16 would lose small updates."""
 
     def __post_init__(self) -> None:
         FrozenReference.__post_init__(self)

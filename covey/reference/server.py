@@ -43,9 +43,10 @@ from covey.reference.wire import (
 )
 
 DISCARD_FACTOR = 4
-"""If a request body is too large, the server reads and discards up to this many times the limit."""
+"""If a request body is too large, the server discards at most DISCARD_FACTOR times the limit."""
 BODY_RATE = 2**18
-"""Minimum upload rate in bytes per second. A client that uploads at this rate never times out."""
+"""Minimum upload rate in bytes per second. A client that uploads at BODY_RATE bytes per second or
+faster never times out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +56,11 @@ class ServerSettings:
     name: str
     """The model's name, as given by the user."""
     token: str = ""
-    """The bearer token of clients; if empty, no token is required."""
+    """The bearer token that clients must send; if empty, clients need no token."""
     max_megabytes: float = 64.0
     max_tokens: int = 131_072
     timeout: float = 120.0
-    """Seconds for a request, including receiving it and waiting in the queue."""
+    """Time limit for a request in seconds, including its upload and its wait in the queue."""
     waiting: int = 64
     """Maximum number of requests in the queue."""
     connections: int = 256
@@ -158,9 +159,9 @@ class Service:
     async def _body(self, request: Request, keep: int) -> bytes | None:
         """Read the body of a request; return None if it is larger than `keep` bytes.
 
-        A body somewhat above the limit is read to its end, because a client that is still sending
-        would see a broken connection instead of the error. A body far above the limit or a body
-        that arrives too slowly is cut off.
+        The server reads a body slightly above the limit to its end. If it stopped earlier, the
+        client would see a broken connection instead of the error message. The server stops reading
+        a body that is far above the limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds
@@ -256,10 +257,10 @@ class QueueFullError(Exception):
 
 
 class Batcher:
-    """Answers requests in order of arrival, in batches with other queued requests.
+    """Answers queued requests in order of arrival, several requests per batch.
 
-    Rows of a batch do not attend to each other. Other requests in a batch therefore change a result
-    only by rounding, up to 1e-5 in float32 on a CPU.
+    Rows of a batch do not attend to each other. The other requests in a batch change a result only
+    by rounding errors, up to 1e-5 in float32 on a CPU.
     """
 
     def __init__(

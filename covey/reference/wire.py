@@ -35,7 +35,7 @@ BYTES_PER_TOKEN = 17
 HEADER_BYTES = 4096
 """An upper bound on the bytes of a request's tensor names, shapes and metadata."""
 SLACK = 1e-4
-"""The largest error by which rounding can move a log-probability above 0 or an entropy below 0.
+"""Rounding tolerance: how far a log-probability may be above 0, or an entropy below 0.
 
 Log-probability and entropy are differences between logits and their logsumexp, computed in float32.
 With logits up to 2^9, the rounding error of a log-probability or an entropy is at most 2^-15 =
@@ -124,14 +124,15 @@ def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[Lo
 
 
 def reply_bytes(shape: torch.Size) -> int:
-    """Return the largest size of the reply to a request of this shape."""
+    """Return the maximum size of the reply to a request with a batch of the given shape."""
     return HEADER_BYTES + len(LogProbs._fields) * shape.numel() * torch.float32.itemsize
 
 
 def check_values(values: LogProbs, temperature: float) -> None:
     """Refuse log-probabilities above 0, entropies below 0, and values that are not finite.
 
-    The loss would clamp a NaN, which then has no gradient and silently removes the token's penalty.
+    If a NaN reached the loss, the loss would clamp it, and the token would silently lose its
+    gradient and its penalty.
     """
     slack = SLACK / min(temperature, 1.0)
     for name, sign in (("logp", 1.0), ("entropy", -1.0)):

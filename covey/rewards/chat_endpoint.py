@@ -181,7 +181,7 @@ def _content(body: bytes) -> str:
 # own requests. If a request would exceed a limit, the process waits.
 
 WINDOW = 60.0
-"""The period to which a limit applies, in seconds."""
+"""The length of the window over which requests and tokens are counted, in seconds."""
 SHORTEST_WAIT = 0.01
 
 
@@ -239,7 +239,7 @@ class RateLimit:
             return delay
 
     def _delay(self, recent: list[tuple[float, int]], tokens: int, now: float) -> float:
-        """Return the seconds until enough recent requests are older than a minute, or 0."""
+        """Return the seconds until the rate limits allow the request; 0 if they allow it now."""
         for gone in range(len(recent) + 1):
             if self._fits(recent[gone:], tokens):
                 return 0.0 if not gone else max(recent[gone - 1][0] + WINDOW - now, SHORTEST_WAIT)
@@ -256,7 +256,7 @@ class RateLimit:
 
 
 def _rows(text: str) -> list[tuple[float, int]]:
-    """Return the requests in a file; [] if a process was killed while it wrote."""
+    """Return the requests that a file lists; [] if a killed process left the file incomplete."""
     try:
         return [(float(started), int(tokens)) for started, tokens in json.loads(text or "[]")]
     except (ValueError, TypeError):

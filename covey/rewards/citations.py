@@ -32,7 +32,7 @@ _BRACKETS = {")": "(", "]": "["}
 
 
 def _trim(address: str) -> str:
-    """Remove trailing punctuation, and closing brackets without an opening bracket."""
+    """Remove trailing punctuation and unmatched closing brackets."""
     for _ in range(8):
         address = address.rstrip(_CLOSING)
         opening = _BRACKETS.get(address[-1:])
@@ -125,9 +125,9 @@ def sources(text: str) -> set[str]:
 
     A URL, DOI or arXiv number is a citation wherever it occurs in the text. A citation mark such as
     `[1]` cites entry 1 in a list of sources. An entry of a list of sources is a line `[1] ...`, or
-    a line `1. ...` under a heading such as References. The address of an entry identifies the
-    source; without an address, its title does, if the title has at least three words. A citation
-    mark that has no entry in the list of sources is ignored.
+    a line `1. ...` under a heading such as References. An entry is identified by its address. An
+    entry without an address is identified by its title, which must have at least three words. A
+    citation mark that has no entry in the list of sources is ignored.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -144,14 +144,14 @@ def _shape(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Citations(Reward):
-    """The number of different sources that the text after the thinking cites, divided by `minimum`.
+    """The number of different sources cited in the text after the thinking, divided by `minimum`.
 
     The reward is at most 1.
 
     Sources are URLs, DOIs, arXiv numbers, and entries in a list of sources that a mark such as [1]
     cites. A repeated source counts once.
 
-    If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only these
+    If `prompt.info` has `sources`, a list of addresses or ids such as `doc3`, only the listed
     sources count. A citation mark such as `[doc3]` cites the source with the id `doc3`. Every cited
     address that is not in `sources` costs `unknown_penalty`. A citation mark that looks like an id
     in `sources`, but has a different number, also costs `unknown_penalty`. A completion with at

@@ -67,8 +67,8 @@ def _indent(line: str) -> int:
 def extract_program(text: str) -> str:
     """Return the program of a completion: the last Python block after the thinking.
 
-    If there are `<answer>` tags, only the last `<answer>` is searched. Without a Python block, the
-    program is the last fenced block; without any block, it is the whole text.
+    If the text has `<answer>` tags, the program is taken from the last `<answer>` only. Without a
+    Python block, the program is the last fenced block; without any block, it is the whole text.
     """
     rest = after_thinking(text)
     answer = [rest, *tag_contents(rest, "answer")][-1]

@@ -21,13 +21,14 @@ from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
 """The level of a letter pair says how common the pair is in words. Letter pairs of level RARE or
-below hardly occur in words. Each such rare letter pair lowers the sum of the levels by RARE_COSTS.
+below hardly occur in words. Each letter pair of level RARE or below lowers a word's sum of levels
+by RARE_COSTS.
 """
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""Short texts have too few letter pairs for a reliable mean. Every text is measured as if it had
-PRIOR_PAIRS more letter pairs of level PRIOR."""
+"""Short texts have too few letter pairs for a reliable mean. Covey therefore adds PRIOR_PAIRS
+letter pairs of level PRIOR to every text before it computes the mean level."""
 LOW, HIGH = 3.0, 4.1
-"""Mean levels of letter pairs: a text below LOW is noise, and a text above HIGH is language."""
+"""A text whose mean level of letter pairs is below LOW is noise; above HIGH, it is language."""
 WINDOW, WINDOWS = 4096, 5
 """In a long text, Covey measures only WINDOWS evenly spaced parts of WINDOW characters."""
 
@@ -188,9 +189,9 @@ def _pieces(word: str) -> list[str]:
 
 
 def _levels(word: str) -> list[int]:
-    """Return the levels of all letter pairs of a word; its two edges count as letters.
+    """Return how common each letter pair of a word is, including the pairs at its two ends.
 
-    If a letter occurs three times in a row, its second pair has level 0.
+    If a letter occurs three times in a row, the pair of the second and third letter gets level 0.
     """
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
@@ -202,7 +203,7 @@ def _levels(word: str) -> list[int]:
 
 
 def _sum_of_levels(word: str) -> tuple[float, int]:
-    """Return the sum of the levels of a word's letter pairs, and the number of pairs.
+    """Return the sum of the frequency levels of a word's letter pairs, and the number of pairs.
 
     Each rare letter pair lowers the sum of the levels by RARE_COSTS.
     """
@@ -302,7 +303,7 @@ def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[
 
 
 def _medley(kinds: Counter[str]) -> float:
-    """Return a factor below 1 for more than three alphabets, for many symbols, and for noise."""
+    """Return a factor below 1 for a text with more than three alphabets, many symbols, or noise."""
     letters = {kind: n for kind, n in kinds.items() if kind not in ("sign", "noise", "digit")}
     main = sum(sorted(letters.values())[-3:]) / max(1, sum(letters.values()))
     signs, noise = kinds["sign"] / kinds.total(), kinds["noise"] / kinds.total()

@@ -1,4 +1,4 @@
-"""Formats of completions: thinking and a final answer, in the forms that rewards expect."""
+"""Completion formats: how a completion marks its thinking and its final answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
 def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Put the opening and the closing mark around an answer, unless it has them already."""
+    """Put opening and closing marks around an answer, unless the answer already has them."""
     opening, closing = marks
     return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 

@@ -18,8 +18,9 @@ class Countdown(Reward):
     """1 for an expression that uses each number once and equals the target; otherwise 0.
 
     The expression is in `<answer>` after the thinking: whole numbers, + - * / and parentheses,
-    optionally followed by `= target`. The value is computed exactly, so 1/3 * 3 is 1. The prompt's
-    info has `numbers` and `target`; if `target` is missing, `prompt.target` is used.
+    optionally followed by `= target`. The value of the expression is computed exactly, so 1/3 * 3
+    is 1. `prompt.info` contains `numbers` and `target`; if it has no `target`, the reward uses
+    `prompt.target`.
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -74,10 +74,10 @@ def repetition(text: str, above: float = 0.0) -> float:
 class Efficiency(Reward):
     """1 minus penalties for steps, length and repetition; at least 0.
 
-    Each step (a `<tool_call>` in the text) above `expected_steps` costs 0.1. In the episode of an
-    environment, each edit above `expected_edits` and each turn of the policy above `max_rounds`
-    also costs 0.1. Steps, edits and turns together cost at most 0.5. An edit is a call of one of
-    the `edit_tools`.
+    A step is a `<tool_call>` in the text. Each step beyond the first `expected_steps` steps costs
+    0.1. In a multi-turn episode, each edit beyond the first `expected_edits` edits and each policy
+    turn beyond the first `max_rounds` turns also cost 0.1. Steps, edits and turns together cost at
+    most 0.5. An edit is a call of one of the `edit_tools`.
 
     A text of more than `max_words` words costs 0.3 * (words - max_words) / max_words, at most 0.3.
     Repetition costs 0.2 if more than 30 % of the text is repeated.

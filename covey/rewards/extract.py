@@ -24,7 +24,7 @@ from covey.rewards.tool_call import parse_call
 
 MAX_BOXED = 10_000
 TAIL = 2000
-"""Number of characters at the end of a text in which an unmarked number counts as an answer."""
+"""An unmarked number counts as the answer only within the last TAIL characters of a text."""
 
 _NUMERAL = re.compile(
     r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"

@@ -74,7 +74,7 @@ def is_call(text: str) -> bool:
 
 
 def _paired(text: str, tag: str) -> bool:
-    """Whether the tag occurs, and every opening tag is followed by its closing tag."""
+    """Whether a text contains the tag, and every opening tag is followed by its closing tag."""
     tags = re.findall(f"</?{tag}>", text)
     return bool(tags) and tags == [f"<{tag}>", f"</{tag}>"] * (len(tags) // 2)
 
@@ -87,7 +87,8 @@ def _unpaired(text: str, tag: str) -> bool:
 class ThinkToolForm(Reward):
     """A format reward for completions that consist of thinking, then tool calls or an answer.
 
-    The reward is 0.4 think + 0.4 tool + 0.2 tidy.
+    The reward is 0.4 * `think` + 0.4 * `tool` + 0.2 * `tidy`, where the parts have the following
+    values.
 
     | part | value |
     |---|---|
@@ -98,8 +99,8 @@ class ThinkToolForm(Reward):
 
     Unpaired tags set the reward part `think` or `tool` to -0.5. The reward is at least 0.
 
-    The published code of this reward checks only the first tool call. The published code has no
-    reward parts `tidy` and `direct`, so no completion can score above 0.8.
+    The published code of this reward checks only the first tool call. In the published code of this
+    reward, the parts `tidy` and `direct` do not exist, so no completion can score above 0.8.
     """
 
     min_thinking: int = 20
@@ -143,7 +144,7 @@ def _tidy(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentExampleForm(Reward):
-    """A short published format reward for agents, from 0 to 0.8.
+    """A simple format reward for agents, from published example code, with values from 0 to 0.8.
 
     | condition | value |
     |---|---|

@@ -39,7 +39,7 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Maps a dataset whose scorer evaluates the answer to a parser that checks the answer first."""
+"""Datasets whose scorer evaluates the answer as code; the values are parsers for the answer."""
 
 
 def load() -> None:
@@ -74,7 +74,10 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
 
 
 def scored(dataset: Any, answer: str, entry: Entry) -> float:
-    """Return the score of an answer, from 0 to 1. The answer must be a result of `readable`."""
+    """Return the score of an answer, from 0 to 1.
+
+    `answer` must be a text that `readable` returned.
+    """
     try:
         given = float(dataset.score_answer(answer, entry))
     except Exception:  # scorers raise different errors for an answer in an unexpected form

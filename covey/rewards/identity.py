@@ -17,9 +17,10 @@ _PLAIN = str | bytes | int | float | bool | None
 def identity(name: str, reward: Any) -> str:
     """Return the identity of a reward, for example `math@1#9f2c51d0a3b4`.
 
-    The hash covers the options and the source code. For a reward of Covey, the source code consists
-    of the reward and sandbox packages. For a user's reward, the source code is the file that
-    defines the reward. Two runs with the same identity give the same scores.
+    The hash covers the reward's options and its source code. For a built-in reward, the hash covers
+    the source code of the packages `covey.rewards` and `covey.sandbox`. For a user's reward, the
+    hash covers the source file that defines the reward. Two runs with the same identity give the
+    same scores.
 
     >>> from covey.rewards.think_answer import ThinkAnswer
     >>> identity("think_answer", ThinkAnswer()).startswith("think_answer@1#")

@@ -46,8 +46,8 @@ class MathAnswer(TargetReward):
     With `symbolic`, formulas are compared by evaluation at a few points. If evaluation at a few
     points does not decide, the library math-verify compares the formulas. The library math-verify
     gets only the final answer. From a whole completion, math-verify would pick the part that
-    matches the target. Formulas must be marked, because the style `number`, for unmarked answers,
-    finds only numbers.
+    matches the target. A formula must be marked as the final answer, for example with `\boxed`. For
+    unmarked answers, the style `number` finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
@@ -76,7 +76,7 @@ class MathAnswer(TargetReward):
 
     @property
     def quick(self) -> bool:
-        """Whether every text is scored fast.
+        """Whether scoring is fast for every text.
 
         Scoring can be slow if formulas are compared (`symbolic`).
         """

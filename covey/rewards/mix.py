@@ -25,9 +25,9 @@ class Mix(Reward):
 
     The reward part called `accuracy` decides `success`. With `gated` and a reward part called
     `format`, a completion earns accuracy only if its format is correct. If the format is wrong,
-    accuracy is replaced by its lower bound. If the format is wrong and accuracy has no bounds, a
-    positive accuracy is replaced by 0. Without `gated`, a wrong format does not change the
-    accuracy.
+    accuracy is replaced by its lower bound. If the format is wrong and the reward part `accuracy`
+    has no bounds, a positive accuracy is replaced by 0. Without `gated`, a wrong format does not
+    change the accuracy.
 
     At the start of a run, the option `early` gives the weights. The weights change linearly from
     `early` to `weights` over the fraction `early_until` of the run's steps. With `robust`, the
@@ -89,7 +89,7 @@ class Mix(Reward):
 
     @property
     def quick(self) -> bool:
-        """Whether all reward parts are quick."""
+        """Whether every reward part scores any text within milliseconds."""
         return all(part.quick for part in self.parts.values())
 
     @property
@@ -109,7 +109,7 @@ class Mix(Reward):
         return sum(w * low for w, (low, _) in counted), sum(w * high for w, (_, high) in counted)
 
     def at(self, share: float) -> Mix:
-        """Return this mix with the weights that apply after the fraction `share` of the run.
+        """Return this mix with its weights after the fraction `share` of the run.
 
         If a reward part is itself a mix, its weights also change.
         """
@@ -193,7 +193,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the parts of composite reward parts, under names such as `format/think`."""
+    """Return the nested parts of reward parts, under names such as `format/think`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()
@@ -223,7 +223,7 @@ class ByTask(Reward):
 
     @property
     def quick(self) -> bool:
-        """Whether all rewards are quick."""
+        """Whether the reward of every task scores any text within milliseconds."""
         return all(reward.quick for reward in self.tasks.values())
 
     @property
@@ -238,7 +238,7 @@ class ByTask(Reward):
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return this reward with the weights that apply after the fraction `share` of the run."""
+        """Return this reward with its weights when the fraction `share` of the run is done."""
         return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

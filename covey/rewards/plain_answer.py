@@ -1,9 +1,9 @@
-"""Parse an answer as data or arithmetic, and write it anew for scorers that evaluate answers.
+"""Parse an answer as data or arithmetic, and generate a safe text for scorers that evaluate it.
 
 Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Scorers that
 evaluate an answer never get the text that a model wrote. Covey parses the text, and allows only the
-node types that this module lists. The scorer gets a new text, which Covey generates from the syntax
-tree. The parser runs in the sandbox, so that a crash on odd text does no harm.
+node types that this module lists. The scorer gets a text that Covey generates from the answer's
+syntax tree. The parser runs in the sandbox, so that a crash on odd text does no harm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NotPlainError(ValueError):
 
 
 def plain_data(text: str) -> str:
-    """Parse a list of numbers and texts, or a list of such lists, and return it as a new text.
+    """Parse a (nested) list of numbers and strings, and return it as newly generated text.
 
     >>> plain_data('[[0, 1],\\n [-2, "a"]]')
     "[[0, 1], [-2, 'a']]"
@@ -45,7 +45,7 @@ def plain_data(text: str) -> str:
 
 
 def plain_formula(text: str, names: Collection[str] = ()) -> str:
-    """Parse arithmetic with functions and powers, and return it as a new text.
+    """Parse arithmetic with functions and powers, and return it as newly generated text.
 
     Each name must be a single letter or occur in `names`.
 
@@ -56,7 +56,7 @@ def plain_formula(text: str, names: Collection[str] = ()) -> str:
 
 
 def plain_sum(text: str) -> str:
-    """Parse an expression of whole numbers, + - * / and parentheses, and return it as a new text.
+    """Parse an expression of whole numbers, + - * / and parentheses, and return it as new text.
 
     >>> plain_sum("(3+4)*2")
     '(3 + 4) * 2'

@@ -1,8 +1,8 @@
-"""Rewards of published GRPO implementations, with the published numbers of points.
+"""Rewards of published GRPO implementations, with the same point values.
 
 Bugs of the published implementations are fixed, and the docstring of each reward names the fixes.
 Covey evaluates expressions with limits and without `eval`, reads the signs of numbers, and compares
-numbers exactly. No completion raises an error.
+numbers exactly. The rewards never raise an error, whatever the completion is.
 
 Known hacks of the published rewards are not fixed, because published models were trained with these
 rewards. The docstring of each reward lists the hacks of `covey rewards lab` that work on the
@@ -29,7 +29,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
 _ARITHMETIC = re.compile(r"[0-9+\-*/().\s]+")
 _ANSWER_AFTER_THINKING = re.compile(r"</think>\s*<answer>")
 TOLERANCE = Fraction(1, 100_000)
-"""Allowed distance of a countdown expression from the target, as published."""
+"""Maximum difference between the value of a countdown expression and the target, as published."""
 
 
 def gamed_by(reward: object) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def _single_number(text: str) -> Fraction | None:
 class LmBook(Reward):
     """The reward for GSM8K in `<reasoning>` and `<answer>` tags, from 0 to 2.8.
 
-    The reward comes from theLMbook and its descendants.
+    The reward comes from theLMbook and from code that is based on it.
 
     | part | value |
     |---|---|
@@ -174,8 +174,8 @@ class GrpoZero(Reward):
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
     GRPO-Zero's README describes a fixed reward of 0.1 for the format. GRPO-Zero's code, like this
-    reward, gives partial credit. The published code uses `eval`, and its format check allows
-    further tags inside the two parts.
+    reward, gives partial credit for an incomplete format. The published code uses `eval`, and its
+    format check allows further tags inside the think part and the answer part.
 
     Known hacks that work: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless
     calls; answer before unclosed think; correct then wrong.

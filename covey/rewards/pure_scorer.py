@@ -2,10 +2,10 @@
 
 The scorer's bytecode is inspected before the scorer runs. The inspection includes `score_answer`,
 each method and function that it refers to, and the functions, lambdas and comprehensions inside
-them. A scorer is pure if this module lists everything that the scorer uses as allowed. The lists
-contain bytecode instructions, builtins, functions of `math` and `json`, regex patterns, and names
-of methods. Anything that is not on a list makes a scorer impure, and an impure scorer runs in the
-sandbox.
+them. A scorer is pure if everything that it uses is on one of this module's lists of allowed items.
+The lists contain bytecode instructions, builtins, functions of `math` and `json`, regex patterns,
+and names of methods. Anything that is not on a list makes a scorer impure, and an impure scorer
+runs in the sandbox.
 
 A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
 scorer does not combine `range` with whole numbers that it reads from text. A pure scorer keeps no
@@ -77,8 +77,8 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Pairs of functions that a pure scorer may not combine. A scorer that combines both functions of a
-pair could run for a time that a number in the text determines."""
+"""Pairs of functions that a pure scorer may not combine. For example, a scorer with `range` and
+`int` could run very long if the answer contains a large number."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -120,7 +120,7 @@ _NOTHING = object()
 
 
 class ImpureError(Exception):
-    """Raised if a scorer uses something that is not on the lists of this module."""
+    """Raised if a scorer uses something that is not on this module's lists of allowed items."""
 
 
 def is_pure(dataset: Any) -> bool:

@@ -1,8 +1,9 @@
 """The Reasoning Gym reward: the score of the dataset's own scorer, with its flaws fixed.
 
-Some scorers evaluate the answer as code. Covey runs these scorers in a sandbox, and passes them
-only data or arithmetic. One scorer of reasoning_gym accepts every answer, one accepts `nan`, and
-one accepts `0` for `0.375`. This reward gives 0 to wrong answers that a flawed scorer accepts.
+Some scorers of reasoning_gym evaluate the answer as code. Covey runs a scorer that evaluates
+answers as code in a sandbox, and passes it only plain data or arithmetic. One scorer of
+reasoning_gym accepts every answer, one accepts `nan`, and one accepts `0` for `0.375`. This reward
+gives 0 to wrong answers that a flawed scorer accepts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ReasoningGym:
     Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
     `<answer>` after the thinking; without the tag, it is all text after the thinking. If the scorer
     of the dataset evaluates the answer as code, an answer that is not plain data or arithmetic
-    scores 0. An answer on which the scorer times out or crashes also scores 0.
+    scores 0. If the scorer times out or crashes, the answer scores 0.
     """
 
     unsafe: bool = False

@@ -2,8 +2,8 @@ r"""The safety reward: penalties for dangerous commands, secrets and personal da
 
 Patterns alone would penalise `model.eval()` and warnings, so each match is checked in context:
 
-- `eval(` and `exec(` are penalised only if they call the built-in functions. Methods of the same
-  name, function definitions, and calls with a literal argument are not penalised.
+- `eval(` and `exec(` are penalised only if they call the built-in functions. Methods and function
+  definitions named `eval` or `exec`, and calls with a literal argument, are not penalised.
 - A dangerous command that occurs in a warning is not penalised. A warning has a negation ("never",
   "do not", "avoid") earlier in the sentence, with no "but", "just" or ", then" in between.
 - DELETE FROM with a WHERE clause is not penalised, because it removes only selected rows. DELETE
@@ -13,7 +13,7 @@ Patterns alone would penalise `model.eval()` and warnings, so each match is chec
   as a telephone number.
 
 Each pattern starts at a rare literal and reads a limited number of characters around it, so the
-time is linear.
+search takes time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Test = Callable[[re.Match[str]], bool]
 SENTENCE = 200
 """Number of characters before a dangerous command that are searched for a warning."""
 MAX_WARNINGS = 1000
-"""Maximum number of warnings in a text. Beyond this number, commands in warnings are penalised."""
+"""Maximum number of harmless matches of a pattern. If a text has more matches, the pattern is
+penalised."""
 
 _NEGATION = re.compile(
     r"\b(?:never|avoid(?:ing)?|refuse(?:s|d)? to|instead of|rather than|forbidden to|prohibited to|"
@@ -105,7 +106,7 @@ _BUILTIN = r"(?<![\w.$])(?:(?:builtins|__builtins__|window|globalThis)\.)?"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern, its penalty, and the check of a match's context."""
+    """A rule: a pattern, its penalty, and a function that checks the context of a match."""
 
     penalty: float
     literal: str
@@ -190,7 +191,7 @@ _LOCAL_PART = re.compile(r"[A-Za-z0-9._%+-]+$")
 
 
 def _whole(match: re.Match[str]) -> str:
-    """Extend a match by the part of the address before the @; for speed, the pattern omits it."""
+    """Extend a match by the part of the email address before the @, which the pattern omits."""
     if match[0][0] != "@":
         return match[0]
     local = _LOCAL_PART.search(match.string[max(0, match.start() - 64) : match.start()])

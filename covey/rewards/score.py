@@ -77,7 +77,7 @@ class Reward(Protocol):
 
 
 def max_seconds(reward: Reward) -> float:
-    """Return the seconds that a reward's own limits allow per completion; 0 if it has none."""
+    """Return the time limit that a reward sets per completion, in seconds; 0 if it sets none."""
     return float(getattr(reward, "max_seconds", 0.0))
 
 

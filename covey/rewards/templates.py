@@ -112,8 +112,8 @@ def retrieval(
     The reward part `format` requires at least `sources` citations.
 
     Accuracy is the similarity of the answer to the target. The option `judge`, a table with
-    `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. The mix is not
-    gated by default, so a correct answer with too few sources still earns a reward.
+    `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. By default,
+    `gated` is false, so a correct answer with too few sources still earns a reward.
     """
     accurate = FuzzyText(without_target=without_target)
     parts = _parts(accurate, Citations(minimum=sources))

@@ -66,7 +66,7 @@ class ExactText(TargetReward):
 
 
 def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
-    """Return the F1 score of the words in two texts: 2 * shared words / words in both texts.
+    """Return the F1 score of the words in two texts: 2 * shared words / total number of words.
 
     The order of the words does not matter.
 
@@ -81,9 +81,9 @@ def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
 def letter_similarity(answer: str, target: str) -> float:
     """Return 2 L / (sum of both lengths), where L is the longest common subsequence's length.
 
-    The result is 1 minus the fraction of letters that must be deleted or inserted. The length L is
-    computed with a table, one row after the other. Each row of the table is stored in the bits of
-    one integer (Hyyrö 2004).
+    The result is 1 minus the fraction of letters that must be deleted or inserted. The function
+    computes L with the bit-parallel algorithm of Hyyrö (2004), which stores each row of the
+    dynamic-programming table in one integer.
 
     >>> letter_similarity("kitten", "sitting")
     0.6153846153846154
@@ -107,7 +107,7 @@ class FuzzyText(TargetReward):
     The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
     whitespace. Only the first 2,000 characters of answer and target are compared. If the lengths
     differ, the similarity is multiplied by the ratio of the lengths, so that padding never helps.
-    The class `ExactText` says how the final answer is found.
+    The docstring of `ExactText` describes how the final answer is found.
     """
 
     threshold: float = 0.9

@@ -130,7 +130,7 @@ def _from_syntax(text: str) -> Call | None:
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """Compare values as JSON: 3 equals 3.0 but not "3", true is not 1, strings are stripped.
+    """Compare values as JSON: 3 equals 3.0 but not "3", true is not 1, outer spaces are ignored.
 
     >>> same_value({"a": [3.0, " x"]}, {"a": [3, "x"]}), same_value("3", 3), same_value(True, 1)
     (True, False, False)
@@ -166,11 +166,12 @@ def target_call(prompt: Prompt) -> Call | None:
 class ToolCall(TargetReward):
     """The correct tool earns `tool` points, and correct arguments earn the rest, up to 1.
 
-    Arguments earn points only if the tool is correct. If arguments earned points alone, `{}` would
-    earn half the reward for any tool without arguments. Exactly one tool call is expected. Several
-    calls, or a call that cannot be parsed, score 0, so that calling every tool earns no reward.
-    With `partial`, the score of the arguments is the fraction of correct arguments among all given
-    or expected arguments. Without `partial`, all arguments must be correct.
+    Arguments earn points only if the tool is correct. If arguments earned points with a wrong tool,
+    a call with empty arguments `{}` would earn half the reward whenever the expected tool takes no
+    arguments. Exactly one tool call is expected. Several calls, or a call that cannot be parsed,
+    score 0, so that calling every tool earns no reward. With `partial`, the score of the arguments
+    is the fraction of correct arguments among all given or expected arguments. Without `partial`,
+    all arguments must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
     Positional arguments get the names in `prompt.info["parameters"]`, in order. If the prompt lists

@@ -201,7 +201,7 @@ def _listed(results: Any) -> list[Any]:
 
 
 def _state(call: Call) -> TrainerState:
-    """Return the progress for TRL functions; evaluations count as the last step of the run."""
+    """Return the run's progress for TRL functions; in an evaluation, it is the last step."""
     steps = max(1, call.max_steps)  # functions divide by it
     done = steps if call.global_step is None else call.global_step
     return TrainerState(global_step=done, max_steps=steps)
@@ -222,7 +222,7 @@ def _messages(text: str) -> list[Message]:
 
 
 def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Reward:
-    """Return a reward for any function or class; an object that is a reward stays unchanged."""
+    """Return a reward for any function or class; return an object that is a reward unchanged."""
     given = dict(options or {})
     reward: Any = function
     if inspect.isclass(function):
@@ -394,7 +394,7 @@ def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
-    """Count how many of the first two positional parameters have a name in `OWN`, or `_`."""
+    """Count how many of the first two positional parameters are named as in `OWN`, or `_`."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
     return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))

@@ -42,7 +42,7 @@ class EncodedPrompt:
     prefill: str = ""
     """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The training step of the prompt. If the field is None, the caller gives one training step for
+    """The training step of the prompt. If `step` is None, the caller gives one training step for
     all prompts."""
 
 
@@ -90,7 +90,7 @@ class Episodes:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the engine requests, if each single-turn episode makes one request."""
+        """Upper limits on the engine requests; each single-turn episode makes one request."""
         return Limits(
             sampling=self.sampling,
             requests=len(self.prompts) * self.sampling.group_size,
@@ -122,7 +122,7 @@ class Episodes:
 
 
 def step_of(encoded: EncodedPrompt, usual: int) -> int:
-    """Return the training step of a prompt, or `usual` if the prompt has no step of its own."""
+    """Return the training step of a prompt, or `usual` if the prompt's step is None."""
     return usual if encoded.step is None else encoded.step
 
 
@@ -212,7 +212,7 @@ class Interaction:
 
 @dataclass(slots=True)
 class _Growing:
-    """A segment to which tokens are appended."""
+    """A segment of an unfinished episode, to which new tokens are appended."""
 
     prompt_tokens: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
@@ -368,7 +368,7 @@ class MultiTurnEpisodes:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the engine requests, if each multi-turn episode makes one request at a time."""
+        """Upper limits on the engine requests; a multi-turn episode makes one request at a time."""
         episodes = len(self.prompts) * self.sampling.group_size
         return Limits(
             sampling=self.sampling,
@@ -504,13 +504,13 @@ class MultiTurnEpisodes:
 
 
 def _sharing(requests: Sequence[Request]) -> list[Request]:
-    """Set the same prompt number for requests with equal prompts, such as a group's first turns."""
+    """Give requests with equal prompts, such as a group's first turns, the same prompt number."""
     numbers: dict[tuple[int, ...], int] = {}
     shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
     return sorted(shared, key=lambda request: request.prompt)
 
 
 def completion_texts(model: LanguageModel, completions: Sequence[Completion]) -> list[str]:
-    """Return the text of each completion; decode only what the engine has not decoded."""
+    """Return the text of each completion; decode only the texts that the engine did not decode."""
     rest = iter(model.decode_many([c.tokens for c in completions if c.text is None]))
     return [next(rest) if c.text is None else c.text for c in completions]

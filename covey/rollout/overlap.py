@@ -193,7 +193,7 @@ class RolloutQueue:
         return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
-        """Return the steps whose rollouts the weights at the start of `step` will generate."""
+        """Return the steps whose rollouts to generate with the weights at the start of `step`."""
         overlap, train = self.parts.config.overlap, self.parts.config.train
         last = step + overlap.staleness
         if train.budget == "steps":
@@ -203,7 +203,7 @@ class RolloutQueue:
         return range(self.newest + 1, last + 1)
 
     def in_flight(self, after: int) -> list[StepRollouts]:
-        """Return the requested rollouts of steps after `after`, which a checkpoint must save."""
+        """Return the rollouts of all requested steps after step `after`, for the checkpoint."""
         held = [one for step, one in sorted(self.held.items()) if step > after]
         taken = {one.ticket.step for one in held}
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]

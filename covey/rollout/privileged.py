@@ -1,4 +1,4 @@
-"""Privileged text: additional text in the teacher's prompt if the policy is its own teacher.
+"""Privileged text: extra text in the teacher's prompt, used when the policy is its own teacher.
 
 Privileged text is a correct completion of the same group, the reward's feedback on the rollout, or
 a column of the data. The teacher computes the log-probs of the rollout's tokens after a prompt with

@@ -1,9 +1,9 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
 A replayed group keeps the log-probs and versions of the weights that sampled it. A replayed group
-is treated like any other stale group. The policy at the start of the step computes `old_logp`, and
-the objective's correction multiplies each token's weight by exp(old_logp - sampler_logp). The group
-statistics of a replayed group include only its own rollouts.
+is treated like any other stale group. The policy at the start of the step computes `old_logp`. The
+objective's importance-sampling correction multiplies each token's weight by exp(old_logp -
+sampler_logp). The group statistics of a replayed group include only its own rollouts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ReplayBuffer:
     def draw(self, *, step: int, version: int, without: Collection[str]) -> list[Group]:
         """Draw groups to train on again, except groups older than `replay.max_age` optimizer steps.
 
-        `without` has the ids of the step's own prompts. The step's own prompts are excluded,
-        because a step may contain a prompt only once.
+        The argument `without` contains the ids of the step's own prompts. The step's own prompts
+        are excluded, because a step may contain a prompt only once.
         """
         order = replay_order(seed=self.seed, step=step, size=len(self.groups))
         found: dict[str, Group] = {}

@@ -72,7 +72,7 @@ class RolloutSource(Protocol):
     def publish(self, weights: WeightSource, version: int) -> None:
         """Give the trainer's current weights to the source, which loads them into the engine.
 
-        The trainer may change the weights after this call.
+        After `publish` returns, the trainer may change its weights.
         """
 
     def start(self, tickets: Sequence[Ticket]) -> None:
@@ -163,7 +163,7 @@ class _Filling:
     notes: list[str] = field(default_factory=list)
 
     def add(self, found: Collected) -> None:
-        """Add the groups of a sampling round. If the step needs more, choose the next prompts.
+        """Add the groups of a sampling round. If it needs more groups, choose the next prompts.
 
         The prompts of a refill round depend only on the seed, the step and the round number. Refill
         rounds do not change the prompts of later steps.

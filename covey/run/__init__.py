@@ -1,1 +1,1 @@
-"""The files of a run, its metrics, health checks and trackers. No module here imports torch."""
+"""Files of a run, metrics, health checks and trackers. No module of `covey.run` imports torch."""

@@ -46,7 +46,7 @@ def add_digest(run: Path, step: int, record: str, data: bytes) -> None:
 def damage(folder: Path, but: Collection[str] = ()) -> str | None:
     """Return a message about a damaged file of a checkpoint; None if no file is damaged.
 
-    Do not check the files named in `but`.
+    The files named in `but` are not checked.
     """
     if not folder.is_dir():
         return f"{folder} is not a folder"

@@ -49,7 +49,8 @@ from covey.run.records import Note, episode_row, read_lines, renamed, to_stderr,
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup"."""
+"""Values of `kind` in the environment.json of an SFT run. For an SFT run, Covey 0.1 wrote "warmup"
+instead of "sft"."""
 CHANGES = "changes.jsonl"
 """Name of the file with a line for each resume that changed settings. Each line of the file has the
 step, and the old and new value of each changed setting.
@@ -355,7 +356,7 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 def check_new_run(path: Path, instead: str = "") -> None:
     """Before a model is loaded, raise an error if the folder of a new run has files.
 
-    The error message ends with the text `instead`, which advises the user what to do.
+    The argument `instead` is advice for the user, which is appended to the error message.
 
     A run that failed before its first step may be replaced.
     """

@@ -35,7 +35,7 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines. Adopting one suggested line may be enough."""
+    """Suggested configuration lines. It may be enough to adopt one of the suggested lines."""
     also: str
     """A remedy that is not a setting; empty if there is none."""
     problem: bool
@@ -160,7 +160,7 @@ def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Find
 
 
 def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:
-    """Return a finding if an active run has stalled; its last step was logged `seconds` ago."""
+    """Return a finding if a run, whose last step ended `seconds` seconds ago, has stalled."""
     times = [row["time/total"] for row in rows[-10:] if row.get("time/total")]
     if not times or seconds < max(SILENT_SECONDS, SILENCE * median(times)):
         return None

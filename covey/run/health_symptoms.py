@@ -167,8 +167,8 @@ def parts_against(history: History) -> str | None:
     """Find a reward that rises at the cost of correctness, or of one of its own parts.
 
     The reward counts as rising if it rises by more than 5 standard errors. A reward part counts as
-    falling if it falls by more than 3 standard errors. The limit for a falling reward part is lower
-    than for a rising reward, because both rarely happen together by chance.
+    falling if it falls by more than 3 standard errors. A lower limit is enough for the falling
+    part, because a rise of the reward and a fall of a part rarely coincide by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)

@@ -15,7 +15,7 @@ KEPT = 60
 START = 5
 """Number of steps at the start of a run that are averaged into a metric's initial value."""
 BLOCK = 5
-"""Number of steps in a block. Health checks compare the mean of a metric in two blocks."""
+"""Number of steps in one block. Health checks compare the mean of a metric in two blocks."""
 REWARD = "objective/scores"
 
 

@@ -101,7 +101,7 @@ def _use(exported: Exported, model: Mapping[str, Any]) -> str:
 
 
 def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
-    """Return a table of evaluations: at the first, best, last and exported step."""
+    """Return a table of the evaluations at the first, best, last and exported step."""
     if not evaluations:
         return "## Results\n\nThe run was not evaluated."
     best = max(evaluations, key=lambda row: row["greedy"]["value"])

@@ -32,7 +32,8 @@ from covey.run.records import (
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
            "checkpoints.jsonl": SAVED}  # fmt: skip
-"""Files with lines for steps. checkpoints.jsonl is last, because it sets the resume step."""
+"""JSON Lines files with one line per step. checkpoints.jsonl is last, because it determines the
+step from which a run resumes."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
 """Folders that contain one file or folder per step. Each value is the file name suffix, or an empty
@@ -76,7 +77,7 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 
 
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
-    """Return a text about a checkpoint that was saved but is missing, or None if all exist.
+    """Return a text about a saved checkpoint that is missing, or None if none is missing.
 
     A checkpoint may be missing because a disk is not mounted.
 

@@ -155,8 +155,8 @@ def reward_log(parent: Path) -> list[Logged]:
 def observed_effect(before: RunFolder, after: RunFolder) -> str:
     """Compare the last evaluations of two runs.
 
-    Accuracies are comparable only if both runs were evaluated with the same reward. To ensure this,
-    set evaluate.reward.
+    Accuracies are comparable only if both runs were evaluated with the same reward. To evaluate all
+    runs with the same reward, set `evaluate.reward`.
     """
     old, new = (run.evaluations(_ignore)[-1:] for run in (before, after))
     if not old or not new:
@@ -177,10 +177,11 @@ def observed_effect(before: RunFolder, after: RunFolder) -> str:
 def _pairs(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Sequence[tuple[str, float, float, str]]:
-    """Return the old and new value of the greedy accuracy and of each reward part in both rows.
+    """Return the old and new value of the greedy accuracy and of each reward part.
 
-    The last item of each tuple is a text. The text is not empty if the confidence intervals of the
-    two values overlap.
+    Reward parts that only one of the rows contains are left out. The last item of each tuple is the
+    text `, within noise` if the confidence intervals of the two accuracies overlap; otherwise it is
+    empty.
     """
     a, b = old["greedy"], new["greedy"]
     apart = b["low"] > a["high"] or b["high"] < a["low"]

@@ -10,8 +10,8 @@ from covey.run.folder import CHANGES, RunFolder
 from covey.run.records import ANY_OBJECT, to_stderr, usable_lines
 
 MOST_NAMED = 8
-"""Maximum number of edited settings that a message lists by name. If more settings were edited, the
-message gives only the number of the others.
+"""Maximum number of edited settings that a message lists by name. For the remaining edited
+settings, the message gives only their number.
 """
 
 

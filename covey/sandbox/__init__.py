@@ -1,6 +1,6 @@
-"""Sandboxes, which run untrusted programs and score text of models.
+"""Sandboxes that run untrusted programs and that score completions.
 
-No module here imports torch.
+No module of this package imports torch.
 """
 
 from covey.sandbox.limits import Case, Limits, Outcome

@@ -4,8 +4,9 @@ With a cgroup, the kernel counts all memory of a sandbox, including kernel memor
 and files. Without a cgroup, the harness polls the memory of the processes that it can see.
 
 A cgroup needs a writable directory in the cgroup hierarchy, with the memory and pids controllers
-delegated. Root can usually write to the cgroup hierarchy. Other users get a writable directory in a
-delegated scope (`systemd-run --user --scope -p Delegate=yes covey ...`).
+delegated. Root can usually write to the cgroup hierarchy. Users other than root can start Covey in
+a delegated scope, which has a writable directory: `systemd-run --user --scope -p Delegate=yes covey
+...`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def settings(limits: Limits) -> dict[str, str]:
 
 @cache
 def parent_here() -> Path | None:
-    """Return the directory for cgroups on this machine, or None if there is none."""
+    """Return the directory in which Covey can make cgroups, or None if no directory is usable."""
     try:
         found = find_parent(
             Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
@@ -165,9 +166,9 @@ def _move_down(folder: Path) -> bool:
 
 
 def _is_of_our_session(pid: str) -> bool:
-    """Return whether a process belongs to our session or has ended.
+    """Return whether a process has ended or belongs to the session of this process.
 
-    A process with pid 0 is outside our namespace.
+    The kernel shows pid 0 for a process in another pid namespace.
     """
     try:
         return pid != "0" and os.getsid(int(pid)) == os.getsid(0)

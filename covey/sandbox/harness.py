@@ -1,4 +1,4 @@
-"""The harness: the first process in the sandbox. It runs each test case in a child process.
+"""The harness: the first process in the sandbox. Each test case runs in a child process.
 
 The sandbox does not contain the package covey, so Covey sends the compiled code of the harness into
 the sandbox with the job. Every program gets its own sandbox, so the harness must start fast and
@@ -220,7 +220,7 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 
 
 def held_by(process: str) -> tuple[int, int]:
-    """Return a process's memory in bytes and the number of sockets; (0, 0) if it has ended.
+    """Return the memory in bytes and the number of sockets of a process; (0, 0) if it has ended.
 
     In /proc, all running threads of a process show the same numbers, and ended threads show none.
     """

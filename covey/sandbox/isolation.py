@@ -2,10 +2,10 @@
 
 For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
 separately. Process limits do not apply to root, even in a user namespace. If Covey runs as root,
-the sandbox has no user namespace, and the harness switches to a separate user id. For this switch,
-bubblewrap lets root keep the right to change users, and no other right. The user id must be unique,
-because the process limit counts all processes of a user on the machine. In a container where root
-cannot switch to another user id, Covey treats root as an ordinary user.
+the sandbox has no user namespace, and the harness switches to a separate user id. In the sandbox,
+root may only change its user id; bubblewrap drops all other capabilities. The user id must be
+unique, because the process limit counts all processes of a user on the machine. In a container
+where root cannot switch to another user id, Covey treats root as an ordinary user.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ENVIRONMENT = {
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
-"""Device files in the sandbox. /dev/zero is missing, because a shared mapping of it uses memory
-that no limit counts."""
+"""Device files in the sandbox. The sandbox has no /dev/zero, because no limit counts the memory of
+a shared mapping of /dev/zero."""
 _LAST_PIECE = 64 << 10
 """Maximum bytes that a socket may store beyond the size of its buffer."""
 _ENTER = """

@@ -73,7 +73,7 @@ def run_program(
 
 
 def mark() -> str:
-    """Return a text with this process's id, which marks the command lines of its sandboxes."""
+    """Return a label with this process's id, for the command lines of the sandboxes it starts."""
     return f"covey-sandbox-of-{os.getpid()}"
 
 

@@ -1,7 +1,8 @@
 """A persistent sandbox for scorers that evaluate text and are slow to import.
 
-`run_program` starts a sandbox for each program. The sandbox of this module imports the scorer once.
-For each text, the sandbox forks a child, which takes milliseconds (see `server.py`).
+`run_program` starts a sandbox for each program. The sandbox in this module stays open and imports
+the scorer only once. For each text, the sandbox forks a child, which takes milliseconds (see
+`server.py`).
 """
 
 from __future__ import annotations
@@ -63,13 +64,14 @@ class _GoneError(Exception):
 
 @dataclass(slots=True)
 class Sandboxed:
-    """A scoring function in its own sandbox, which is started when the first text is scored.
+    """A scoring function in its own sandbox. The first call of `score` starts the sandbox.
 
     The last module in `modules` defines the functions `load`, `prepare` and `score`. `load()`
     imports slow packages. `prepare(trusted)` turns the trusted part of a request into the input of
-    `score(prepared, text)`. Only `score` reads the text. `score` runs in a separate process and
-    returns a number from 0 to 1. The sandbox hides the package covey, so the source of `modules` is
-    sent into the sandbox. A module may import installed packages and earlier modules in `modules`.
+    `score(prepared, text)`. Of these three functions, only `score` reads the untrusted text.
+    `score` runs in a separate process and returns a number from 0 to 1. The sandbox hides the
+    package covey, so the source of `modules` is sent into the sandbox. A module may import
+    installed packages and earlier modules in `modules`.
     """
 
     modules: tuple[str, ...]

@@ -109,18 +109,18 @@ def _argument(number: int) -> Step:
 
 
 def _only(*values: int) -> list[Step]:
-    """Allow the system call only for the given argument values."""
+    """Return BPF instructions that allow the system call only for the given argument values."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [*tests, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _unless(value: int) -> list[Step]:
-    """Allow the system call except for the given argument values."""
+    """Return BPF instructions that allow the system call except for the given argument value."""
     return [(_EQUAL, 1, 0, value), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)]
 
 
 def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the first and last number of each run of consecutive numbers."""
+    """Return the first and last number of each range of consecutive integers."""
     runs: list[tuple[int, int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][1] + 1:

@@ -6,8 +6,9 @@ forks a child, which scores one text and ends. Every text is scored in the same 
 text can change how later texts are scored.
 
 The server passes each text on to a child process without parsing it. The child process that scores
-a text cannot reach the server. The server is process 1 of its namespace, its directory in /proc is
-hidden, and the child has only the pipe for its own score.
+a text cannot reach the server. The child cannot send signals to the server, which is process 1 of
+its namespace, and cannot see the server's directory in /proc. The child has only one pipe, for its
+own score.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/4
 A system call in this table fails with ENOSYS, so that the C library uses an older call.
 """
 NEWER = 453
-"""System calls with this number or a higher number are not in the tables and fail with ENOSYS."""
+"""All system calls with this number or a higher number fail with ENOSYS."""
 
 
 def numbers(table: str, column: int) -> dict[str, int]:

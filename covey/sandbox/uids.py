@@ -1,9 +1,9 @@
 """A unique user id for each sandbox that root starts, because process limits apply per user.
 
 Workers do not communicate, so a worker reserves an id by locking a byte of a shared file. The
-kernel releases the lock when the worker ends, even if it crashes. Containers that share user ids
-but no files cannot see each other's locks. A random choice among many ids makes collisions
-unlikely.
+kernel releases the lock when the worker ends, even after a crash. Containers that share user ids
+but no files cannot see each other's locks. Each worker chooses at random among many ids, so two
+containers rarely choose the same id.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _uid_map() -> str:
 
 
 def _open_locks(folders: Sequence[str]) -> int:
-    """Open the lock file in the first directory that allows it."""
+    """Open the lock file in the first directory where this process can create or open the file."""
     for folder in folders:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

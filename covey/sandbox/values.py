@@ -1,8 +1,8 @@
 """Comparison of a program's results with expected values, outside the sandbox.
 
 A program's result is untrusted JSON. The comparison visits at most as many items as the expected
-value has, so a huge result does not slow it down. No Python object is ever created from the
-program's own classes.
+value has, so a huge result does not slow down the comparison. The comparison never creates an
+object of a class that the program defines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
-"""Tolerances for an expected float: relative, and absolute if 0 is expected.
+"""The relative tolerance for expected floats, and the absolute tolerance if 0.0 is expected.
 
 If the absolute tolerance applied to all expected values, the result 0 would be accepted for every
 very small expected value.
@@ -108,7 +108,7 @@ def _key(reply: Any) -> Any:
 
 
 def _scalar(reply: Any) -> Any:
-    """Return a scalar. Raises ValueError for a container."""
+    """Decode a number, text or other scalar. Raises ValueError for a container."""
     if not isinstance(reply, list | dict):
         return reply
     kind, *parts = reply

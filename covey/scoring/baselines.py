@@ -20,10 +20,10 @@ from covey.scoring.job import Job, Scorer
 from covey.types import Prompt
 
 FLAGGED = 0.2
-"""Success rate above which a baseline is flagged as a shortcut that a policy will find."""
+"""Success rate above which Covey warns that a policy could learn the baseline as a shortcut."""
 FEWEST = 16
-"""Minimum number of prompts for flagging a baseline. On fewer prompts, a baseline may succeed by
-chance."""
+"""Minimum number of prompts on which a baseline must be scored before Covey flags it. On fewer
+prompts, a baseline may succeed by chance."""
 LONGEST_TARGET = 64
 """Maximum length, in characters, of a target that is treated as a short answer."""
 CANDIDATES = 3
@@ -50,7 +50,7 @@ class Baseline:
     """Number of prompts on which the baseline was scored."""
 
     def text(self) -> str:
-        """Return the numbers of the baseline as text."""
+        """Return the success rate and the mean reward of the baseline as text."""
         mean = "" if self.reward is None else f" (mean reward {self.reward:.3g})"
         return f"{self.success:.1%} correct{mean}"
 
@@ -77,7 +77,7 @@ class Baselines:
         }
 
     def named(self) -> dict[str, Baseline]:
-        """Return the known baselines, each under a phrase such as `an empty completion`."""
+        """Return the baselines that are not None, by description, such as `an empty completion`."""
         answer = self.constant.answer if self.constant else ""
         named = {
             f"always answering {answer!r}": self.constant,
@@ -87,7 +87,7 @@ class Baselines:
         return {name: found for name, found in named.items() if found is not None}
 
     def text(self) -> str:
-        """Return all known baselines in one line."""
+        """Return the results of all baselines as one line of text."""
         return ", ".join(f"{name} {found.text()}" for name, found in self.named().items())
 
     def flagged(self) -> list[str]:
@@ -132,7 +132,7 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 
 
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
-    """Return the baseline that always answers with the most frequent target, without scoring it.
+    """Return the baseline that always answers with the most frequent target. Call no reward.
 
     The success rate is the frequency of the most frequent target. Return None if the targets are
     not short answers.

@@ -17,7 +17,7 @@ from covey.scoring.pool import Pool
 class _Done:
     """Finished results.
 
-    The locks of a Future would take as much time as a quick reward.
+    This class replaces `Future`, whose locks would take as much time as a quick reward.
     """
 
     results: list[ScoreResult]
@@ -55,8 +55,8 @@ def make_scorer(
 ) -> Scorer:
     """Return an inline scorer for a quick reward, or a pool of workers for any other reward.
 
-    If `workers` is 0, the pool has one worker per core. The pool starts at once, so that a reward
-    that workers cannot load is reported early.
+    If `workers` is 0, the pool has one worker per core. The pool starts at once, so that Covey
+    reports early if the workers cannot load the reward.
     """
     reward_identity = identity(name, reward)
     if reward.quick:

@@ -42,7 +42,7 @@ class ScoreResult:
 
 
 class Pending(Protocol):
-    """Results of a job that arrive later, such as a Future."""
+    """A handle for the results of a scoring job that is still running, such as a Future."""
 
     def result(self) -> list[ScoreResult]:
         """Wait for the results, one for each completion of the job."""
@@ -152,7 +152,7 @@ def checked(score: Score | None) -> ScoreResult:
 
 
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
-    """Return a result for each completion, with the error and the line of code that raised it."""
+    """Return one result per completion, with the error and its traceback."""
     trace = "".join(traceback.format_exception(error))
     return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
 

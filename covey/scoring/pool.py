@@ -110,8 +110,8 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
         self._killed: set[Future[list[ScoreResult]]] = set()
-        """Jobs that run a second time, because their worker process was killed, for example by the
-        OOM killer."""
+        """Jobs that run a second time, because something such as the OOM killer killed their worker
+        process."""
         self._happened: list[str] = []
 
     def copy(self) -> Pool:
@@ -194,7 +194,7 @@ class Pool:
     def _take(self, most: int) -> list[QueuedJob]:
         """Wait for jobs, and take this worker's share of the queue.
 
-        Return no jobs if the pool is closed.
+        Return an empty list if the pool is closed.
         """
         with self._changed:
             while not (self._queue or self._suspects or self._closed):
@@ -218,8 +218,8 @@ class Pool:
     def _serve(self, ready: Future[None]) -> None:
         """Manage one process.
 
-        This thread also starts the process, because the process dies with the thread that started
-        it.
+        The thread that manages a worker process also starts it, because a worker process dies with
+        the thread that started it.
         """
         worker: Worker | None = None
         try:

@@ -1,4 +1,4 @@
-"""A worker process of a scoring pool. The command is `python -m covey.scoring.pool_worker FD`.
+"""A worker process of a scoring pool, started as `python -m covey.scoring.pool_worker FD`.
 
 The worker first receives the reward, and then receives jobs in batches. The worker sends the result
 of each job as soon as the job is done. Text that a reward prints goes to stderr.
@@ -53,7 +53,7 @@ def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: 
 def loaded(
     connection: Connection, then: Callable[[Any], object] = lambda work: None
 ) -> tuple[Any, float]:
-    """Receive a pickled object and a time limit, and return both.
+    """Receive a pickled object and a time limit, and return the object and the limit.
 
     Set the memory limit of this process before unpickling the object. After unpickling, call the
     function `then` with the object. If unpickling or `then` raises an exception, send the exception

@@ -1,4 +1,4 @@
-"""In-place AdamW step on the GPU for weights, their low 16 bits, and bfloat16 moments.
+"""In-place AdamW step on the GPU, with bfloat16 moments; weights may be split into 16-bit halves.
 
 The results of this kernel equal those of covey/training/compact_adamw.py on a CPU, bit for bit. To
 give equal results, the kernel does not fuse multiplications with additions, and rounds divisions

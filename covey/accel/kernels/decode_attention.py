@@ -1,14 +1,16 @@
 """Decode attention of Llama-like models, fused with RoPE and cache write, for one token per slot.
 
 With one token per slot the matrix products are small, and the operations around them take most of
-the time. Therefore one kernel computes everything between the QKV product and the output product.
+the time. One kernel therefore computes everything between the QKV projection and the output
+projection.
 
-A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows with the
-query heads of several slots that share a prompt, and reads the prompt once for all slots. After the
-prompt, the program reads the completion of one slot after another, and masks the rows of the other
-slots. If there are few slots with long completions, the positions of a slot are split into parts,
-and one Triton program processes each part. One Triton program per slot adds up the results of all
-parts. The result of a slot never depends on other slots.
+A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows of a
+matrix product with the query heads of several slots that share a prompt, and reads the prompt once
+for all slots. After the prompt, the Triton program reads the slots' completions one after another.
+While it reads one slot's completion, it masks the rows of the other slots. If there are few slots
+with long completions, the positions of a slot are split into parts, and one Triton program
+processes each part. One Triton program per slot adds up the results of all parts. The result of a
+slot never depends on other slots.
 
 The dimensions in tensor shapes are W (occupied slots), S (slots), P (prompts), H (heads), K
 (key-value heads), C (positions), B (pages), T (pages per slot) and D (head size).
@@ -38,15 +40,15 @@ Triton programs run, large tiles are faster, because each program has many loads
 Triton programs run, small tiles are faster. In float32 the compiler unrolls products, and would
 need four seconds to compile larger tiles."""
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
-"""The fastest tiles on an H200. The keys of this dictionary are minimum numbers of Triton programs,
-for head size 64."""
+"""The fastest tile settings on an H200. Each key is the minimum number of Triton programs, at head
+size 64, for which its tile is used."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
 """Maximum number of bytes of keys and values that a Triton program loads at the same time.
-STAGE_BYTES is the limit for one stage. HOPPER_BYTES is the limit for all stages together, on Hopper
-and later GPUs. Large heads are read in smaller tiles, because larger tiles would not fit in a
-multiprocessor's shared memory."""
+STAGE_BYTES limits the bytes of one pipeline stage. On Hopper and later GPUs, HOPPER_BYTES limits
+the bytes of all pipeline stages together. Large heads are read in smaller tiles, because larger
+tiles would not fit in a multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
-"""Minimum of slots * key heads at which one Triton program processes several slots."""
+"""Minimum value of slots * key heads at which one Triton program processes several slots."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
 """With fewer than SPLIT_PROGRAMS Triton programs, completions are split into parts of at least
@@ -55,11 +57,11 @@ SMALLEST_HEAD = 32
 """The smallest head size for 16-bit types. Tensor cores also support a head size of 16. But with a
 head size of 16 in bfloat16, the log-probs of engine and trainer differed by 3.6 nats on an H200,
 although the kernel is correct in Triton's interpreter. With head sizes of 64 and 128, the log-probs
-differ only by rounding."""
+of engine and trainer differ only by rounding."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""Types in which keys, values and queries are multiplied."""
+"""The dtypes in which the kernel multiplies queries, keys and values."""
 
 
 class LayerCache(NamedTuple):
@@ -84,7 +86,7 @@ class LayerCache(NamedTuple):
     active: torch.Tensor
     """[S] bool: whether a slot is unfinished; finished slots are skipped."""
     sharing: torch.Tensor
-    """[S, G] int32: each row lists up to G slots with the same prompt, filled up with -1. Every
+    """[S, G] int32: each row lists up to G slots with the same prompt, and is padded with -1. Every
     slot occurs in exactly one row, and rows without slots come last."""
     arrived: torch.Tensor
     """[S, K] int32: the number of finished parts; zero before and after each run of the kernel."""
@@ -113,8 +115,8 @@ def _rotated(
 ):
     """Load heads [rows, D] from the addresses `line`, normalize them and apply RoPE.
 
-    The two halves of the heads are returned separately. The results are rounded once, to the type
-    of the cache and of the matrix products.
+    The function returns the first and the second half of each head as separate tensors. The results
+    are rounded once, to the type of the cache and of the matrix products.
     """
     half = tl.arange(0, size // 2)
     first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)
@@ -304,7 +306,8 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 def tiling_for(slots: int, cache: LayerCache, *, hopper: bool | None = None) -> Tiling:
     """Return the fastest tiling, which depends only on tensor shapes and the device.
 
-    `hopper` says whether the GPU is a Hopper or later. By default, the device of `cache` decides.
+    `hopper` says whether the GPU is a Hopper or later. If `hopper` is None, the function checks the
+    device of `cache`.
     """
     _, key_heads, page, head = cache.keys.shape
     hopper = starts_early(cache.keys.device) if hopper is None else hopper

@@ -1,9 +1,9 @@
 """Matrix product of the gate and up layers, fused with SwiGLU, for few tokens.
 
-In a decode step of a small model, a separate SwiGLU kernel, which reads `gate` and `up` from
-memory, takes as long as the matrix product. In this kernel, one Triton program computes matching
-columns of `gate` and `up`, so that they need not be stored. The kernel still rounds `gate` and `up`
-as if it stored them.
+In a decode step of a small model, a separate SwiGLU kernel takes as long as the matrix product,
+because the SwiGLU kernel reads `gate` and `up` from memory. In this kernel, one Triton program
+computes matching columns of `gate` and `up`, so that they need not be stored. The kernel still
+rounds `gate` and `up` as if it stored them.
 
 The dimensions in tensor shapes are N (tokens), D (hidden size) and M (MLP size).
 """
@@ -26,7 +26,7 @@ the two separate kernels took 6.0 to 11.4. With D = 1,536 and M = 8,960, this ke
 microseconds, and the two separate kernels took 22."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
-"""Maximum number of tokens in float32, where only parity checks use the kernel. The compiler
+"""Maximum number of tokens if the dtype is float32, which only parity checks use. The compiler
 unrolls float32 products, so only small tiles compile quickly."""
 
 

@@ -1,12 +1,12 @@
 """Attention over packed rows for training: forward and backward.
 
 Attention is causal, and the causal mask is aligned at the end of a row, as in varlen_attention.py.
-The backward pass adds in a fixed order. One kernel computes the gradient of queries, and another
-kernel computes the gradients of keys and values. The kernel for keys and values sums over the query
-heads that share a key head before it writes the gradients of that key head. Because attention is
-causal, the last queries of a row see the most keys, and the first keys are seen by the most
-queries. Triton programs with the most work start first, so that all multiprocessors end at about
-the same time.
+The backward pass sums gradients in a fixed order. One kernel computes the gradient of queries, and
+another kernel computes the gradients of keys and values. For each key head, the kernel for keys and
+values first sums over the query heads that share the key head, and then writes the gradients.
+Because attention is causal, the last queries of a row see the most keys, and the first keys are
+seen by the most queries. Triton programs with the most work start first, so that all
+multiprocessors end at about the same time.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).
@@ -265,7 +265,8 @@ class Tiles(NamedTuple):
     query_grad: Tile
     key_grad: Tile
     parts: int = 0
-    """Number of parts into which the query heads of a key head are divided; 0 means `parts_for`."""
+    """Number of parts into which the query heads of a key head are divided; if 0, `parts_for`
+    decides."""
 
 
 def tiles_for(size: int, *, large: bool = True) -> Tiles:
@@ -282,7 +283,7 @@ def tiles_for(size: int, *, large: bool = True) -> Tiles:
 def _has_large_shared_memory(device: torch.device) -> bool:
     """Return whether a Triton program can use at least 160 KiB of shared memory.
 
-    Data center GPUs since Ampere have this much shared memory.
+    Data center GPUs since Ampere have at least 160 KiB of shared memory per Triton program.
     """
     if device.type != "cuda":
         return False
@@ -365,10 +366,11 @@ def attention_backward(
 
 
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
-    """Return into how many parts the query heads of a key head are divided.
+    """Return the number of parts into which the query heads of a key head are divided.
 
-    With few Triton programs, the GPU would wait for the slowest program. So the number of parts is
-    increased until there are at least PROGRAMS programs, or until every query head is a part.
+    With few Triton programs, the GPU would wait for the slowest program. The function therefore
+    increases the number of parts until there are at least PROGRAMS Triton programs, or until each
+    part is a single query head.
     """
     programs = triton.cdiv(places, tile.keys) * key_heads
     divisors = (parts for parts in range(1, shared) if shared % parts == 0)

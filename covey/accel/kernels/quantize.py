@@ -1,11 +1,11 @@
 """Float8 matrix products with row-wise scales, and the kernels around them.
 
-A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. A row of
-activations is a token, and its scale is s = max |x| / 448. A row of a weight is an output of the
-layer, and its scale s is rounded up to a power of two. The scale of a weight's row is stored as an
-exponent in one byte, because every kernel that reads a product also reads the scales of all
-outputs. The relative error of a float8 number does not depend on the scale, so rounding the scale
-loses no precision.
+A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. Each row of
+activations belongs to one token, and the scale of the row is s = max |x| / 448. Each row of a
+weight belongs to one output of the layer, and the scale s of the row is rounded up to a power of
+two. The scale of a weight's row is stored as an exponent in one byte, because every kernel that
+reads a product also reads the scales of all outputs. The relative error of a float8 number does not
+depend on the scale, so rounding the scale loses no precision.
 
 Libraries multiply float8 matrices much faster without row-wise scales. On an H200 with 128 tokens,
 the products of a 7B model take 81 us per layer without row-wise scales, 120 us with them, and 140
@@ -79,7 +79,7 @@ class Weight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A float8 product before scaling: W x + b = values * row_scales * 2^exponents + bias."""
+    """A float8 product before scaling, with W x + b = values * row_scales * 2^exponents + bias."""
 
     values: torch.Tensor
     """[N, M] bfloat16."""
@@ -92,7 +92,7 @@ class Product(NamedTuple):
 
     @property
     def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tensors as kernel arguments; without a bias, `values` stands in for it."""
+        """The tensors as kernel arguments; if `bias` is None, `values` takes its place."""
         values, rows, exponents, bias = self
         return values, rows, exponents, values if bias is None else bias
 

@@ -172,7 +172,7 @@ def _gain_grad(
 ) -> torch.Tensor | None:
     """Return the sum of `parts` over rows.
 
-    If there is a sink, add the sum to the sink and return None.
+    If `sink` is given, add the sum to the gradient in `sink` and return None.
     """
     count, size = parts.shape
     former = None if sink is None else sink.total
@@ -200,8 +200,8 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden + delta [N, D], and the RMSNorm of this sum times `gain`.
 
-    If `delta` is None, the sum is `hidden`. With or without `delta`, one kernel adds the gradients
-    of the sum and of the RMSNorm.
+    If `delta` is None, the sum is `hidden`. In the backward pass, one kernel adds the gradients of
+    the sum and of the RMSNorm, even without `delta`.
     """
     total: torch.Tensor
     normed: torch.Tensor

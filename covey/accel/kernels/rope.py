@@ -1,8 +1,8 @@
 """Apply RoPE to queries and keys, and gather the keys and values that rows share.
 
-Each packed token has one query. The keys and values of a row are consecutive in memory. So the keys
-and values of a prompt are copied to every row that shares the prompt. Gradients are summed in
-float32, in a fixed order.
+Each packed token has one query. The keys and values of a row are consecutive in memory. The kernel
+therefore copies the keys and values of a prompt to every row that shares the prompt. Gradients are
+summed in float32, in a fixed order.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).

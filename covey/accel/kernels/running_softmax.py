@@ -38,7 +38,7 @@ def merge_parts(
     parts, flag, part, count, largest, total, result,
     rows: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Store the partial softmax of a part; in the program of part 0, add all other parts to it."""
+    """Combine partial softmaxes; part 0 adds up all parts, and other parts store their result."""
     stride: tl.constexpr = rows * (size + 2)
     if part == 0:
         while tl.atomic_add(flag, 0, sem="acquire") < count - 1:

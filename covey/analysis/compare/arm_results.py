@@ -265,7 +265,7 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 
 
 def _collapse(run: RunResult) -> Collapse | None:
-    """Return the collapse of a run, as docs/statistics.md defines it, or None.
+    """Return the collapse of a run (see docs/statistics.md); None if it did not collapse.
 
     A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop in
     accuracy must also be statistically significant, given the number of prompts.

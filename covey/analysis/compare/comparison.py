@@ -120,7 +120,7 @@ class Comparison:
     seeds: tuple[int, ...]
     budget: BudgetKind
     amount: int
-    """Size of the budget of each run."""
+    """The budget of each run, in the unit that `budget` names."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
     """Findings of `covey plan` before training, each as the dict that `Finding.row()` returns."""

@@ -70,7 +70,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences between arms, with initial accuracies in place of failed runs.
+    """Return mean differences between arms; failed runs count with their initial accuracy.
 
     The result contains a pair of arms only if one of its arms has failed runs. The differences show
     how much the failed runs could change the conclusion.
@@ -93,7 +93,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that says which algorithm is better, or why the runs do not show it."""
+    """Return a sentence that says which algorithm is better, or why the runs do not decide this."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."

@@ -157,7 +157,7 @@ def with_seeds(design: Design, count: int) -> Design:
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return an arm for an algorithm, with those of the user's options that the algorithm has."""
+    """Return an arm for an algorithm, with the user's options that the algorithm supports."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
@@ -184,11 +184,12 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 
 
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
-    """Return the user's options that override a different default of the arm's algorithm.
+    """Return the user's options that differ from the defaults of the arm's algorithm.
 
-    The result maps each option to (value, default of the arm's algorithm). For example, if a recipe
-    for GRPO sets the clip range, `--algorithms gspo` keeps the recipe's clip range. GRPO's clip
-    range is hundreds of times wider than GSPO's default.
+    The result maps each option to (value, default of the arm's algorithm). An option is left out if
+    its default is the same in the common algorithm and in the arm's algorithm. For example, if a
+    recipe for GRPO sets the clip range, `--algorithms gspo` keeps the recipe's clip range. GRPO's
+    clip range is hundreds of times wider than GSPO's default.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:

@@ -71,7 +71,7 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 
 def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
-    """Return the findings before training; a finding about several arms appears once."""
+    """Return the findings known before training; a finding about several arms appears once."""
     from covey.analysis.plan.findings import coincidences, findings
 
     rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -114,7 +114,7 @@ def _differing_arms(design: Design) -> Iterator[Row]:
 
 
 def _kept_options(design: Design) -> Iterator[Row]:
-    """Yield a finding for each arm that keeps options of a recipe for another algorithm."""
+    """Yield a finding for each arm that uses options from a recipe for another algorithm."""
     recipe = design.common["objective"]["name"]
     for arm in design.arms:
         if not (kept := kept_options(design, arm)):
@@ -130,7 +130,7 @@ def _kept_options(design: Design) -> Iterator[Row]:
 
 
 def _finding(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> Iterator[Row]:
-    """Yield a finding about the given arms, if the list is not empty."""
+    """Yield a finding about the given arms, if there are any arms."""
     if names := ", ".join(arm.name for arm in arms):
         yield {
             "title": title, "why": why, "remedy": remedy, "docs": "docs/compare.md", "arms": names,

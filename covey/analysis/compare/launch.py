@@ -136,8 +136,8 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
 
     `elsewhere` maps the keys of jobs to finished runs. If `elsewhere` has a finished run with the
     key of this job, that run is copied instead of trained again. If the folder contains a run with
-    another key, for example of another version of Covey, that run is renamed. No run is ever
-    deleted.
+    another key, for example from another version of Covey, the folder of that run is renamed. No
+    run is ever deleted.
     """
     path = job.path
     if path.exists() and _key_of(path) != job.key:
@@ -194,7 +194,7 @@ class Running:
 
     jobs: Sequence[Job]
     status: dict[str, Status] = field(default_factory=dict)
-    """Run folder -> status."""
+    """Maps the folder of each run to the status of the run."""
     stopping: bool = False
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
 Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds,
-because each seed is a separate training run. A difference must be large compared with the variation
-between seeds. The test for the better of two *checkpoints* compares prompts, with the weights
-fixed. docs/statistics.md describes the tests and intervals.
+because each seed is a separate training run. An algorithm counts as better only if the difference
+is large compared with the variation between seeds. The test for the better of two *checkpoints*
+compares prompts, with the weights fixed. docs/statistics.md describes the tests and intervals.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PairResult:
     """The p-value of the exact sign flip test; None if there are fewer than six seeds."""
     decision: Decision
     better: str | None
-    """The name of the better arm, if one is significantly better."""
+    """The name of the significantly better arm; None if neither arm is significantly better."""
     seeds_needed: int | None
     """Number of seeds that would detect the observed difference with 80 % power, or None."""
     detectable: float | None

@@ -83,7 +83,7 @@ class ReportContents:
     """The seed of the runs whose completions are shown as examples."""
     examples: tuple[Example, ...]
     health: Mapping[str, tuple[Trend, ...]]
-    """Panel of the report -> curve of each arm."""
+    """Maps each panel of the report to one curve per arm."""
 
 
 def report_contents(folder: Path, comparison: Comparison) -> ReportContents:

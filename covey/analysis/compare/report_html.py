@@ -27,7 +27,7 @@ from covey.escape import finite
 
 HERE = "covey.analysis.compare"
 COLOURS = 8
-"""Number of arm colours in the style sheet; further arms have the same colours and dashed lines."""
+"""Number of arm colours in the style sheet; further arms reuse the colours with dashed lines."""
 LONGEST_COMPLETION = 3000
 """The number of characters of a completion that the report shows."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."

@@ -158,7 +158,7 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summaries of pairs, without the summary that is already the headline."""
+    """Return the summary of each pair of arms, except the summary that is already the headline."""
     return [pair.summary for pair in found.pairs if pair.summary != found.headline]
 
 
@@ -299,7 +299,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Return a sentence that compares the disagreement between arms with that between seeds."""
+    """Return a sentence with the disagreement between arms and the disagreement between seeds."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (

@@ -1,8 +1,9 @@
 """The process that trains one run (`python -m covey.analysis.compare.run_process`).
 
 The job arrives as a line on standard input, which then stays open. If standard input closes, the
-parent process has ended, and this process exits at once. A later start resumes the run from the
-last checkpoint. The process writes its output to the run's log, and its result to outcome.json.
+parent process has ended, and this process exits at once. If the process is started again, it
+resumes the run from the last checkpoint. The process writes its output to the run's log, and its
+result to outcome.json.
 """
 
 from __future__ import annotations

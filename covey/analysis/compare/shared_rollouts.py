@@ -3,9 +3,9 @@
 Before the first optimizer step, all runs of a seed have the same weights, prompts and random
 numbers. All runs with the same seed therefore have the same completions in the first step. The
 first run that needs the completions stores them, and the other runs read them. On a GPU, rounding
-could still make completions differ. Stored completions are equal for all runs. A file is named by a
-digest of all settings that determine its completions, so a run with other settings never reads the
-file.
+could still make completions differ. All runs that read the stored completions train on exactly the
+same completions. A file is named by a digest of all settings that determine its completions, so a
+run with other settings never reads the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedEngine:
     names_file: Path
     """The file that lists the stored completions of the first step."""
     names: list[str] = field(default_factory=list)
-    """The names of the stored completions."""
+    """The names, without suffix, of the files that store the completions."""
     version: int = 0
 
     @property

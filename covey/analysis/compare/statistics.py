@@ -103,8 +103,8 @@ def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     """Return the mean of accuracies [..., seeds, prompts], and the bounds of its interval.
 
     There must be at least two seeds. The interval is Wilson's interval with an effective sample
-    size. The effective sample size is the number of independent completions that have the same
-    standard error. The interval stays within [0, 1] and never has width 0.
+    size. The effective sample size is the number of independent completions that would give the
+    same standard error. The interval stays within [0, 1] and never has width 0.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -255,7 +255,7 @@ def _observed_deviations(freedom: int) -> Array:
 
 
 def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | None:
-    """Return how many seeds detect a difference with 80 % power; None above MOST_SEEDS.
+    """Return how many seeds are needed for 80 % power; None if more than MOST_SEEDS are needed.
 
     >>> seeds_needed(0.05, 0.05), seeds_needed(0.0, 0.05)
     (10, None)

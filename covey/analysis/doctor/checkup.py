@@ -82,7 +82,7 @@ def examine_run(config: Config, clock: Clock | None = None) -> Iterator[Result]:
 def _fitting(
     config: Config, facts: TaskFacts, shape: Shape, limit: float
 ) -> tuple[Config, RunTime | None]:
-    """Return the largest reduced run that fits into the time limit, and its time if known."""
+    """Return the largest small run that fits into the time limit, and its estimated time."""
     device, found = Device.here(config.model.device), None
     for size in SIZES:
         short = small(config, size)

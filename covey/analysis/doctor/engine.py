@@ -1,4 +1,4 @@
-"""Checks of the engine against the trainer: log-probs, greedy text, arrival of new weights."""
+"""Checks of the engine against the trainer: log-probs, greedy completions, weight updates."""
 
 from __future__ import annotations
 

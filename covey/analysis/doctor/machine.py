@@ -62,8 +62,8 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources that it can reach. In the sandbox, the list must be
-empty.
+"""A program that lists the forbidden resources that it can reach. In the sandbox, the program must
+find no forbidden resource.
 """
 
 

@@ -27,7 +27,7 @@ from covey.run.records import episode_row, turn_lines
 from covey.types import Batch
 
 SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
-"""The values of a token that come from the optimizer step that trains on the token."""
+"""Names of the token values that are read from the optimizer step that trains on the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ExplainedRollout:
     """Minus the sum of d loss / d logp; if positive, the step makes the completion likelier."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
-    """The text of each turn, and whether the step trained on it; empty for a single completion."""
+    """The text of each turn, and whether the step trained on it; empty for one turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,14 @@ from covey.training.step import Seen, training_step
 from covey.types import Batch
 
 Watched = dict[str, torch.Tensor]
-"""Name -> values [B, T] of each token, from the last optimizer step that trains on the token. The
-names of the values are logp, entropy, weight, and the fields of `Effect`. The entry `number` [B] is
-the index of the optimizer step, counted from 0.
+"""Maps names to values [B, T] of each token, from the last optimizer step that trains on the token.
+The names of the values are logp, entropy, weight, and the fields of `Effect`. The entry `number`
+[B] is the index of the optimizer step, counted from 0.
 """
 
 
 def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
-    """Repeat the optimizer steps of a recorded step.
+    """Repeat the optimizer steps of a recorded training step.
 
     Return the batch, the values of its tokens, and the metrics.
     """

@@ -1,4 +1,4 @@
-"""Replay of a recorded step with many algorithms: the gradient that each algorithm would have had.
+"""Replay of a recorded step with many algorithms: the gradient that each algorithm would compute.
 
 Every algorithm takes one optimizer step over the same rollouts, from two policies: the policy
 before and the policy after the run's training step. Before the run's training step, the policy is
@@ -127,7 +127,7 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Compute the gradients that algorithms would have had in a recorded step.
+    """Compute the gradient that each algorithm would have computed in a recorded step.
 
     The gradients are computed twice: with the policy before the step, and with the policy after it.
     """
@@ -274,14 +274,14 @@ def _replayed(name: str, batch: Batch, found: Effect, norm: float) -> Replayed:
 # clipping mostly remove a constant factor of the gradient.
 
 ROUNDING = 1e-5
-"""Largest relative deviation from proportional token gradients that counts as float32 rounding."""
+"""Token gradients count as proportional if they deviate by at most this fraction."""
 BINS = 4
 """The number of length bins; all bins have about the same number of completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """An algorithm of a family."""
+    """An algorithm in a group of algorithms with proportional token gradients."""
 
     name: str
     factor: float

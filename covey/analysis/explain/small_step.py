@@ -28,7 +28,7 @@ OPTIONS = ("clip_low", "clip_high", "beta")
 LENGTH = 8
 """The constant completion length by which some algorithms divide the loss."""
 PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
-"""At a drift of 1, the log-prob of token t of completion i changes by the number at index i + t."""
+"""If `drift` is 1, token t of completion i changes its log-prob by `PATTERN[i + t]` (cyclic)."""
 
 
 def small_step(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from covey.types import Prompt
 
 Kind = Literal["code", "countdown", "tools", "number", "text"]
 MakeAnswer = Callable[[Prompt, str], "str | None"]
-"""A function that returns a hacked answer for a prompt and its solution; None if not applicable."""
+"""A function of prompt and solution that returns a hacked answer, or None if the hack does not
+apply."""
 
 
 def wrapped_like(solution: str, answer: str) -> str:
@@ -100,7 +101,7 @@ def bomb(text: str) -> MakeAnswer:
 
 
 def around_wrong(before: str, after: str) -> MakeAnswer:
-    """Return a hack that puts a wrong answer between texts; `after` may contain the solution."""
+    """Return a hack: a wrong answer between two texts; `after` may contain the solution."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) == "code":

@@ -28,7 +28,8 @@ from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
 Make = Callable[[Prompt, str, Format], "str | None"]
-"""A function of prompt, solution and format that returns a completion; None if not applicable."""
+"""A function of prompt, solution and format that returns a completion, or None if the hack does not
+apply."""
 
 THINKING = "I go through it step by step and check each step before I answer."
 

@@ -16,13 +16,13 @@ from covey.objective.masked import bounded, row_mean
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
-"""Limits for a "harmless" difference. The limits are the smallest effective sample size, the
-largest fraction of ratios outside the clip range, and the largest distance of the mean ratio from
-1.
+"""Limits within which a log-prob difference counts as "harmless". The limits are the smallest
+effective sample size, the largest fraction of ratios outside the clip range, and the largest
+distance of the mean ratio from 1.
 """
 SMALL = (0.95, 0.01, 0.05)
-"""Limits for a "small" difference, in the same order as HARMLESS. A difference outside the limits
-in SMALL "matters".
+"""Limits within which a log-prob difference counts as "small", in the same order as HARMLESS. A
+difference outside the limits in SMALL "matters".
 """
 
 

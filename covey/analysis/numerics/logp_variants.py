@@ -68,7 +68,7 @@ def log_kept(
 
     The engine's sampler_logp is the token's logp minus the log of the kept probability mass. The
     kept probability mass depends only on the distribution, not on the token. The log of the kept
-    mass is therefore finite, even if rounding excludes the token from the kept set.
+    probability mass is therefore finite, even if rounding makes truncation remove the token.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)

@@ -65,7 +65,7 @@ class Report:
     alone: int
     """The number of completions that were also generated one at a time."""
     diverged: int
-    """The number of completions whose tokens changed when they were generated alone."""
+    """The number of completions that got different tokens when generated one at a time."""
     clip: ClipRange
     causes: tuple[Cause, ...]
     notes: tuple[str, ...] = ()
@@ -266,7 +266,7 @@ def _has_advantage(batch: Batch) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """The title of a cause, its description, and advice."""
+    """The title and description of a cause of log-prob differences, and advice."""
 
     title: str
     what: str
@@ -329,7 +329,7 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
         ),
     }
 )
-"""The causes, in the order of the report."""
+"""The causes of log-prob differences, in the order of the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""HTML of all reports, which opens offline and in which a model's text cannot run scripts.
+"""HTML reports that open offline and in which text from a model cannot run scripts.
 
 Jinja escapes all text in a template, except `Markup`, which is already HTML, CSS or a script.
 """

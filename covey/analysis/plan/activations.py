@@ -19,8 +19,8 @@ from covey.analysis.plan.model_shape import Shape
 FLOAT = 4
 """The number of bytes of a float32."""
 ON_DEVICE = 2
-"""The number of layer inputs on the device while the other layer inputs are offloaded. One layer
-input is in use, and one is being copied.
+"""The number of layer inputs on the device while the other layer inputs are offloaded. On the
+device, one layer input is in use, and another is being copied.
 """
 
 

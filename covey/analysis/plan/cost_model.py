@@ -1,8 +1,8 @@
 """Seconds of a training step on GPUs: generation, update and weight sync (see docs/scale.md).
 
 The constants of generation and update are fitted to measurements on one H200, and a test compares
-the model with every measurement. The constants for several GPUs come from data sheets, and their
-comments say so.
+the model with every measurement. The constants for several GPUs come from data sheets, as stated
+next to each constant.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def splits(
 ) -> list[Split]:
     """Return every split of the GPUs into trainers and engines, fastest first.
 
-    The list is empty if the model does not fit.
+    The result is an empty list if the model does not fit into the memory of the GPUs.
     """
     least, smallest = fewest_trainers(model, gpu), engine_split(model, gpu)
     sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
@@ -272,8 +272,8 @@ def size_of(shape: Shape) -> ModelSize:
 def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
     """Return a row for each model and number of GPUs, with the fastest division of the GPUs.
 
-    A model that does not fit has no row. `own` is the name and size of the configuration's model,
-    which is listed first.
+    The table has no row for a model that does not fit into the memory of the GPUs. `own` is the
+    name and size of the configuration's model, which is listed first.
     """
     models = ([own] if own is not None else []) + list(PUBLISHED.items())
     rows = []

@@ -28,9 +28,9 @@ from covey.training.resolve import sampling_of
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""The number of tensors as large as the logits while a token is sampled. The three numbers are for
-sampling from the full distribution, for sampling from a truncated (sorted) distribution, and for
-greedy decoding.
+"""The number of tensors as large as the logits while a token is sampled. The number depends on
+whether the engine samples from the full distribution, samples from a truncated (sorted)
+distribution, or decodes greedily.
 """
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes per token in a slot, besides the KV cache: a random number, a log-prob and a token id."""
@@ -61,7 +61,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU: `together`, rounded up to a CUDA graph's size."""
+        """The number of slots on a GPU (`together`, rounded up to the size of a CUDA graph)."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
@@ -249,7 +249,7 @@ def _prefill_pass(run: RunFacts, call: Call) -> Pass:
 
 
 def _prefill(run: RunFacts, call: Call) -> Part:
-    """Return the memory of a prefill's logits and, if it is not captured, of its forward pass."""
+    """Return the memory of a prefill's logits and, without a CUDA graph, of its forward pass."""
     shape, prompts = run.shape, call.prefilled(_started(call))
     batch = _prefill_pass(run, call)
     passing = 0

@@ -15,7 +15,7 @@ SHORT = 256
 (accel/attention.py).
 """
 LONG = 2048
-"""The smallest mean sequence length at which training may do without CUDA graphs
+"""The smallest mean sequence length at which training may run without CUDA graphs
 (accel/attention_kernels.py).
 """
 FUSED_BYTES = 64 * 2**20

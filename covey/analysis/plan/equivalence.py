@@ -67,7 +67,7 @@ SLOPE_ONE = (
 
 
 class Piece(NamedTuple):
-    """A function of an objective with all its options, so that two functions can be compared."""
+    """A function of an objective together with its options, in a form that can be compared."""
 
     function: Callable[..., Any] | str
     options: tuple[tuple[str, Any], ...] = ()

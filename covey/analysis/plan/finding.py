@@ -1,4 +1,4 @@
-"""Findings about a configuration before training, and the input of the rules that find them."""
+"""Findings about a configuration before training, and the data that the rules for findings read."""
 
 from __future__ import annotations
 
@@ -130,9 +130,7 @@ def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
 
 
 def in_float32(config: Config) -> bool:
-    """Return whether the model computes in float32, which depends on this machine for dtype =
-    "auto".
-    """
+    """Return whether the model computes in float32; "auto" is float32 except on a CUDA device."""
     if config.model.dtype != "auto":
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")

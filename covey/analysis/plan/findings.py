@@ -1,4 +1,4 @@
-"""Findings before training: equivalent algorithms, settings without effect, settings that harm.
+"""Findings before training: equivalent algorithms, settings without effect, harmful settings.
 
 `findings` checks one resolved configuration, and `coincidences` checks the arms of a comparison.
 `findings` and `coincidences` do not load a model or data. The caller of `findings` passes what is

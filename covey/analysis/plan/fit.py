@@ -1,4 +1,4 @@
-"""Settings that make a run fit on its device, cheapest first."""
+"""Changes of settings that make a run fit into the memory of its device, cheapest first."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def _changes(config: Config) -> Iterator[Settings]:
 def _fitting(
     config: Config, changes: Settings, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return `changes`, with a micro-batch size if the current size does not fit.
+    """Return `changes`, and add a smaller micro-batch size if the current size does not fit.
 
-    Return None if no size fits.
+    Return None if no micro-batch size fits into the memory of the device.
     """
     same_shape = shape if "adapter.rank" not in changes else None
     found = forecast(changed(config, changes), device, facts, same_shape)

@@ -16,7 +16,7 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""For each kind of device: bytes in use before any tensor exists, and a description.
+"""Maps a kind of device to the bytes in use before any tensor exists, and to a description.
 
 Measured by benchmarks/memory.py.
 """
@@ -24,9 +24,9 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The file with the memory limit of a container."""
 
 ANY_GPU = "one GPU"
-"""The name of a GPU of which only the memory is known."""
+"""The name of a GPU if only the size of its memory is known."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
-"""Device files that exist on Linux if there is a GPU driver of NVIDIA, WSL, Jetson or AMD."""
+"""Linux device files, each of which shows that a GPU driver is installed."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
@@ -96,7 +96,7 @@ def main_memory() -> int:
 
 
 class Part(NamedTuple):
-    """One part of the memory: its size, its phases and its tensors."""
+    """One part of a run's memory: its size, its tensors, and the phases that allocate it."""
 
     name: str
     bytes: int
@@ -169,7 +169,7 @@ class Forecast:
         return f"memory: peak {size_text(self.peak)}, {share:.0%} of the {device}: {fits}"
 
     def text(self) -> str:
-        """Return a table of the memory in the phase with the peak, largest part first."""
+        """Return a table of the memory in the phase that needs the most, largest part first."""
         phase = self.peak_phase
         lines = [self.line(), f"fullest phase: {PHASES[phase]}"]
         parts = sorted(self.parts, key=lambda p: -p.bytes if phase in p.phases else math.inf)

@@ -1,4 +1,4 @@
-"""Rules about settings without effect."""
+"""Rules that report settings without effect."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "other-settings")
 def unused_sections(setup: Setup) -> Iterator[Said]:
-    """Rule about settings of an adapter, of scoring or of memory that nothing uses."""
+    """Rule about settings of the adapter, scoring or memory that have no effect."""
     config = setup.config
     if config.model.offload_activations and not config.model.gradient_checkpointing:
         yield Said(

@@ -53,8 +53,8 @@ def forecast(
 ) -> Forecast:
     """Forecast the peak memory of a run on `device`, by default the run's device on this machine.
 
-    With several ranks, the forecast is for one rank on its own device. `facts` (about the task) and
-    `shape` (of the model) are computed unless they are given.
+    With several ranks, the forecast is for one rank on its own device. The function computes
+    `facts` (about the task) and `shape` (of the model) if the caller does not pass them.
     """
     config = resolve(config)
     run = _Run(
@@ -97,10 +97,10 @@ def _suggest(run: _Run) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run(RunFacts):
-    """A run whose memory is forecast."""
+    """A run, with methods that compute the parts of its memory."""
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
-        """Return the largest forward pass within a token budget; sequences have full length."""
+        """Return the largest forward pass of full-length sequences within a token budget."""
         completion, group_size = self.config.rollout.max_tokens, self.config.rollout.group_size
         if self.on_gpu:
             rows, prompts = largest_micro_batch(
@@ -257,7 +257,7 @@ class _Run(RunFacts):
         ]
 
     def _head_gradient(self) -> int:
-        """Return the bytes of the output layer's gradient, or 0 if another part includes it."""
+        """Return the bytes of the output layer's gradient; 0 if other gradients include them."""
         if self.gradient_sinks or self.sharded:
             return 0
         return self.shape.head * self.size * self.shape.head_trained
@@ -345,7 +345,7 @@ def reference_part(run: RunFacts, weights: int) -> Part:
 def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int]) -> list[Part]:
     """Return the memory of a critic, whose passes never overlap with the policy's passes.
 
-    `size` is the number of bytes per number in the critic's computations. `state` is a value of
+    `size` is the number of bytes of one value in the critic's computations. `state` is a value of
     `STATE_BYTES`.
     """
     path, (master, moments) = config.critic.path, state

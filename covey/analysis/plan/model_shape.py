@@ -138,7 +138,7 @@ def _meta_model(source: str, more: dict[str, str]) -> Any:
 
 
 def _llama_config(source: str) -> Any:
-    """Read config.json; return None if only transformers knows the modules of this model."""
+    """Read config.json; return None if this module does not know the model's architecture."""
     file = Path(source) / "config.json"
     if not file.is_file():
         from transformers.utils.hub import cached_file

@@ -21,12 +21,12 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""Minimum number of prompts whose results must change, all in the same direction, for a significant
-change (2 / 2^6 < 0.05).
+"""The smallest number of changed results that can be significant: 6 changes in the same direction
+have the p-value 2 / 2^6 < 0.05.
 """
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""Minimum fraction of truncated solutions for which the finding about max_tokens appears."""
+"""The rule about max_tokens reports a finding if this fraction of solutions is truncated."""
 
 FORMAT_REWARDS = frozenset(
     {
@@ -121,7 +121,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms and filters that use `success`, with a reward for the format only."""
+    """Rule about algorithms and filters that need correctness, if the reward is only for format."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:

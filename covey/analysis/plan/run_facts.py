@@ -1,4 +1,4 @@
-"""Facts about a run that determine its memory: sizes, devices and CUDA graphs."""
+"""Properties of a run that determine its memory: sizes, devices and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.objective import Objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The facts about a run that determine its memory."""
+    """The properties of a run that determine its memory."""
 
     config: Config
     device: Device
@@ -35,12 +35,12 @@ class RunFacts:
         return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
 
     def share(self, count: int) -> int:
-        """Return how many of `count` prompts or completions one rank gets at most."""
+        """Return the largest share of `count` prompts or completions that any rank gets."""
         return -(-count // self.ranks)
 
     @property
     def size(self) -> int:
-        """Bytes per number in the model's computations."""
+        """Bytes of one value in the model's computations."""
         dtype = self.config.model.dtype
         bfloat16 = dtype == "bfloat16" or (dtype == "auto" and self.on_gpu)
         return 2 if bfloat16 else FLOAT

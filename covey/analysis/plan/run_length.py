@@ -30,7 +30,8 @@ def most_steps(config: Config) -> int:
     """Return the largest possible number of steps of a run.
 
     With a token budget, a run has the most steps if all completions have one token. With a budget
-    of optimizer steps, a run has more steps if dynamic sampling drops all groups of a step.
+    of optimizer steps, dynamic sampling can add training steps, because a step whose groups are all
+    dropped takes no optimizer step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

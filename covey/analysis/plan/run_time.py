@@ -34,7 +34,8 @@ from covey.stopping import StopSignal
 from covey.training.resolve import objective_of
 
 SMALLEST = 1e8
-"""The fewest parameters for which the cost model holds; it was fitted to models of 135M to 7.6B."""
+"""The smallest number of parameters for which the cost model holds. The cost model was fitted to
+models of 135M to 7.6B parameters."""
 MEASURE = "`covey plan --measure` runs three steps here"
 
 
@@ -329,7 +330,7 @@ def cpu_seconds(
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
     """Return the seconds to decode one token for each of `rows` completions.
 
-    To save time, the measured decode step has fewer completions.
+    To save time, the measured decode step may have fewer than `rows` completions.
     """
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))

@@ -1,4 +1,4 @@
-"""Facts about a run's data: lengths of prompts and solutions, and the count of held-out prompts."""
+"""Properties of a run's data: lengths of prompts and solutions, and number of held-out prompts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
 
 def measuring() -> AbstractContextManager[Measure]:
-    """Return a context manager that yields `measure`, which may run in another process."""
+    """Return a context manager that yields `measure`, if necessary as a call to a new process."""
     return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
 
 
@@ -138,7 +138,7 @@ if __name__ == "__main__":
 SAMPLE = 64
 """The number of prompts whose tokens are counted, spread over the whole task."""
 LONGEST = 32
-"""The number of longest prompts (by characters) whose tokens are counted as well."""
+"""The number of longest prompts, by characters, whose tokens are counted besides the sample."""
 BASELINE_PROMPTS = 256
 """The number of held-out prompts on which baselines are scored."""
 ASSUMED_PROMPT = 256
@@ -147,7 +147,7 @@ ASSUMED_PROMPT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """Known facts about the data. A rule that needs an unknown fact yields no finding."""
+    """Known properties of the data. A rule that needs an unknown property reports nothing."""
 
     held_out: int | None = None
     """The number of held-out prompts in an evaluation."""
@@ -176,7 +176,7 @@ class TaskFacts:
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
-    """Collect facts from the task and the tokenizer of a resolved configuration."""
+    """Compute `TaskFacts` from the task and the tokenizer of a resolved configuration."""
     try:
         task = task_of(config)
         prompts, measured = task.train(), held_out_of(config, task)
@@ -235,7 +235,7 @@ def facts_of(
     held_out: Sequence[Prompt],
     encode: Callable[..., Sequence[int]],
 ) -> TaskFacts:
-    """Return facts about prompts that are already loaded; `encode` returns token ids of a text."""
+    """Compute `TaskFacts` from loaded prompts; `encode` returns the token ids of a text."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
     return TaskFacts(

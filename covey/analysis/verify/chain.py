@@ -2,8 +2,8 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is checked against its digest. Neighboring records in the diagram are checked against
-each other. This module does not import torch. The check of the data reads the task, to find the
+Each record is checked against its digest. Each record is also checked against its neighbors in the
+diagram above. This module does not import torch. The check of the data reads the task, to find the
 prompts that each step should have drawn.
 """
 
@@ -28,7 +28,7 @@ from covey.run.settings import changed_settings
 from covey.training.resolve import task_of
 
 SHOWN = 3
-"""The largest number of problems that a result lists."""
+"""The largest number of problems that the result of one check lists."""
 COUNTED = {"episode": "episode", "tokens": "tokens", "version": "updates"}
 """For each counter in a checkpoint's state, the metric that must have the same value."""
 

@@ -148,8 +148,8 @@ def advance_by(
     """Start `steps` decode steps, but at most `most`, without waiting for their result.
 
     The returned progress is the state before the last step, so that the device runs this step while
-    the CPU looks for ended completions. If `steps` is not less than `most`, all completions end,
-    and the returned progress is the state after the last step.
+    the CPU looks for ended completions. If `steps` >= `most`, these steps end all completions, and
+    the returned progress is the state after the last step.
     """
     one_more = steps < most
     for _ in range(min(steps, most) - one_more):

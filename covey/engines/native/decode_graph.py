@@ -46,7 +46,7 @@ from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
-"""Number of tokens per completion between two checks for finished completions by the CPU."""
+"""Number of tokens that each completion gets before the CPU looks for finished completions."""
 FREE_SHARE = 0.8
 """Maximum fraction of the free memory for completions; the rest is for training."""
 SLOTS = 4
@@ -70,7 +70,7 @@ class GraphBackend:
     sizes: dict[str, int] = field(default_factory=dict)
     """The sizes with which the KV cache was allocated."""
     slots: dict[int, Slots] = field(default_factory=dict)
-    """Slots, by the maximum length of their completions."""
+    """Maps a maximum completion length to the slots that were allocated for this length."""
     distribution: Distribution = field(default_factory=Distribution)
     graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
 

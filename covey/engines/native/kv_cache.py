@@ -5,8 +5,8 @@ completion together in a slot. The cache in shared_prompt_cache.py stores a prom
 whole group.
 
 transformers passes each layer's new keys and values to a `Cache`, and attends to the keys and
-values that the `Cache` returns. A subclass of `Cache` with slots of different lengths therefore
-works with any model, without changes to the model's code.
+values that the `Cache` returns. A subclass of `Cache` with slots of different lengths works with
+any model, because the model's code stays the same.
 
 In tensor shapes, S stands for slots, H for key-value heads, L for positions and D for the head
 size.
@@ -108,7 +108,7 @@ class KVCache:
         raise NotImplementedError
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Reserve memory for `positions` tokens in each slot; return whether there is enough."""
+        """Reserve memory for `positions` tokens in each slot; return whether it succeeded."""
         return True
 
     def admits(self, positions: np.ndarray) -> int:
@@ -123,8 +123,8 @@ class KVCache:
     ) -> None:
         """Store the first `counts` positions of completions that were paused.
 
-        `layers` are keys and values [tokens, H, D], layer by layer. For each slot in turn, `rows`
-        contains the indices of its positions in `layers`.
+        `layers` are keys and values [tokens, H, D], layer by layer. `rows` contains the indices of
+        the tokens in `layers` that belong to the slots, slot by slot.
         """
         raise NotImplementedError
 

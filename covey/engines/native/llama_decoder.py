@@ -33,7 +33,7 @@ small products. The weights of larger models are used in place, without a copy."
 
 
 class UnsupportedModel(Exception):
-    """Raised if a backend cannot run a model; messages use the text as a clause after "because"."""
+    """Raised if a backend cannot run a model; the text is a reason that can follow "because"."""
 
     def __str__(self) -> str:
         return super().__str__() or "it does not have Llama's architecture"

@@ -1,10 +1,10 @@
 """CUDA graphs for prefill: one launch for the forward pass over several prompts.
 
 For a small model, Python takes longer to launch the kernels of a forward pass than the device takes
-to run them. All slots wait for this prefill pass. Prompts are padded to the size of a bucket
-(accel/static_buffers.py). The first pass of a bucket runs eagerly, the second pass is captured, and
-later passes replay the graph. All passes of a bucket run the same kernels on tensors of the same
-shapes, so results do not depend on which passes came before.
+to run them. During a prefill pass, no slot generates tokens. Prompts are padded to the size of a
+bucket (accel/static_buffers.py). The first pass of a bucket runs eagerly, the second pass is
+captured, and later passes replay the graph. All passes of a bucket run the same kernels on tensors
+of the same shapes, so results do not depend on which passes came before.
 
 In tensor shapes, N is the number of packed tokens of a bucket, and n is the number of prompts.
 """

@@ -152,7 +152,7 @@ class Scheduler:
         return progress
 
     def _written(self, slots: list[int], counts: np.ndarray) -> Written:
-        """Start to read the unread tokens of the given slots from the device, up to `counts`."""
+        """Start to read the unread tokens of slots with `counts` tokens from the device."""
         return self.slots.written(slots, self.read[slots], counts)
 
     def _admitted(self) -> list[Request]:
@@ -172,8 +172,8 @@ class Scheduler:
     def _positions(self, counts: np.ndarray) -> np.ndarray:
         """Return the number of cache positions that completions need after the next steps.
 
-        `counts` are the current numbers of tokens. The decode step after a token computes the
-        token's key and value, so the last token of a completion needs no position.
+        `counts` are the current token counts of the completions. The decode step after a token
+        computes the token's key and value, so the last token of a completion needs no position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
         return after - 1

@@ -57,7 +57,7 @@ def slots_together(query_heads: int) -> int:
 
 
 def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
-    """Return slot indices [S, together]: slots in a row have the same prompt, and -1 means no slot.
+    """Return slot indices [S, together]: each row lists slots with one prompt; -1 means no slot.
 
     `prompt_rows` [S] has the prompt of each slot, and -1 for each free slot.
     """
@@ -110,7 +110,7 @@ class SharedPromptCache(KVCache):
         """[S, T]: the pages of each slot's completion."""
         self.per_slot += [self.prompt_row, self.prompt_length, self.table]
         self.sharing = counters(slots, together)
-        """[S, together]: slot indices. All slots in a row have the same prompt."""
+        """[S, together]: slot indices; each row of the tensor lists slots with the same prompt."""
         self.arrived = counters(slots, shape.heads)
         """[S, K]: counters by which an attention kernel detects that all its parts are computed."""
         self.slot_rows = np.full(slots, -1)

@@ -49,8 +49,8 @@ class Progress(NamedTuple):
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy; return which slots were unfinished, and their current token counts.
 
-        A decode step appends one token to each unfinished slot. The completion may end with this
-        token.
+        A decode step appends one token to each unfinished slot, even if this token ends the
+        completion.
         """
         active, counts = self.copy.numpy()
         return active.astype(bool), counts + active if self.one_more else counts
@@ -87,7 +87,7 @@ class Slots:
     stop_ids: torch.Tensor
     """Tokens that end a completion."""
     kept: KeptLog | None = None
-    """The kept set of each token (tokens left after truncation); None if not recorded."""
+    """For each sampled token, the candidates left after truncation; None if not recorded."""
 
     @staticmethod
     def make(cache: KVCache, sampling: Sampling, stop_ids: Sequence[int]) -> Slots:
@@ -128,7 +128,7 @@ class Slots:
         uniforms: torch.Tensor,
         distribution: Distribution,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw tokens [n] with log-probabilities; record what truncation kept if requested."""
+        """Draw tokens [n] with log-probs; also record the candidates after truncation if asked."""
         if self.kept is None:
             return pick_tokens(logits, uniforms, distribution)
         logp = log_distribution(logits, distribution)
@@ -154,7 +154,7 @@ class Slots:
         self.cache.active[index] = ~self._ended(tokens, count + 1)
 
     def _ended(self, tokens: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return whether each of the new `tokens` ends its completion, now `count` tokens long."""
+        """Return whether each new token ends its completion; `count` includes the new token."""
         return torch.isin(tokens, self.stop_ids) | (count == self.room)
 
     def keep(self, slots: Sequence[int]) -> None:
@@ -207,7 +207,7 @@ class Slots:
 
 @dataclass(slots=True)
 class KeptLog:
-    """The tokens that truncation kept, for each sampled token of each slot, in CPU memory."""
+    """For each sampled token of each slot: the candidates left after truncation, on the CPU."""
 
     slots: list[list[np.ndarray]]
 
@@ -222,7 +222,7 @@ class KeptLog:
             self.slots[slot] = []
 
     def add(self, index: torch.Tensor, kept: torch.Tensor) -> None:
-        """Append the tokens that truncation kept [n, V] for the newest token of each slot."""
+        """Record the candidates left after truncation [n, V] for the newest token of each slot."""
         ids = kept.nonzero()[:, 1].cpu().numpy()
         ends = kept.sum(dim=1).cumsum(dim=0).tolist()
         for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
@@ -234,7 +234,7 @@ class KeptLog:
         self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
 
     def text(self, slot: int, length: int) -> str:
-        """Return the tokens that truncation kept for a slot's first `length` tokens, as text."""
+        """Return as text the candidates after truncation, for a slot's first `length` tokens."""
         sets: Sequence[np.ndarray] = self.slots[slot][:length]
         return encode_kept(sets)
 
@@ -266,7 +266,7 @@ class Transcript:
 
     @property
     def text(self) -> str | None:
-        """The text of all tokens; None without `pieces`."""
+        """The text of all tokens; None if the bytes of tokens are unknown."""
         if self._pieces is None:
             return None
         return b"".join(self._bytes).decode("utf-8", errors="replace")
@@ -289,22 +289,22 @@ class Paused(NamedTuple):
     searched: int
     """The number of tokens that were already searched for stop strings."""
     kept: list[np.ndarray]
-    """For each token, the tokens that truncation kept, if recorded."""
+    """For each token of the completion, the candidates left after truncation, if recorded."""
 
 
 class Ended(NamedTuple):
     """Ended completions; their last tokens are still being copied to the CPU."""
 
     finished: Sequence[Finished]
-    """The completions. The transcripts of these completions still lack the last tokens, and their
-    `finish` is always "length"."""
+    """The ended completions. Before `read`, each transcript lacks its last tokens, and each
+    `finish` is "length"."""
     cut: Sequence[bool]
     """Whether each completion ended with a stop string."""
     written: Written
     """The last tokens."""
 
     def read(self, stop_ids: frozenset[int]) -> list[Finished]:
-        """Wait for the last tokens, and return the complete completions."""
+        """Wait for the last tokens, and return the completions with all their tokens."""
         found = []
         for one, cut, new in zip(self.finished, self.cut, self.written.read(), strict=True):
             one.transcript.add(*new)

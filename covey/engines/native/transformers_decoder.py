@@ -1,9 +1,9 @@
 """Decode step with a model's own forward pass in transformers, for any architecture.
 
-This module has three decoders. `SharedPromptDecoder` is the fastest. It uses a shared-prompt cache,
-and its decode step can be captured as a CUDA graph. `TransformersDecoder` uses slots that store
-prompt and completion. `RecomputeDecoder` is the slowest. It uses no KV cache, and supports models
-whose state is more than keys and values.
+This module has three decoders. `SharedPromptDecoder`, the fastest decoder, uses a shared-prompt
+cache, and its decode step can be captured as a CUDA graph. `TransformersDecoder` uses slots that
+store prompt and completion. `RecomputeDecoder`, the slowest decoder, uses no KV cache, and supports
+models whose state is more than keys and values.
 
 In tensor shapes, W stands for occupied slots, S for all slots, L for positions, H for heads, K for
 key-value heads, and D for the head size.
@@ -102,7 +102,7 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0, because models that receive position ids do not use this number."""
+        """Return 0, because models that receive position ids do not use the length of the cache."""
         return 0
 
     def attend(

@@ -108,7 +108,7 @@ class Client:
         return text
 
     def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Send one request on this thread's connection; reconnect if it was closed."""
+        """Send one request on this thread's connection; reconnect if the connection was closed."""
         headers = {"Content-Type": "application/json", "User-Agent": "covey"}
         kept = getattr(self.local, "connection", None)
         for connection in ([kept] if kept is not None else []) + [None]:

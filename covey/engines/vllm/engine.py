@@ -74,7 +74,7 @@ class VllmEngine:
     restarts: int
     """Maximum number of restarts of a server; one more failure ends the run."""
     patience: float
-    """The seconds to wait for a server that starts or restarts."""
+    """Maximum seconds to wait for a server that starts or restarts."""
     sleeps: bool = False
     """Whether the engine frees its memory for the trainer between rollouts."""
     asleep: bool = field(default=False, init=False)
@@ -100,7 +100,7 @@ class VllmEngine:
         )
 
     def events(self) -> list[str]:
-        """Return the failures that were repaired since the last call."""
+        """Return descriptions of the server failures that Covey repaired since the last call."""
         events, self.repaired = self.repaired, []
         return events
 
@@ -236,12 +236,12 @@ class VllmEngine:
                 self._repair(replica, started, str(problem))
 
     def _replica_of(self, request: Request) -> Replica:
-        """Return the server for a prompt; the choice changes only while a server is down."""
+        """Return the server for a prompt; it changes only while some server is down."""
         alive = [replica for replica in self.replicas if replica.alive] or self.replicas
         return alive[request.prompt % len(alive)]
 
     def _repair(self, replica: Replica, started: int, problem: str) -> None:
-        """Restart a server, or wait for the user's restart, and send the current weights."""
+        """Restart a server, or wait until the user restarts it, and send it the current weights."""
         with replica.lock:
             if replica.started != started and replica.alive:  # another thread has repaired it
                 return
@@ -277,7 +277,7 @@ def answers(replica: Replica) -> bool:
 
 
 def wait_for(client: Client, problem: str, patience: float) -> None:
-    """Wait for a reply of a server that the user started."""
+    """Wait until a server that the user started replies."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -338,7 +338,7 @@ PARAMS: dict[str, Any] = {
     "detokenize": False,
 }
 EXACT, ROUNDED = 1e-4, 0.1
-"""Tolerances: largest log-prob difference in float32, mean log-prob difference in 16 bits."""
+"""Tolerated log-prob differences: the largest in float32, and the mean in 16 bits."""
 
 
 def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
@@ -349,7 +349,7 @@ def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a model without weights, which can be called with any weights."""
+    """Return a copy of a model without weights; callers pass the weights in each call."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         for p in module.parameters()
@@ -373,7 +373,7 @@ def trainer_logp(
 
 
 def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return how much the log-probs differ, or raise an error if they differ too much."""
+    """Return how much the server's log-probs differ; raise an error if they differ too much."""
     gaps = (torch.tensor(reply.logp[: len(wanted)]) - wanted).abs()
     exact = dtype == torch.float32
     gap, most = float(gaps.max() if exact else gaps.mean()), EXACT if exact else ROUNDED

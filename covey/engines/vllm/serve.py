@@ -1,7 +1,7 @@
 """A vLLM server that ends when its parent process ends (`serve.py PARENT FOLDER ARGUMENTS`).
 
-Without this program, the servers of a killed trainer would occupy memory for ever. FOLDER contains
-the weights that the trainer sends. The folder is removed when the trainer ends.
+Without serve.py, the servers of a killed trainer would occupy memory forever. FOLDER contains the
+weights that the trainer sends. The folder is removed when the trainer ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _watch(parent: int, folder: str) -> None:
 
 
 def main() -> None:
-    """Run the server, and end if the parent process ends."""
+    """Run the server, and end it when the parent process ends."""
     parent, folder, *arguments = sys.argv[1:]
     threading.Thread(target=_watch, args=(int(parent), folder), daemon=True).start()
     sys.argv = [SERVER, *arguments]

@@ -103,7 +103,7 @@ class ServerSettings:
 
 @dataclass(slots=True, kw_only=True)
 class ServerProcess:
-    """A vLLM server that Covey starts, and restarts if it has died."""
+    """A vLLM server that Covey starts, and that Covey restarts if the server dies."""
 
     settings: ServerSettings
     model: Path

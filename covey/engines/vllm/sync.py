@@ -34,7 +34,7 @@ class Sync(Protocol):
         """Let a server load the weights; a `fresh` server was just started and has no weights."""
 
     def served(self, version: int) -> str:
-        """Return the adapter name to put in requests; empty for the model itself."""
+        """Return the adapter name to put in requests; an empty name means the model itself."""
 
 
 def write_model(model: LanguageModel, folder: Path) -> None:
@@ -100,7 +100,7 @@ class AdapterSync:
     model: LanguageModel
     folder: Path
     base: Sync
-    """The object that sends the frozen weights, once to each server."""
+    """The object that sends the frozen base weights once to each server."""
     loaded: dict[str, int] = field(default_factory=dict)
     """The version of the adapter on each server, by server address."""
     based: bool = False
@@ -187,7 +187,7 @@ class NcclSync:
 
 
 class Fleet:
-    """The control plane of vLLM's trainer engine, which sends each call to all servers."""
+    """The control plane of vLLM's trainer-side engine: it sends each call to all servers."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients
@@ -201,7 +201,7 @@ class Fleet:
                 pass
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Tell each server its ranks in the NCCL group."""
+        """Tell each server which ranks it has in the NCCL group."""
         bodies = [{"init_info": {**init_info, "rank_offset": each}} for each in self.offsets]
         self._all("/init_weight_transfer_engine", bodies)
 
@@ -268,9 +268,9 @@ class HeadPadding:
     """Zero-padding of attention heads from `width` to `padded` dimensions.
 
     RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). A padded
-    head is `times` as wide, so its dimension `times` * i has the frequency of the original
-    dimension i. Attention divides by the square root of the padded width, so queries are multiplied
-    by the square root of `times`.
+    head is wider by the factor `times`. Dimension `times` * i of a padded head therefore has the
+    frequency of dimension i of the original head. Attention divides by the square root of the
+    padded width, so queries are multiplied by the square root of `times`.
     """
 
     heads: int
@@ -332,7 +332,7 @@ class HeadPadding:
 
 
 def served_config(config: Any) -> dict[str, Any]:
-    """Return the configuration, as JSON, of the model that the server loads."""
+    """Return the JSON configuration of the model that the server loads."""
     data: dict[str, Any] = config.to_dict()
     padding = HeadPadding.of(config)
     if padding is not None:
@@ -345,8 +345,8 @@ def served_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of a model under the names that the server loads.
 
-    `named` are the trainer's weights. LoRA weights are left out, because adapters are served
-    separately.
+    The argument `named` contains the trainer's weights with their names. LoRA weights are left out,
+    because adapters are served separately.
     """
     padding, tied = HeadPadding.of(model.config), bool(model.config.tie_word_embeddings)
     embedding = model.get_input_embeddings().weight

@@ -28,7 +28,7 @@ class FileInit(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """The message that announces new weights, with the path of their file."""
+    """The message that announces new weights and contains the path of the weight file."""
 
     path: str
 

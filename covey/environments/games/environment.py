@@ -24,7 +24,7 @@ class Game(Protocol):
     """The smallest, the default and the largest size of the game."""
     rules: str
     most_actions: int
-    """Maximum number of actions; good play needs fewer."""
+    """Maximum number of actions; a good player needs fewer actions."""
 
     def __init__(self, random: Random, size: int) -> None: ...
 
@@ -34,7 +34,7 @@ class Game(Protocol):
 
     @property
     def state(self) -> Any:
-        """Data for JSON that identifies the current state of the game."""
+        """JSON-compatible data that identifies the current state of the game."""
 
     @property
     def won(self) -> bool:
@@ -49,10 +49,10 @@ GAMES: Mapping[str, type[Game]] = MappingProxyType(
 class Games(ToolEnvironment):
     """An environment with one game per episode, generated from `info["world"]` or the seed.
 
-    The reward is 1 for a game that is won, and 0 otherwise. Only the first call of a turn has an
-    effect, so a game can be won in one turn only by luck. The episode ends when the game is won,
-    after `actions` actions, or with a message without a call. With `actions` = 0, the game's own
-    limit on actions applies.
+    The reward is 1 for a game that is won, and 0 otherwise. Only the first tool call of a turn has
+    an effect, so the policy can win a game in one turn only by luck. The episode ends when the
+    policy wins, after `actions` actions, or after a message without a tool call. With `actions` =
+    0, the game's own limit on actions applies.
     """
 
     quick: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Guess a number: each guess is answered with higher or lower."""
+"""Guess a number: the game answers each wrong guess with `higher` or `lower`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GuessNumber:
 
     @property
     def state(self) -> Any:
-        """The range of numbers that are still possible."""
+        """The range of numbers that the earlier guesses have not excluded."""
         return [self._low, self._high, self.won]
 
     @property

@@ -1,4 +1,4 @@
-"""Sokoban with a limited view: push boxes onto goals while only near squares are visible."""
+"""Sokoban with a limited view: push boxes onto goals, but see only nearby squares."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from covey.environments.games.maze import MOVES, Direction, Place, neighbour
 SIGHT = 2
 """The number of squares that the player sees in each direction."""
 PULLS = 40
-"""The number of random backward moves from the solved board."""
+"""The number of random backward moves that turn the solved board into the start board."""
 _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""Maps what is on a square (player, box, goal) to the character that shows the square."""
+"""The character for a square, given whether a player, a box and a goal are on it."""
 
 
 class Sokoban:
     """A board of `size` x `size` squares with some walls and one box per 16 squares.
 
-    The board is generated backwards, by pulling boxes away from their goals. A board can therefore
-    be solved with `PULLS` moves.
+    The board is generated backwards, by pulling boxes away from their goals. Every board can be
+    solved with `PULLS` moves.
     """
 
     SIZES: ClassVar[tuple[int, int, int]] = (4, 5, 20)
@@ -61,7 +61,7 @@ class Sokoban:
 
     @property
     def view(self) -> str:
-        """The squares near the player, north first."""
+        """The squares near the player as text, with the northernmost row first."""
         row, column = self._player
         near = range(-SIGHT, SIGHT + 1)
         return "\n".join("".join(self._sign((row + r, column + c)) for c in near) for r in near)

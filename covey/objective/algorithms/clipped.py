@@ -21,9 +21,9 @@ def grpo() -> Objective:
     Choices: the defaults are ddof 1, eps 1e-6 and a clip range of 0.2, which the paper does not
     specify.
 
-    Departure: a group whose rewards are all equal has advantage exactly 0. For equal rewards, the
-    formula would divide the rounding error of the group's mean by eps: six float32 rewards of 0.3
-    with eps 1e-8 would give an advantage of 0.7.
+    Departure: a group whose rewards are all equal has advantage exactly 0. If all rewards of a
+    group are equal, the paper's formula would divide the rounding error of the group's mean by eps:
+    six float32 rewards of 0.3 with eps 1e-8 would give an advantage of 0.7.
 
     Worth knowing: k3 in the loss has the gradient of KL(reference, policy), the forward KL. `kl =
     "k2"` has the gradient of KL(policy, reference), the reverse KL. With beta 0, which most users
@@ -47,9 +47,9 @@ def dr_grpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant: the largest number of tokens of a completion. In a run, the default of
-    `length` is rollout.max_tokens. A call from Python must pass `length`. Instead of dividing by a
-    constant length, some libraries divide by the padded width of the batch, which changes from
-    batch to batch.
+    `length` is rollout.max_tokens. If you call `dr_grpo` from Python, you must pass `length`.
+    Instead of dividing by a constant length, some libraries divide by the padded width of the
+    batch, which changes from batch to batch.
 
     Worth knowing: in other libraries `dr_grpo` often keeps the division by the standard deviation
     (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` does not
@@ -117,7 +117,7 @@ def opo() -> Objective:
     counts equally. OPO's baseline minimises the variance of the gradient if the squared norm of a
     completion's gradient grows with its length.
 
-    Departure: the paper takes one optimizer step per batch, so that a clip would have no effect.
+    Departure: the paper takes one optimizer step per batch, so a clip range would have no effect.
     Covey's `opo` has a clip for runs with several optimizer steps per batch.
     """
     return Objective(

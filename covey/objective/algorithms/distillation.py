@@ -19,8 +19,8 @@ def opd(*, task: float = 0.0) -> Objective:
     With discount 0, each token is penalised only for its own KL, given its prefix. On policy and
     with discount 0, the gradient equals the gradient of a k2 penalty to the teacher in the loss.
     With discount 1, the gradient is the exact gradient of the KL of whole completions, and has more
-    variance. GRPO's advantage is added with the weight `task`. With `task = 0`, `opd` needs no
-    rewards and no groups.
+    variance. The advantage in the loss of `opd` also contains `task` times GRPO's advantage. With
+    `task = 0`, `opd` needs no rewards and no groups.
 
     The teacher must use the student's tokenizer. Teacher log-probabilities below -20 count as -20.
 
@@ -60,8 +60,8 @@ def sdpo(*, task: float = 0.0) -> Objective:
     text are trained with GRPO's advantage only.
 
     Departure: the authors differentiate a Jensen-Shannon divergence over the 100 likeliest tokens.
-    In Covey, the KL of the sampled token is a reward, as in `opd` and in TRL's SDPO. A single loss
-    contains both the teacher's advantage and, weighted by `task`, GRPO's advantage.
+    In Covey, the KL of the sampled token is a reward, as in `opd` and in TRL's SDPO. The advantage
+    in the loss is the teacher's advantage plus `task` times GRPO's advantage.
     """
     return Objective(
         advantage=distill.towards_teacher,

@@ -21,7 +21,7 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
     The weights in part_weights multiply advantages, not rewards, so the scale of a part does not
-    change its influence. `gate` is the index of the part of the reward that gates the other parts.
+    change its influence. The option `gate` is the index of one part of the reward, the gating part.
     In a completion, the other parts count only if the gating part is at least `gate_at` (equation
     8). In a configuration, `parts` lists the names of the reward parts to use, in the order of
     part_weights. Without `parts`, every number that the reward function reports counts with weight
@@ -32,9 +32,10 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     more. If one part of a completion's reward could not be computed, no statistic includes the
     completion.
 
-    Worth knowing: with one part, `gdpo` is GRPO times a factor that is the same for the whole step.
-    `gdpo` refuses a KL penalty in the reward, because `gdpo` normalises only numbers that the
-    reward function reports. With `gdpo`, put the KL penalty into the loss.
+    Worth knowing: if the reward has only one part, the loss of `gdpo` is the loss of GRPO times a
+    factor that is the same for the whole step. `gdpo` refuses a KL penalty in the reward, because
+    `gdpo` normalises only numbers that the reward function reports. With `gdpo`, put the KL penalty
+    into the loss.
     """
     return Objective(
         advantage=advantage.parts_standardized,
@@ -140,7 +141,8 @@ def scalerl() -> Objective:
     drops groups with equal rewards without replacing them (filter.drop_flat), and stops drawing
     solved prompts (curriculum). The ScaleRL recipe also runs the LM head in float32 in the engine
     and in the trainer. The paper does not say over which completions the standard deviation is
-    computed. Covey computes the standard deviation over mixed groups.
+    computed. Covey computes the standard deviation over all completions of groups whose rewards are
+    not all equal.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

@@ -21,8 +21,9 @@ def gspo() -> Objective:
     Worth knowing: the ratio s of a completion is a geometric mean of token ratios, so it changes
     far less than the ratio of a token. A clip range of 0.2, which fits token ratios, has no effect
     on the ratio s of a completion. With one optimizer step per rollout batch, the ratio s is 1 and
-    the gradient equals the gradient of GRPO. GSPO's loss is a mean over completions. A mean over
-    tokens, which several libraries call GSPO, would give the loss of `luspo` times a constant.
+    the gradient equals the gradient of GRPO. GSPO's loss is a mean over completions. Several
+    libraries use the name GSPO for a mean over tokens, which is the loss of `luspo` times a
+    constant.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -58,7 +59,7 @@ def luspo() -> Objective:
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
     GSPO's division by the completion's length favours short correct completions. `luspo` does not
-    divide by the length.
+    divide the loss of a completion by its length.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -97,8 +98,8 @@ def rloo() -> Objective:
 
     RLOO treats a completion as one action. In RLOO, the ratio of a completion is the product of its
     token ratios, and the gradient of each token has weight 1/N (N completions), whatever the
-    length. The paper takes one optimizer step per batch, where the ratio is 1. The clip, which has
-    an effect with several optimizer steps, comes from TRL. For long completions the product of
+    length. The paper takes one optimizer step per batch, so the ratio is always 1. The clip, which
+    has an effect with several optimizer steps, comes from TRL. For long completions the product of
     ratios soon leaves the clip range, so take few optimizer steps.
     """
     return Objective(
@@ -136,11 +137,11 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
 
     Choices: the paper defines the ratio w of a completion in two ways. Equation 8 of the paper
     takes the arithmetic mean of token ratios (`mean = "arithmetic"`). Algorithm 1 of the paper
-    takes the geometric mean, which is Covey's default. The paper's equations sum entropies over the
-    group. The paper's runs sum entropies over the batch (`scope = "batch"`). Clip bounds of 0.2 and
-    0.28 have practically no effect on a geometric mean of ratios. In the factor 1/H, an entropy H
-    below entropy_floor is replaced by entropy_floor. A completion is correct if the reward function
-    calls it a success.
+    takes the geometric mean of token ratios, which is Covey's default. The paper's equations sum
+    entropies over the group. The paper's runs sum entropies over the batch (`scope = "batch"`).
+    Clip bounds of 0.2 and 0.28 have practically no effect on a geometric mean of ratios. In the
+    factor 1/H, an entropy H below entropy_floor is replaced by entropy_floor. A completion is
+    correct if the reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
     The paper's runs use dynamic sampling, which drops groups whose completions are all correct or

@@ -68,14 +68,14 @@ def gtpo_trajectory() -> Objective:
     and in a bad completion of the group, within a common prefix or a common suffix. The factor
     delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. If a
     conflict token is in both a common prefix and a common suffix, its factor delta is applied
-    twice. Tokens without a conflict have a delta of 1. Because of the factor delta, bad completions
-    do not lower the probability of the format that all completions share. `gtpo_trajectory` has no
-    ratio, no clip and no reference.
+    twice. The factor delta of all other tokens is 1: tokens that are not conflict tokens keep their
+    advantage. Because of the factor delta, bad completions do not lower the probability of the
+    format that all completions share. `gtpo_trajectory` has no ratio, no clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
     not change between optimizer steps. The authors' code computes H_i in every optimizer step. In a
-    group with equal rewards, advantages are 0. For equal rewards, the authors' code gives
-    advantages of -entropy_cost H_i.
+    group with equal rewards, advantages are 0. If all rewards of a group are equal, the authors'
+    code gives completion i the advantage -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,
@@ -94,10 +94,9 @@ def clip_cov() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
-    Choices: the covariance cov is computed over the whole optimizer step, not per micro-batch,
-    which takes one more forward pass. A hash of the engine's log-probs decides which tokens are
-    drawn at random, so the choice does not depend on the order of completions or on the
-    micro-batches.
+    Choices: the covariance cov is computed over the whole optimizer step, not per micro-batch. This
+    needs one more forward pass. A hash of the engine's log-probs decides which tokens are drawn at
+    random, so the choice does not depend on the order of completions or on the micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,

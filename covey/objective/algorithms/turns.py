@@ -20,10 +20,10 @@ def gigpo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states. A
-    state that occurs only once does not change the advantage, so without repeated states `gigpo` is
-    GRPO. With `normalize = "mean"`, advantages are not divided by a standard deviation. The mean
-    and standard deviation of the episode advantage A_E are over rollouts. In the authors' code, the
-    mean and standard deviation of A_E are over turns, so long episodes count more.
+    state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
+    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation. The
+    mean and standard deviation of the episode advantage A_E are over rollouts. In the authors'
+    code, the mean and standard deviation of A_E are over turns, so long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

@@ -61,7 +61,7 @@ def variables(formula: str) -> set[str]:
 
 
 def stated_values(parts: list[str], target: str) -> list[str]:
-    """Return the sides of an equation that must equal the target; [] for an unsolved equation.
+    """Return those sides of an equation that must equal the target; [] for an unsolved equation.
 
     A side of the equation must equal the target if it is a number or has the same variables as the
     target. Other sides of an equation, such as the `x` of `x = 42`, only name the value. An

@@ -88,7 +88,7 @@ _WRAPPED = re.compile(
 )
 _LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
 _ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
-"""Signs for a quick test: a text without these signs cannot match a LaTeX pattern."""
+"""Characters for a quick test: a text without any of them cannot match a LaTeX pattern."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
 _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
 

@@ -53,9 +53,9 @@ class _UnsupportedError(ValueError):
 def same_numerically(answer: str, target: str) -> bool | None:
     r"""Return whether two formulas are equal, or None if undecided.
 
-    Intervals and points are compared part by part; sets are compared in any order. Equations are
-    equal if one equation is a multiple of the other. If one formula is an equation such as `y =
-    2x`, its right side is compared with the other formula.
+    Intervals and points are compared component by component; the elements of sets may be in any
+    order. Equations are equal if one equation is a multiple of the other. If one formula is an
+    equation such as `y = 2x`, its right side is compared with the other formula.
 
     >>> same_numerically("(x+1)^2", "x^2 + 2x + 1"), same_numerically("x<2", "2")
     (True, None)
@@ -116,7 +116,7 @@ def _value(left: str, right: str) -> list[str]:
 
 
 def _components(formula: str) -> list[str] | None:
-    r"""Split `(a, b]` or `\{a, b\}` into opening bracket, parts and closing bracket."""
+    r"""Split `(a, b]` or `\{a, b\}` into opening bracket, components and closing bracket."""
     text = formula.replace(r"\left", "").replace(r"\right", "").strip()
     braces = text.startswith(r"\{") and text.endswith(r"\}")
     if braces:
@@ -158,7 +158,7 @@ def _points(variable: str) -> Values:
 
 
 def _added(a: complex, b: complex) -> complex:
-    """Return a + b; raise an error if floats would lose a summand or too many digits."""
+    """Return a + b; raise an error if float rounding would lose a summand or too many digits."""
     total = a + b
     least, _, most = sorted((abs(a), abs(b), abs(total)))
     if 0 < least < LOST * most:

@@ -22,7 +22,8 @@ MAX_NUMBER = 5000
 """Maximum number of digits of a power such as 3^1000. Sympy factors a power under a root, which can
 take very long."""
 MAX_DEGREE = 100
-"""Maximum degree of a polynomial in a division. A division takes quadratic time."""
+"""Maximum degree of a polynomial in a division. A polynomial division takes time quadratic in the
+degree."""
 
 _DIVISION = re.compile(r"frac|/|\\div")
 _UNBOUNDED = re.compile(
@@ -64,7 +65,7 @@ def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
 def _exponent(formula: str, at: int) -> str:
     """Return the exponent that starts at index `at`, after a `^`.
 
-    If another power or a factorial follows the exponent, `^` is appended.
+    If another power or a factorial follows the exponent, the result ends with `^`.
     """
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at

@@ -46,10 +46,10 @@ class ExternalTracker(Tracker):
         self.samples_every: int = settings.get("save", {}).get("samples_every", 0)
 
     def open(self, done: int) -> None:
-        """Open the log. Only steps after step `done` will be logged."""
+        """Open the package's log, to log the steps after step `done`."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
+        """Log the metrics of a training step."""
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """Log a table of completions with the columns in `COLUMNS`.
@@ -58,7 +58,7 @@ class ExternalTracker(Tracker):
         """
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether an event of a step was not reported before.
+        """Return False if the training loop has already reported this event for this step.
 
         After a resume, the training loop reports some events a second time.
         """
@@ -73,7 +73,7 @@ class ExternalTracker(Tracker):
         self._log("step", metrics["step"], finite_numbers(metrics))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Log all numbers of an evaluation, without the intervals of estimates."""
+        """Log all metrics of an evaluation, without confidence intervals."""
         row = {f"evaluation/{name}": value for name, value in evaluation.row().items()}
         self._log("evaluation", step, finite_numbers(row))
 
@@ -90,7 +90,7 @@ class ExternalTracker(Tracker):
 
 
 class RememberingTracker(ExternalTracker):
-    """A tracker for packages such as W&B, whose logs can only grow, so no step may be logged twice.
+    """A tracker for packages with append-only logs, such as W&B. It logs no step twice.
 
     A resumed run repeats the steps after its checkpoint and gets the same numbers.
     NAME.json in the run folder contains the run's id and the last logged steps.
@@ -125,8 +125,8 @@ class RememberingTracker(ExternalTracker):
     def remember(self) -> None:
         """Save the last logged steps in NAME.json. This method is called after each log entry.
 
-        Overwrite the file in place with a single write. Replacing the file by a rename would be
-        slow, because some file systems wait for the disk at a rename.
+        The method overwrites the file in place with a single write. Replacing the file by a rename
+        would be slow, because some file systems wait for the disk at a rename.
         """
         text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -138,7 +138,7 @@ class RememberingTracker(ExternalTracker):
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step or of its evaluation.
 
-        The package puts the numbers of a step and of its evaluation into one row.
+        The tracking package puts the numbers of a step and of its evaluation into one row.
         """
         self.session.log(dict(values), step=step)
 

@@ -19,7 +19,7 @@ class JsonlTracker(Tracker):
         self.run = run
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Remove the traceback of an earlier attempt."""
+        """Remove the traceback file that an earlier, failed start of this run has left."""
         self.run.clear_failure()
 
     def step(self, metrics: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The Weights & Biases tracker.
 
-With WANDB_MODE=offline, W&B writes to the run folder, for `wandb sync`. The environment variables
-of wandb, such as WANDB_PROJECT and WANDB_ENTITY, have their usual effect.
+With WANDB_MODE=offline, W&B writes to the run folder, and `wandb sync` uploads the data later. The
+environment variables of wandb, such as WANDB_PROJECT and WANDB_ENTITY, have their usual effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class WandbTracker(RememberingTracker):
     name = "wandb"
 
     def open(self, done: int) -> None:
-        """Start or continue the W&B run. If the start fails, explain what to do."""
+        """Start or continue the W&B run. If W&B fails, raise an error that says what to do."""
         import wandb
 
         try:
