@@ -46,10 +46,10 @@ def dr_grpo() -> Objective:
         A_i  = R_i - mean_g R
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    `length` is a constant: the largest number of tokens of a completion. In a run, the default of
-    `length` is rollout.max_tokens. If you call `dr_grpo` from Python, you must pass `length`.
-    Instead of dividing by a constant length, some libraries divide by the padded width of the
-    batch, which changes from batch to batch.
+    `length` is a constant: the largest number of tokens of a completion. In a training run,
+    `length` defaults to rollout.max_tokens. If you call `dr_grpo` from Python, you must pass
+    `length`. Instead of dividing by a constant length, some libraries divide by the padded width of
+    the batch, which changes from batch to batch.
 
     Worth knowing: in other libraries `dr_grpo` often keeps the division by the standard deviation
     (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` does not
@@ -90,7 +90,7 @@ def dapo(
 
 @takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
 def lite_ppo() -> Objective:
-    """Lite PPO, arXiv 2508.08221: baseline of the group, standard deviation of the batch.
+    """Lite PPO, arXiv 2508.08221: group mean as baseline, standard deviation over the batch.
 
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
@@ -160,10 +160,10 @@ def reinforce_pp_baseline() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
-    ms-swift over completions. Covey computes the standard deviation over completions. Over
-    completions, the mean of the centered rewards C is 0, whatever the lengths of the completions.
-    With `weighting = "token"`, the standard deviation is over tokens. The KL estimator in the loss
-    is k2, as the paper recommends.
+    ms-swift over completions. Covey computes the standard deviation over completions. The mean of
+    the centered rewards C over completions is 0, whatever the lengths of the completions. With
+    `weighting = "token"`, the standard deviation is over tokens. The KL estimator in the loss is
+    k2, as the paper recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

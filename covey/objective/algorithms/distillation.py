@@ -16,21 +16,21 @@ def opd(*, task: float = 0.0) -> Objective:
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
 
-    With discount 0, each token is penalised only for its own KL, given its prefix. On policy and
-    with discount 0, the gradient equals the gradient of a k2 penalty to the teacher in the loss.
-    With discount 1, the gradient is the exact gradient of the KL of whole completions, and has more
-    variance. The advantage in the loss of `opd` also contains `task` times GRPO's advantage. With
-    `task = 0`, `opd` needs no rewards and no groups.
+    With discount 0, each token is penalised only for its own KL, given its prefix. With on-policy
+    data and discount 0, the gradient is that of a k2 KL penalty in the loss, with the teacher as
+    the reference. With discount 1, the gradient is the exact gradient of the KL of whole
+    completions, and has more variance. The advantage in the loss of `opd` also contains `task`
+    times GRPO's advantage. With `task = 0`, `opd` needs no rewards and no groups.
 
     The teacher must use the student's tokenizer. Teacher log-probabilities below -20 count as -20.
 
-    The paper differentiates the KL over the whole vocabulary. In Covey, the KL of the sampled token
-    is a reward, so the teacher may also run on a server that returns only the sampled token's
-    log-probability.
+    The paper differentiates the KL over the whole vocabulary. In Covey, a KL estimate from the
+    sampled token is part of the advantage, so the teacher may also run on a server that returns
+    only the sampled token's log-probability.
 
-    Choice: the student's log-probability is old_logp, a constant of the batch. Other libraries use
-    the log-probability of the sampler or of the current policy. On policy, the old policy, the
-    sampler and the current policy give the same log-probabilities.
+    Choice: the student's log-probability is old_logp, a constant of the batch. Other libraries take
+    the student's log-probability from the sampler or from the current policy. With on-policy data,
+    the old policy, the sampler and the current policy give the same log-probabilities.
     """
     return Objective(
         advantage=distill.towards_teacher,
@@ -60,8 +60,9 @@ def sdpo(*, task: float = 0.0) -> Objective:
     text are trained with GRPO's advantage only.
 
     Departure: the authors differentiate a Jensen-Shannon divergence over the 100 likeliest tokens.
-    In Covey, the KL of the sampled token is a reward, as in `opd` and in TRL's SDPO. The advantage
-    in the loss is the teacher's advantage plus `task` times GRPO's advantage.
+    In Covey, a KL estimate from the sampled token is part of the advantage, as in `opd` and in
+    TRL's SDPO. The advantage in the loss is the teacher's advantage plus `task` times GRPO's
+    advantage.
     """
     return Objective(
         advantage=distill.towards_teacher,

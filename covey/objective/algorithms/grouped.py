@@ -22,10 +22,10 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     A part of the reward with a small spread has the same influence as a part with a large spread.
     The weights in part_weights multiply advantages, not rewards, so the scale of a part does not
     change its influence. The option `gate` is the index of one part of the reward, the gating part.
-    In a completion, the other parts count only if the gating part is at least `gate_at` (equation
-    8). In a configuration, `parts` lists the names of the reward parts to use, in the order of
-    part_weights. Without `parts`, every number that the reward function reports counts with weight
-    1, even a number that is not meant as a reward.
+    The other parts of a completion's reward count only if the gating part is at least `gate_at`
+    (equation 8). In a configuration, `parts` lists the names of the reward parts to use, in the
+    order of part_weights. Without `parts`, every number that the reward function reports counts
+    with weight 1, even a number that is not meant as a reward.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
     TRL. In verl, the summed advantages are standardized over tokens, so long completions count
@@ -49,7 +49,7 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
 @takes("length", "all_wrong", "clip_low", "clip_high", "beta", "kl")
 def maxrl() -> Objective:
-    """Maximum likelihood RL, arXiv 2602.02710: hard prompts count more.
+    """Maximum likelihood RL, arXiv 2602.02710: prompts with a low pass rate count more.
 
         A_i  = (R_i - mean_g R) / mean_g R,  and 0 where every reward is 0
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
@@ -60,9 +60,9 @@ def maxrl() -> Objective:
     "minus_one"`, the expansion of log(pass rate) has order G instead of G - 1, but the gradient has
     much more noise.
 
-    Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The authors' code
-    takes the mean over tokens, which makes the estimate biased. With `maxrl`, rewards must not be
-    negative.
+    Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The code of MaxRL's
+    authors takes the mean over tokens, so its gradient estimate is biased. With `maxrl`, rewards
+    must not be negative.
 
     Worth knowing: with binary rewards and groups of two completions, `maxrl` is RLOO.
     """
@@ -85,7 +85,7 @@ def pkpo() -> Objective:
     With every choice of `baseline`, the gradient is unbiased. Of the paper's baselines, `loo1` has
     the least variance. With `loo1`, the advantage is never negative: it is how much the completion
     adds to the best of k - 1 other completions. With the baseline `centred`, the advantages of a
-    group add up to 0. The baseline `loo` is the paper's equation 29.
+    group add up to 0. With `baseline = "loo"`, the baseline is equation 29 of the PKPO paper.
 
     Choices: to keep the gradient unbiased, Covey divides by a constant length and does not divide
     by a standard deviation. If all rewards of a group are equal, advantages are 0. With the
@@ -111,11 +111,11 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The token count T includes all completions, as in equation 2 of the paper. TRL's GFPO counted
-    only the tokens of completions that it trained on. The completions that `gfpo` does not train on
-    need no forward pass (filter.skip_zero_gradient). The defaults of ddof and eps are the same as
-    in `grpo`: ddof is 1, whereas the paper uses 0. Training on half of each group (4 of 8
-    completions) is a good default.
+    The token count T includes all completions, as in equation 2 of the paper. TRL's GFPO divided
+    the loss by the number of tokens in the completions trained on, not in all completions. With
+    `filter.skip_zero_gradient`, completions that `gfpo` does not train on need no forward pass. The
+    options ddof and eps have the same defaults as in `grpo`. The default of ddof is 1, but the GFPO
+    paper uses 0. Training on half of each group (4 of 8 completions) is a good default.
 
     Worth knowing: in a group with correct and wrong completions, the shortest completions may all
     be wrong, and then the group has no gradient. If `keep` is at least the group size, `gfpo`
@@ -137,12 +137,12 @@ def scalerl() -> Objective:
         loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
         r    = exp(logp - sampler_logp),  P = number of mixed groups
 
-    A mixed group is a group whose rewards are not all equal. Outside the loss, the ScaleRL recipe
-    drops groups with equal rewards without replacing them (filter.drop_flat), and stops drawing
-    solved prompts (curriculum). The ScaleRL recipe also runs the LM head in float32 in the engine
-    and in the trainer. The paper does not say over which completions the standard deviation is
-    computed. Covey computes the standard deviation over all completions of groups whose rewards are
-    not all equal.
+    A mixed group is a group whose rewards are not all equal. In addition to its loss, the ScaleRL
+    recipe drops groups with equal rewards without replacing them (filter.drop_flat), and stops
+    drawing solved prompts (curriculum). The ScaleRL recipe also runs the LM head in float32 in the
+    engine and in the trainer. The paper does not say over which completions the standard deviation
+    is computed. Covey computes the standard deviation over all completions of groups whose rewards
+    are not all equal.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

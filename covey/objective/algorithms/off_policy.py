@@ -21,16 +21,16 @@ def bapo() -> Objective:
         share = S+ / (S+ + S-),  S+ = sum of r A with A > 0, r < c_high,  S- of r |A| with r > c_low
         loss  = - 1/T sum_i sum_t min(r A, clip(r, c_low, c_high) A),  r = exp(logp - sampler_logp)
 
-    In stale batches, tokens with a negative advantage dominate. BAPO raises the clip bounds c_low
-    and c_high until tokens with a positive advantage make up the fraction `target` of the step's
-    surrogate. The clip bounds are computed once per optimizer step, over all micro-batches and
-    ranks, which costs one more forward pass.
+    In a stale batch, tokens with a negative advantage dominate the surrogate. BAPO raises the clip
+    bounds c_low and c_high until tokens with a positive advantage make up the fraction `target` of
+    the step's surrogate. The clip bounds are computed once per optimizer step, over all
+    micro-batches and ranks, which costs one more forward pass.
 
     Choices: `share` counts only tokens that have a gradient, not clipped tokens. The option
     `measure = "value"` follows the paper's equation 8 as printed: it replaces the ratio of a
     clipped token by the clip bound. With `measure = "value"`, raising c_low lowers `share`,
-    although the paper's text says the opposite. The authors' code raises c_low first, and computes
-    the bounds per micro-batch.
+    although the paper's text says the opposite. The code of BAPO's authors raises the lower bound
+    c_low first, and computes both bounds per micro-batch.
 
     Worth knowing: on policy, no token is clipped, and `bapo` equals `grpo` with a mean over tokens.
     """
@@ -53,9 +53,9 @@ def m2po() -> Objective:
         loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
 
     The token count T includes dropped tokens. `m2po` drops a few outlier tokens, and gives all
-    other tokens unclipped importance weights. The outliers are chosen over a whole optimizer step,
-    which costs one more forward pass. The authors' code chooses the outliers per micro-batch, also
-    clips ratios, and bounds a different mean.
+    other tokens unclipped importance weights. Covey chooses the outlier tokens over a whole
+    optimizer step, which costs one more forward pass. The code of M2PO's authors chooses the
+    outlier tokens per micro-batch, also clips ratios, and bounds a different mean.
 
     Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
     and without a clip.
@@ -77,15 +77,15 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
 
-    The behaviour policy is the policy that generated the token. The version of the behaviour policy
-    may differ from token to token. The proximal policy is the trainer's policy at the start of the
-    batch, the same for every token. The clip range is centred on the proximal policy, and the
-    importance weight w corrects for stale tokens. With one optimizer step per batch, the ratio r is
-    1, and only the weight w has an effect.
+    The behaviour policy of a token is the policy that sampled the token. The version of the
+    behaviour policy may differ from token to token. The proximal policy is the trainer's policy at
+    the start of the batch, the same for every token. The clip range is centred on the proximal
+    policy, and the importance weight w corrects for stale tokens. With one optimizer step per
+    batch, the ratio r is 1, and only the weight w has an effect.
 
-    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. The
-    option `objective.correction` offers other corrections. AReaL's code now leaves the importance
-    weight out by default.
+    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. For
+    another off-policy correction, set the option `objective.correction`. AReaL's code now leaves
+    the importance weight out by default.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -63,7 +63,8 @@ def ipo() -> Objective:
     reference, even if it already prefers the chosen completion in every pair.
 
     Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer. TRL's
-    developers chose means after asking the authors of IPO. The paper's formula and OpenRLHF sum
-    log-probs over the tokens of a completion, as Covey does with `average = false`.
+    developers chose means over tokens, not sums, after asking the authors of IPO. The paper's
+    formula and OpenRLHF sum log-probs over the tokens of a completion, as Covey does with `average
+    = false`.
     """
     return _of_pairs(pairs.squared)

@@ -54,7 +54,7 @@ def gspo_token() -> Objective:
 
 @takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
 def luspo() -> Objective:
-    """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: GSPO weighted by length.
+    """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: length-weighted GSPO.
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
@@ -97,10 +97,11 @@ def rloo() -> Objective:
         loss = - 1/N sum_i min(q A, clip(q, 1-clip_low, 1+clip_high) A)
 
     RLOO treats a completion as one action. In RLOO, the ratio of a completion is the product of its
-    token ratios, and the gradient of each token has weight 1/N (N completions), whatever the
-    length. The paper takes one optimizer step per batch, so the ratio is always 1. The clip, which
-    has an effect with several optimizer steps, comes from TRL. For long completions the product of
-    ratios soon leaves the clip range, so take few optimizer steps.
+    token ratios. The gradient of each token has weight 1/N for N completions, whatever the length
+    of its completion. The paper takes one optimizer step per batch, so the ratio is always 1. The
+    clip of the ratio is taken from TRL, and has an effect only with several optimizer steps per
+    batch. For long completions the product of ratios soon leaves the clip range, so take few
+    optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,

@@ -39,8 +39,8 @@ def gtpo() -> Objective:
     completions. The option `norm = "polarity"` follows another interpretation of the paper: tokens
     of correct completions and tokens of wrong completions have separate means and standard
     deviations. With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half the tokens of
-    correct completions get a negative advantage. Sums of entropies are over the group, as in the
-    paper's equations. In the paper's experiments, entropies are summed over the batch
+    correct completions get a negative advantage. By default, `gtpo` sums entropies over the group,
+    as in the paper's equations. In the paper's experiments, entropies are summed over the batch
     (`scope = "batch"`). In the factor 1/H, an entropy H below entropy_floor is replaced by
     entropy_floor. A completion is correct if the reward function calls it a success.
 
@@ -65,17 +65,18 @@ def gtpo_trajectory() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
     H_i is the mean entropy of completion i. A conflict token occurs at the same position in a good
-    and in a bad completion of the group, within a common prefix or a common suffix. The factor
-    delta of a conflict token is `bonus` in a good completion and 0 in a bad completion. If a
-    conflict token is in both a common prefix and a common suffix, its factor delta is applied
-    twice. The factor delta of all other tokens is 1: tokens that are not conflict tokens keep their
-    advantage. Because of the factor delta, bad completions do not lower the probability of the
-    format that all completions share. `gtpo_trajectory` has no ratio, no clip and no reference.
+    and in a bad completion of the group, within a common prefix or a common suffix. For a conflict
+    token, the factor delta is the option `bonus` in a good completion, and 0 in a bad completion.
+    The loss multiplies a conflict token twice by its factor delta if the token is in both a common
+    prefix and a common suffix. The factor delta of all other tokens is 1: tokens that are not
+    conflict tokens keep their advantage. Because of the factor delta, bad completions do not lower
+    the probability of the format that all completions share. `gtpo_trajectory` has no ratio, no
+    clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
-    not change between optimizer steps. The authors' code computes H_i in every optimizer step. In a
-    group with equal rewards, advantages are 0. If all rewards of a group are equal, the authors'
-    code gives completion i the advantage -entropy_cost H_i.
+    not change between optimizer steps. The authors' code computes the entropy H_i again in every
+    optimizer step. In a group with equal rewards, advantages are 0. If all rewards of a group are
+    equal, the authors' code gives completion i the advantage -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,
@@ -109,15 +110,15 @@ def clip_cov() -> Objective:
 
 @takes("share", "coefficient", "beta", "kl", "ddof", "eps")
 def kl_cov() -> Objective:
-    """KL-Cov, arXiv 2505.22617: a penalty on the few tokens that would collapse the entropy.
+    """KL-Cov, arXiv 2505.22617: a KL penalty on the few tokens that lower the entropy most.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
         loss = - 1/T sum_i sum_t [ r A - coefficient |logp - old_logp| on the max(1, share T)
                tokens with the largest cov ]
 
-    `kl_cov` does not clip ratios. The covariance cov is computed over the whole optimizer step, not
-    per micro-batch, which takes one more forward pass. `kl_cov` penalizes only tokens with a
-    positive covariance.
+    `kl_cov` does not clip ratios. Covey computes the covariance cov over a whole optimizer step
+    instead of per micro-batch, at the cost of one more forward pass. `kl_cov` penalizes only tokens
+    with a positive covariance.
     """
     return Objective(
         advantage=advantage.group_standardized,

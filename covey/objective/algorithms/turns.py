@@ -21,9 +21,10 @@ def gigpo() -> Objective:
 
     Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states. A
     state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
-    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation. The
-    mean and standard deviation of the episode advantage A_E are over rollouts. In the authors'
-    code, the mean and standard deviation of A_E are over turns, so long episodes count more.
+    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation. To
+    compute the episode advantage A_E, Covey takes the mean and standard deviation over the rollouts
+    of a group. The authors' code computes the mean and standard deviation of A_E over turns, so
+    long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

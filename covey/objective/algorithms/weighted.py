@@ -57,9 +57,10 @@ def gpg(
         loss = - 1/T sum_i sum_t A logp
 
     `gpg` has no ratio and no clip, so with several optimizer steps per batch, the change of the
-    policy is not limited. The factor alpha compensates for groups whose rewards are all equal. If
-    the rewards within every group are equal, all advantages are 0. To compute alpha, verl counts
-    completions with non-zero rewards, which gives a different factor.
+    policy is not limited. Groups with equal rewards have no gradient, and the factor alpha scales
+    up the advantages of all other groups to compensate. If the rewards within every group are
+    equal, all advantages are 0. To compute alpha, verl counts completions with non-zero rewards,
+    which gives a different factor.
     """
     return Objective(
         advantage=advantage.scaled_up,
@@ -76,9 +77,10 @@ def vespo() -> Objective:
         q_i  = exp( sum_t (logp - old_logp) )
         loss = - 1/T sum_i sum_t sg(phi(q)) A logp,  phi(w) = w^power exp(rate (1 - w))
 
-    In the loss, (power, rate) is (2, 3) for A >= 0 and (3, 2) for A < 0. The weight phi is 1 on
-    policy, and approaches 0 for small and large ratios q of a completion. In Covey, the correction
-    for the sampler is a separate factor, not part of the ratio q.
+    In VESPO's loss, (power, rate) is (2, 3) for an advantage A >= 0, and (3, 2) for A < 0. The
+    weight phi is 1 on policy, and approaches 0 for small and large ratios q of a completion. In
+    Covey, the correction for differences between engine and trainer is a separate factor, not part
+    of the ratio q.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -95,8 +97,8 @@ def dppo() -> Objective:
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
         keep = p - p_old <= clip_high if A > 0 else p - p_old >= -clip_low,  p = exp(logp)
 
-    The bounds of `dppo` apply to probabilities, not to ratios: a rare token may double its
-    probability, while the probability of a common token may change only little.
+    The bounds of `dppo` apply to probabilities, not to ratios: the probability of a rare token may
+    double, but the probability of a common token may change only slightly.
     """
     return Objective(
         advantage=advantage.group_standardized,
