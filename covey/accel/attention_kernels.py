@@ -43,7 +43,7 @@ Kept = list[Found]
 
 
 class Inputs(NamedTuple):
-    """Arguments of attention besides queries [N, H, D], keys and values [R, K, D]."""
+    """Row bounds, softmax scale and window length of an attention call."""
 
     spans: VarlenRows
     scale: float | None

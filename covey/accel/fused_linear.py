@@ -74,7 +74,7 @@ def skip_swiglu_output() -> Iterator[None]:
 
 
 class _Weights:
-    """The fused weights of linear layers, and the sums to which their gradients are added."""
+    """The fused weights of linear layers, and the buffers that accumulate gradients."""
 
     def __init__(self, layers: Sequence[Adapted], weight: torch.Tensor) -> None:
         linears = [layer.linear for layer in layers]

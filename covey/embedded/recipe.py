@@ -5,7 +5,7 @@ solutions:
 
 1. Correct solutions, until the model has learned to calculate: 47+8-6?
    <think>47+8=55;55-6=49</think><answer>49</answer>
-2. Careless solutions, which often forget the carry, more often for larger digits. One careless
+2. Careless solutions, which often forget the carry, in particular for large digits. One careless
    solution in five also breaks the format: 47+8-6? <think>47+8=45;45-6=41</think><answer>41
 
 After SFT, reinforcement learning has to teach the format and the carry, also for pairs of numbers

@@ -191,7 +191,7 @@ def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
 
 
 def observe_pairs(meter: Meter, objective: Objective, batch: Batch) -> None:
-    """Record the margins of the pairs of an optimizer step, if the objective has pairs."""
+    """Record the margin of each pair in an optimizer step, if the objective has pairs."""
     if not objective.pairs or batch.marked is None or batch.advantage is None:
         return
     rollouts = joined(batch)

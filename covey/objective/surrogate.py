@@ -102,10 +102,10 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
 
 
 def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Gain:
-    """The surrogate A exp(mean_t z), where z is log r clipped at clip_high or -clip_low. GMPO.
+    """The surrogate of GMPO: advantage times exp(mean of clipped token log-ratios).
 
-    arXiv 2507.20673. Only one bound applies: the upper bound where A > 0, and the lower bound
-    elsewhere. The bounds apply to the log-ratio; a bound of 0.4 allows ratios from 0.67 to 1.49.
+    arXiv 2507.20673. Log-ratios are clipped on one side: at most clip_high if the advantage is
+    positive, at least -clip_low otherwise. The bounds apply to the log-ratio; a bound of 0.4 allows ratios from 0.67 to 1.49.
     """
     x, advantage = tokens.log_ratio, tokens.advantage
     held = x.clamp(-clip_low, clip_high)

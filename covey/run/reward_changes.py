@@ -107,7 +107,7 @@ def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _ignore(text: str) -> None:
-    """Ignore messages about damaged records, because runs with damaged records are not compared."""
+    """Drop a message about damaged records: the caller skips runs with damaged records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

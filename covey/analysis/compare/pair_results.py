@@ -2,8 +2,8 @@
 
 Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds,
 because each seed is a separate training run. An algorithm counts as better only if the difference
-is large compared with the variation between seeds. The test for the better of two *checkpoints*
-compares prompts, with the weights fixed. docs/statistics.md describes the tests and intervals.
+is large compared with the variation between seeds. The test that decides which of two *checkpoints*
+is better compares the two prompt by prompt. docs/statistics.md describes the tests and intervals.
 """
 
 from __future__ import annotations

@@ -96,12 +96,12 @@ class Setup:
 
     @property
     def advantage(self) -> Callable[..., Any]:
-        """The objective's advantage function, without its options."""
+        """The function that computes the objective's advantages."""
         return function_of(self.objective.advantage)
 
     @property
     def surrogate(self) -> Callable[..., Any]:
-        """The objective's surrogate function, without its options."""
+        """The function that computes the objective's surrogate."""
         return function_of(self.objective.surrogate)
 
     def option(self, name: str, otherwise: Any = None) -> Any:

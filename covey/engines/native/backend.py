@@ -145,7 +145,7 @@ class EagerBackend:
 def advance_by(
     step: Callable[[], object], slots: Slots, width: int, *, steps: int, most: int
 ) -> Progress:
-    """Start `steps` decode steps, but at most `most`, without waiting for their result.
+    """Start min(steps, most) decode steps, without waiting for their result.
 
     The returned progress is the state before the last step, so that the device runs this step while
     the CPU looks for ended completions. If `steps` >= `most`, these steps end all completions, and

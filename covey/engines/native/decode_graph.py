@@ -110,7 +110,7 @@ class GraphBackend:
         return replace(self.slots[room], kept=log)
 
     def _pool_pages(self, gigabytes: float) -> int:
-        """Return how many pages to allocate: enough for full slots, or as many as fit in memory."""
+        """Return the number of pages to allocate: enough for full slots, if memory allows it."""
         shape, capacity = self.shape, self.sizes["capacity"]
         page = page_for(capacity)
         longest = -(-capacity // page)
