@@ -245,4 +245,4 @@ def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:
 def test_the_page_on_memory_lists_the_numbers_of_slots() -> None:
     page = " ".join((ROOT / "docs/memory.md").read_text().split())
     *listed, last = WIDTHS
-    assert f"the next of {', '.join(map(str, listed))} and multiples of {last}" in page
+    assert f"{', '.join(map(str, listed))}, or a multiple of {last}" in page

@@ -81,8 +81,8 @@ class Objective:
     step. Its arguments are a batch with advantages and the step's logp. The value is None if the
     objective needs no such function."""
     targets: Callable[[Batch], torch.Tensor] | None = None
-    """Function that returns the critic's targets [B, T]. It takes the same arguments as `advantage`.
-    The value is None without a critic."""
+    """Function that returns the critic's targets [B, T]. The function takes the same arguments as
+    `advantage`. The value is None without a critic."""
     value_loss: Callable[..., ValueLoss] | None = None
     """Function that returns the critic's loss, given new values, old values and targets [B, T]. The
     value is None without a critic."""

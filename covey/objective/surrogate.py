@@ -105,7 +105,7 @@ def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float
     """The surrogate of GMPO: advantage times exp(mean of clipped token log-ratios).
 
     arXiv 2507.20673. Log-ratios are clipped on one side: at most clip_high if the advantage is
-    positive, at least -clip_low otherwise. The bounds apply to the log-ratio; a bound of 0.4 allows ratios from 0.67 to 1.49.
+    positive, at least -clip_low otherwise. A bound of 0.4 allows ratios from 0.67 to 1.49.
     """
     x, advantage = tokens.log_ratio, tokens.advantage
     held = x.clamp(-clip_low, clip_high)

@@ -57,7 +57,7 @@ def _single_number(text: str) -> Fraction | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LmBook(Reward):
-    """The reward for GSM8K in `<reasoning>` and `<answer>` tags, from 0 to 2.8.
+    """A GSM8K reward from 0 to 2.8 for completions with `<reasoning>` and `<answer>` tags.
 
     The reward comes from theLMbook and from code that is based on it.
 

@@ -50,7 +50,7 @@ EXAMPLES = {
     "propositional_logic": "example_answer",
     "rubiks_cube": "example_correct_answer",
 }
-"""Datasets with many correct answers, and the metadata field that contains one correct answer."""
+"""Datasets whose questions accept several answers, each with the metadata field of one answer."""
 
 HASH_DEPENDENT = frozenset(
     {

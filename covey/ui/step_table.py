@@ -1,7 +1,8 @@
 """The metrics of a run as columns, read from steps.jsonl in pieces, and updated as the file grows.
 
-A request reads steps.jsonl for at most a fraction of a second, and later requests continue. So that
-curves appear at once, the first request also reads a sample of the remaining steps of a long file.
+A request reads steps.jsonl for at most a fraction of a second, and later requests continue. If the
+file is long, the first request also samples the steps that it has not read, so that whole curves
+appear at once.
 A run has more than a hundred metrics, but a page shows only a dozen, so a table stores only the
 metrics that requests ask for.
 """

@@ -48,7 +48,7 @@ class Call:
 
     @property
     def graph_copies(self) -> int:
-        """The number of tensors as large as the logits while later tokens are sampled.
+        """The number of tensors of the size of the logits that a decode step holds in memory.
 
         Without truncation, only one tensor is as large as the logits.
         """

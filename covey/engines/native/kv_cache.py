@@ -35,7 +35,7 @@ class KVShape:
     dtype: torch.dtype
     device: torch.device
     float8: bool = False
-    """Whether a cache for CUDA graphs stores float8 numbers."""
+    """Whether the KV cache stores keys and values as float8 numbers."""
 
     @staticmethod
     def of(prefix: DynamicCache) -> KVShape:

@@ -49,11 +49,11 @@ def sdpo(*, task: float = 0.0) -> Objective:
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t sg(min(r, max_weight)) A_t logp,  r = exp(logp - old_logp)
 
-    The teacher is the policy itself, with privileged text in its prompt. Privileged text is one of
-    three texts: a correct completion from the same group, the reward's feedback on the completion,
-    or a column of the data. The teacher's log-probabilities show whether the policy would still
-    choose each sampled token if its prompt contained the privileged text. The setting
-    `teacher.policy` chooses the teacher's weights.
+    The teacher is the policy itself, with privileged text in its prompt. The privileged text is a
+    correct completion from the same group, the reward's feedback on the completion, or a column of
+    the data. The teacher's log-probabilities show whether the policy would still choose each
+    sampled token if its prompt contained the privileged text. The setting `teacher.policy` chooses
+    the teacher's weights.
 
     With `task = 0`, completions without privileged text are not trained on, and their tokens are
     not counted in T, as in the authors' code. With `task` above 0, completions without privileged

@@ -82,10 +82,11 @@ def pkpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The expected gradient of `pkpo` is the gradient of max@k, which is pass@k for binary rewards.
-    With every choice of `baseline`, the gradient is unbiased. Of the paper's baselines, `loo1` has
-    the least variance. With `loo1`, the advantage is never negative: it is how much the completion
-    adds to the best of k - 1 other completions. With the baseline `centred`, the advantages of a
-    group add up to 0. With `baseline = "loo"`, the baseline is equation 29 of the PKPO paper.
+    With every choice of `baseline`, the gradient is unbiased. Among the baselines in the PKPO
+    paper, `loo1` has the least variance. With `loo1`, the advantage is never negative: it is how
+    much the completion adds to the best of k - 1 other completions. With the baseline `centred`,
+    the advantages of a group add up to 0. With `baseline = "loo"`, the baseline is equation 29 of
+    the PKPO paper.
 
     Choices: to keep the gradient unbiased, Covey divides by a constant length and does not divide
     by a standard deviation. If all rewards of a group are equal, advantages are 0. With the

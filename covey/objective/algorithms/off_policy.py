@@ -54,8 +54,8 @@ def m2po() -> Objective:
 
     The token count T includes dropped tokens. `m2po` drops a few outlier tokens, and gives all
     other tokens unclipped importance weights. Covey chooses the outlier tokens over a whole
-    optimizer step, which costs one more forward pass. The code of M2PO's authors chooses the
-    outlier tokens per micro-batch, also clips ratios, and bounds a different mean.
+    optimizer step, which costs one more forward pass. The code of M2PO's authors drops outlier
+    tokens per micro-batch, clips ratios, and bounds a different mean than Covey.
 
     Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
     and without a clip.

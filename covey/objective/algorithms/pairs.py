@@ -32,10 +32,10 @@ def dpo() -> Objective:
     The chosen completion is the completion with the highest reward in its group, and the rejected
     completion has the lowest reward. If several completions have the highest reward, the shortest
     of them is chosen. If several completions have the lowest reward, the shortest of them is
-    rejected. If completions have equal rewards and equal lengths, `dpo` takes the first of them.
-    Completions of a group that are neither chosen nor rejected are not trained on. A group with
-    equal rewards has no pair, and the metric `pairs/ties` counts such groups. With the
-    configuration section [preferences], pairs are read from a file.
+    rejected. If several completions of a group have equal rewards and equal lengths, `dpo` uses the
+    first of these completions. Completions of a group that are neither chosen nor rejected are not
+    trained on. A group with equal rewards has no pair, and the metric `pairs/ties` counts such
+    groups. With the configuration section [preferences], pairs are read from a file.
 
     The two completions of a pair may be in different micro-batches or ranks. Before each optimizer
     step, one more forward pass computes the margin D of all pairs in the step.

@@ -74,9 +74,10 @@ def gtpo_trajectory() -> Objective:
     clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
-    not change between optimizer steps. The authors' code computes the entropy H_i again in every
-    optimizer step. In a group with equal rewards, advantages are 0. If all rewards of a group are
-    equal, the authors' code gives completion i the advantage -entropy_cost H_i.
+    not change between optimizer steps. The code of the paper's authors computes the entropy H_i of
+    a completion again in every optimizer step. In a group with equal rewards, advantages are 0. If
+    all rewards of a group are equal, the authors' code gives completion i the advantage
+    -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,
