@@ -1,6 +1,6 @@
 """Covey: group-relative reinforcement learning for language models.
 
-The public API. The package imports its names on first use, so that `import covey` is quick.
+The public API. The package imports each public name on first use, so that `import covey` is quick.
 """
 
 from __future__ import annotations

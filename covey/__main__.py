@@ -1,4 +1,4 @@
-"""`python -m covey` runs the command line."""
+"""`python -m covey` runs Covey's command-line interface."""
 
 from covey.cli.main import main
 

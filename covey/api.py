@@ -2,8 +2,9 @@
 
     result = covey.train(dataset=rows, rewards=[correct, short], **{"train.steps": 10})
 
-Every function takes a configuration, and settings as keyword arguments with dotted keys, as on the
-command line. Errors are `CoveyError`s. Ctrl-C saves a checkpoint, and the run can be resumed.
+Every function takes a configuration. Keyword arguments with dotted keys override settings of the
+configuration, as on the command line. Errors are `CoveyError`s. Ctrl-C saves a checkpoint, and the
+run can be resumed.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
-"""The configuration of a call: a Config, a dict of settings, a TOML file, a recipe's name, or
-None."""
+"""The configuration of a call: a Config, a dict of settings, a TOML file, a recipe's name, or None
+for the default."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
 Callback = Callable[[Mapping[str, Any]], str | None]
-"""A function that gets the metrics of every training step. If the function returns a text, the run
+"""A function that gets the metrics of every training step. If a callback returns a text, the run
 ends."""
 
 
@@ -55,14 +56,14 @@ class TrainResult:
     evaluation: dict[str, Any] | None
     """The last evaluation; None if the run had no evaluation."""
     model: Any
-    """The trained model, as an object of transformers, or of peft if the model has an adapter."""
+    """The trained transformers model, or a peft model if it has an adapter."""
     tokenizer: Any
     interrupted: bool
     """Whether a signal ended the run early; `covey.train(resume=folder)` resumes the run."""
     stopped: str | None = None
-    """Why the run stopped early: a health finding, train.patience, or a callback."""
+    """Why a health check, train.patience or a callback stopped the run early; None otherwise."""
     best: Path | None = None
-    """The checkpoint with the best value of the metric `save.best`."""
+    """The checkpoint with the best value of the metric that `save.best` names."""
 
 
 class _Callbacks(Tracker):
@@ -80,7 +81,7 @@ class _Callbacks(Tracker):
 
 
 def load_config(source: Source = None, **overrides: Any) -> Config:
-    """Return a checked configuration; keyword arguments are settings with dotted keys."""
+    """Return a validated configuration; keyword arguments override settings by dotted key."""
     if isinstance(source, Config):
         settings: dict[str, Any] = source.model_dump()
     elif isinstance(source, Mapping):
@@ -156,8 +157,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
-    With a dataset, all of its rows are evaluated. For a run folder, the newest checkpoint is
-    evaluated, by default with the run's own settings.
+    With a dataset, all of its rows are evaluated. If `model` is a run folder, its newest checkpoint
+    is evaluated, by default with the run's own settings.
     """
     from covey.training.model_evaluation import evaluate_model
     from covey.training.resolve import resolve
@@ -174,10 +175,10 @@ def evaluate(
 
 
 def _evaluated(model: str, config: Source) -> tuple[str, Source]:
-    """Return the model to evaluate and its settings.
+    """Return the path of the model to evaluate, and the configuration to use.
 
-    For a run, return its newest checkpoint and the run's settings. For the path of a checkpoint,
-    the settings of its run are not used.
+    For a run folder, return its newest checkpoint and, by default, the run's settings. If `model`
+    is the path of a checkpoint, the settings of its run are not used.
     """
     from covey.cli.checkpoint_choice import run_around, weights_of
 
@@ -200,7 +201,7 @@ def compare(
 ) -> dict[str, Any]:
     """Train the arms of a comparison under equal conditions, and return the report as plain data.
 
-    The report, with its page and tables, is also in the comparison's folder (`report["folder"]`).
+    The comparison's folder (`report["folder"]`) also contains the report as a page and tables.
     """
     from covey.cli.main import run as run_command
 
@@ -225,10 +226,11 @@ def compare(
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Split trackers into objects (None: the console) and a setting with the tracker names.
+    """Split `trackers` into tracker objects and a setting that lists tracker names.
 
-    If names are given, they replace the trackers in the settings; an empty list removes all
-    trackers. If only objects are given, the trackers in the settings stay.
+    None in place of the tracker objects means the console. Tracker names replace the trackers in
+    the settings, and an empty list removes all trackers. If only tracker objects are passed, the
+    trackers in the settings stay.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
@@ -239,7 +241,7 @@ def _split(
 def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any
 ) -> tuple[DatasetTask | None, Reward | None]:
-    """Return the task and the reward that were passed as objects."""
+    """Make a task from the passed dataset, and a reward from the passed functions."""
     from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
 
@@ -263,7 +265,7 @@ def _factory(environment: Any) -> Any:
 def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
-    """Return the configuration, with a name for each object that was passed from Python."""
+    """Return the configuration, with placeholder names for objects passed from Python."""
     from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
@@ -366,7 +368,7 @@ def _shown(
 
 
 def _signals() -> Any:
-    """Save a checkpoint on Ctrl-C. Only the main thread can handle signals."""
+    """Save a checkpoint on Ctrl-C; this works only in the main thread."""
     if threading.current_thread() is threading.main_thread():
         return stop_signal()
     return nullcontext(StopSignal())

@@ -54,7 +54,7 @@ class DataError(CoveyError):
 
 
 class RewardError(CoveyError):
-    """Completions could not be scored."""
+    """Too many completions could not be scored."""
 
 
 class RunError(CoveyError):
@@ -66,12 +66,12 @@ class DiskError(CoveyError):
 
 
 def reason(error: Exception) -> str:
-    """Return the reason why a file cannot be read; the text does not name the file."""
+    """Return why a file operation failed, without the name of the file."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def users_error(error: BaseException) -> str:
-    """Return an error in one line, with the file and line of the user's own code that raised it."""
+    """Return an error as text, with the place in the user's code that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     python = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     # Inside the sandbox this module has no __file__, so the name must not be read at import.

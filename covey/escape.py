@@ -1,9 +1,9 @@
-"""Escapes for control characters in text that a terminal or a web page shows.
+"""Escape control characters in text that a terminal or a web page shows.
 
 Prompts, completions, data, configs, run names and server replies are untrusted text. Control
 characters in untrusted text can control a terminal, and bidirectional overrides can reorder the
 text of a web page. Covey shows control characters and bidirectional overrides as visible escapes,
-as Git does. Covey does not escape stored text and JSON output.
+as Git does. Covey leaves stored text and JSON output unescaped.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 LAYOUT = "\n\t"
 """The control characters that Covey does not escape: line break and tab."""
 JOINERS = "\u200c\u200d"
-"""Format characters that some writing systems and emoji need; they do not reorder text."""
+"""Zero-width joiner and non-joiner, which Covey does not escape: some scripts need them."""
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories without a glyph: control, format, lone surrogates, separators."""
+"""Unicode categories to escape: control, format, surrogate, line and paragraph separator."""
 
 
 def is_hidden(character: str) -> bool:
-    """Return whether a character is invisible and changes the text around it."""
+    """Return whether a character is invisible and must be escaped."""
     return unicodedata.category(character) in HIDDEN and character not in LAYOUT + JOINERS
 
 
 class _Escapes(dict[int, str]):
-    """A table for `str.translate` that adds entries on first use."""
+    """A table for `str.translate` that computes the escape of a character on first use."""
 
     def __missing__(self, code: int) -> str:
         sign = chr(code)
@@ -37,7 +37,7 @@ _ESCAPES = _Escapes()
 
 
 def printable(text: str) -> str:
-    r"""Return text for a terminal or a web page, with hidden characters as visible escapes.
+    r"""Return a text in which visible escapes replace invisible characters.
 
     >>> print(printable("a\x1b[31mb\u202ec"))
     a\x1b[31mb\u202ec
@@ -46,7 +46,7 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str, most: int = 500) -> str:
-    r"""Return text as one line of at most `most` characters.
+    r"""Return an escaped text as one line, cut after `most` characters.
 
     >>> print(printable_line("a\n  b\x00" + "c" * 9, 8))
     a b\x00c ...
@@ -57,7 +57,7 @@ def printable_line(text: str, most: int = 500) -> str:
 
 
 def printable_data(value: Any) -> Any:
-    """Return a copy of plain data in which all text is escaped."""
+    """Return a copy of nested dicts and lists in which all text is escaped."""
     if isinstance(value, dict):
         return {printable_data(key): printable_data(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -67,7 +67,7 @@ def printable_data(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Return plain data with None in place of NaN and infinities, which JSON cannot represent."""
+    """Return nested data with None in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {str(key): finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

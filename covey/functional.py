@@ -5,13 +5,15 @@
     )
     out.loss.backward()
 
-Shapes: B is the number of completions, and T is the padded number of tokens. The rows of a group
-need not be adjacent. Log-probabilities may have any float type; the loss is computed in float32 or
-higher precision, and rewards in float64. Values outside the mask, including NaN, have no effect.
+Shapes: B is the number of completions, and T is the number of tokens per completion after padding.
+The completions of a group need not be adjacent rows. Log-probabilities may have any float type. The
+loss is computed in float32 or higher precision, and rewards are converted to float64. Values
+outside the mask, including NaN, have no effect.
 
-The loss treats the given rows as the whole optimizer step. To accumulate gradients over
-micro-batches or ranks, use `covey.objective`. Compute advantages and weights for the whole
-optimizer step, and add up the losses of the micro-batches.
+The loss assumes that the given rows are the complete batch of an optimizer step. To accumulate
+gradients over micro-batches or ranks, use `covey.objective`. With `covey.objective`, compute
+advantages and token weights for the complete batch of the optimizer step, and add up the losses of
+the micro-batches.
 """
 
 from __future__ import annotations
@@ -61,24 +63,24 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "values": ("values", "its advantages use the values of a critic"),
     }
 )
-"""For each input of an objective: the argument that provides it, and why the objective needs it."""
+"""For each tensor that an objective may need: the argument's name, and the reason."""
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
-"""Names of the arguments with shape [B]."""
+"""Names of the arguments of `loss` that are tensors of shape [B]."""
 
 
 class LossOutput(NamedTuple):
-    """The loss of a batch, with its advantages, token weights and metrics."""
+    """The result of `loss`: loss, advantages, token weights and metrics of a batch."""
 
     loss: torch.Tensor
-    """The loss to minimise."""
+    """The loss to minimize."""
     advantage: torch.Tensor
     """Advantages [B, T], without gradient."""
     weight: torch.Tensor
     """The weight [B, T] of each token in the loss."""
     metrics: Mapping[str, float]
-    """A mapping from metric names, which docs/metrics.md explains, to values."""
+    """Metric values by metric name; docs/metrics.md explains the names."""
     value_loss: torch.Tensor | None = None
     """Loss of the critic, for the critic's own optimizer. None without `new_values`."""
 
@@ -187,7 +189,7 @@ def advantages(
     rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Return an algorithm's advantages [B, T] in float64; the arguments are those of `loss`."""
+    """Return an algorithm's advantages [B, T] in float64; see `loss` for the arguments."""
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
@@ -223,7 +225,7 @@ def _batch(
     group: torch.Tensor,
     **optional: torch.Tensor | None,
 ) -> Batch:
-    """Check the tensors, and return them as a batch without prompts."""
+    """Check the shapes of the tensors, and return a Batch whose prompts are empty."""
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     _check_needs(objective, optional)
     if "groups" in objective.needs:

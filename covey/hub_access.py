@@ -1,7 +1,7 @@
-"""Access to the Hugging Face Hub. Without a network, hub libraries read only their local cache.
+"""Access to the Hugging Face Hub, or to the local cache if the Hub cannot be reached.
 
-Without a network, hub libraries retry for most of a minute and then fail. Covey therefore tells hub
-libraries to use their cache.
+Without a network, Hugging Face libraries retry for most of a minute and then fail. If the Hub
+cannot be reached, Covey therefore makes Hugging Face libraries use only their local cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def offline_if_unreachable() -> bool:
-    """If the hub cannot be reached, make hub libraries use only their cache, and return True."""
+    """If the Hub is unreachable, make Hugging Face libraries use their cache; return True."""
     if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
         return True
     if any(os.environ.get(name) for name in PROXIES) or reachable():
@@ -41,7 +41,7 @@ def in_hub_cache(model: str) -> bool:
 
 
 def reachable(endpoint: str = "") -> bool:
-    """Whether the hub accepts a connection within a few seconds, including the DNS lookup."""
+    """Return whether the Hub accepts a connection within `SECONDS`, including DNS lookup."""
     parts = urlsplit(endpoint or os.environ.get("HF_ENDPOINT", ENDPOINT))
     place = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
     found = threading.Event()

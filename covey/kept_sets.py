@@ -1,8 +1,9 @@
 """Kept sets: for every sampled token, the tokens that top-k, top-p and min-p allowed.
 
-An engine returns the kept sets of a completion as one compact string, which fits into JSON, pipes
-and checkpoints. The trainer computes log-probabilities over the same kept sets, so that training
-uses the same distribution as sampling. DeepSeek-V3.2 calls this method "keep sampling mask".
+An engine returns the kept sets of a completion as one compact string, which can be stored in JSON
+and checkpoints and sent through pipes. The trainer computes log-probabilities over the same kept
+sets, so that training uses the same distribution as sampling. DeepSeek-V3.2 calls training with
+kept sets "keep sampling mask".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WORD = "<u4"
 
 
 def encode_kept(sets: Sequence[np.ndarray]) -> str:
-    """Encode sets of token ids, each in ascending order, as text.
+    """Encode sets of token ids as text; the ids of each set must be in ascending order.
 
     The encoding compresses the differences between successive token ids. A small set takes a few
     bytes, and a set of nearly the whole vocabulary takes less space than a bit mask.
@@ -34,7 +35,7 @@ def encode_kept(sets: Sequence[np.ndarray]) -> str:
 
 
 def decode_kept(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sizes [n] of encoded sets, and the concatenated token ids of all sets."""
+    """Decode a text of n sets; return the set sizes [n] and the concatenated token ids."""
     words = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=_WORD).astype(np.int64)
     size = int(words[0])
     counts, steps = words[1 : 1 + size], words[1 + size :]
@@ -54,7 +55,7 @@ class KeptIds(NamedTuple):
     """For each entry of `ids`, the index of its set among the M sets."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
-        """For each token in `part`, set the logits [m, V] outside its kept set to `nothing`."""
+        """Set logits [m, V] outside the kept sets to `nothing`; `part` selects the m sets."""
         import torch
 
         here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))
@@ -64,7 +65,7 @@ class KeptIds(NamedTuple):
 
 
 class _Ragged(NamedTuple):
-    """A copy of `KeptIds` in main memory."""
+    """The same fields as in `KeptIds`, but as numpy arrays in CPU memory."""
 
     starts: np.ndarray
     ids: np.ndarray
@@ -75,7 +76,7 @@ class _Ragged(NamedTuple):
 class KeptSets:
     """The kept sets of a batch.
 
-    All rows of a batch share one array of token ids, which stays in main memory.
+    One array in CPU memory contains the token ids of all kept sets of the batch.
     """
 
     starts: np.ndarray
@@ -103,12 +104,12 @@ class KeptSets:
         return KeptSets(starts, counts, np.concatenate(ids))
 
     def rows(self, index: torch.Tensor, width: int) -> KeptSets:
-        """Return the kept sets of some rows, cut to `width` tokens."""
+        """Return the kept sets of the first `width` tokens of the rows in `index`."""
         rows = index.numpy()
         return KeptSets(self.starts[rows, :width], self.counts[rows, :width], self.ids)
 
     def at(self, cells: torch.Tensor) -> KeptIds:
-        """Return the kept sets of M tokens, given by their flat indices in [B, T]."""
+        """Return the kept sets of the tokens at the flat indices `cells` [M] in [B, T]."""
         import torch
 
         starts, *found = self._ragged(cells.cpu().numpy())

@@ -1,4 +1,4 @@
-"""Addressed random numbers.
+"""Random numbers that depend on where they are used, not on the order of the draws.
 
 Each random number depends only on (seed, step, prompt, sample, turn, position). The generator keeps
 no state between draws. A run draws the same random numbers after a resume, with another batch size,
@@ -34,7 +34,7 @@ def _hash(name: str) -> int:
 
 
 class Address(NamedTuple):
-    """The address of one completion's random numbers. Token positions are counted from 0."""
+    """The values that determine a completion's random numbers, one number per token."""
 
     seed: int
     step: int
@@ -50,12 +50,12 @@ def world_seed(*, seed: int, step: int, prompt: str) -> int:
 
 
 def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
-    """Return the 63-bit seed of a training pass with dropout."""
+    """Return the 63-bit dropout seed of one micro-batch on one rank."""
     return _hash(f"dropout/{seed}/{version}/{place}/{rank}") >> 1
 
 
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
-    """Return uniform float32 numbers [n, count] in [0, 1) for the first tokens of n completions."""
+    """Return `count` random float32 numbers in [0, 1) per completion: [n, count]."""
     # One generator is reused for all addresses, because creating one takes far longer than drawing.
     generator = _philox(0, 0, _TOKENS)
     state = generator.state
@@ -80,7 +80,7 @@ def _epoch_order(seed: int, epoch: int, size: int, purpose: int = _PROMPT_ORDER)
 
 
 def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
-    """Return the indices of the prompts of a step, all different, in a task of `size` prompts.
+    """Return the indices of a step's `count` different prompts in a task of `size` prompts.
 
     Each epoch has a new order of all prompts. All prompts of a step are from the same epoch. The
     last prompts of an epoch are left out if they do not fill a whole step.
@@ -91,7 +91,7 @@ def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
 
 
 def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
-    """Return the data indices of the SFT solutions at positions `start` to `stop` - 1.
+    """Return the data indices of SFT solutions `start` to `stop` - 1 in training order.
 
     Each epoch has a new order of all solutions, and epochs follow each other without a gap.
     """
@@ -107,11 +107,11 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 
 
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
-    """Return all items with a positive weight in random order, drawn in proportion to weights.
+    """Return item indices, drawn one by one with probability proportional to their weights.
 
-    For each item i, an exponential variable of rate `weights[i]` is drawn, and the items are sorted
-    by their variables (Efraimidis and Spirakis). If one weight changes, the order of the other
-    items does not change.
+    Items of weight 0 are left out. For each other item i, the function draws an exponential
+    variable of rate `weights[i]`, and sorts the items by these variables (Efraimidis and Spirakis).
+    If one weight changes, the order of the other items does not change.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

@@ -1,1 +1,1 @@
-"""GPU fast path: kernels, fused forward pass, packing, CUDA graphs."""
+"""GPU fast path of training and generation: kernels, packing, CUDA graphs."""

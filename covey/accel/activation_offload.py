@@ -1,15 +1,15 @@
-"""Activation offloading: store inputs of checkpointed layers in CPU memory until backward.
+"""Offload the inputs of checkpointed layers to CPU memory until the backward pass.
 
 Gradient checkpointing stores the input of every layer. For a long sequence, the inputs of all
-layers take most of the activation memory. With offloading, a second stream copies the input of a
-layer to pinned CPU memory while the layer runs. In the backward pass, the second stream copies the
-next layer's input back to the device while the current layer runs. With offloading, about three
-layer inputs are on the device at a time, for any number of layers. The copies are exact, so
-gradients do not change.
+layers take most of the activation memory. With offloading, a second CUDA stream copies each layer's
+input to pinned CPU memory while the layer runs. In the backward pass, while one layer runs, the
+second CUDA stream copies back the input of the layer that runs next. With offloading, about three
+layer inputs are on the device at a time, for any number of layers. The copies in CPU memory are
+exact, so offloading does not change gradients.
 
-All copies run on one stream in the order in which they were started. Because of this order, a host
-buffer can be reused as soon as Python has freed its activation, and the copies can be part of a
-CUDA graph.
+All copies run on one stream in the order in which they were started. Because copies run in order, a
+buffer in CPU memory can be reused as soon as Python has freed the activation in it, and a CUDA
+graph can contain the copies.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _Kept:
         self.host = buffer[: values.nbytes].view(values.dtype).view(values.shape)
         self.device = values.device
         self.saved: torch.cuda.Event | None = None
-        """The event at the end of the copy to CPU memory."""
+        """CUDA event that marks the end of the copy to CPU memory."""
         self.loaded: torch.cuda.Event | None = None
-        """The event at the end of the copy to the device."""
+        """CUDA event that marks the end of the copy back to the device."""
         self.before: Callable[[], _Kept | None] = (
             _nothing if before is None else weakref.ref(before)
         )
@@ -49,13 +49,13 @@ def _nothing() -> None:
 
 
 class ActivationOffload:
-    """Runs checkpointed layers whose inputs are stored in CPU memory."""
+    """Runs layers with gradient checkpointing, and stores the layer inputs in CPU memory."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
-        """Host buffers that no activation uses."""
+        """Buffers in CPU memory that are free for reuse."""
         self._last: Callable[[], _Kept | None] = _nothing
-        """The activation that was offloaded last."""
+        """Weak reference to the activation that was offloaded last."""
         self._stream: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: Any) -> ActivationOffload:
@@ -63,12 +63,12 @@ class ActivationOffload:
         return ActivationOffload()
 
     def checkpoint(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run a function without saving its activations; offload its tensor arguments."""
+        """Run a function with gradient checkpointing; offload its tensor arguments."""
         with saved_tensors_hooks(self._pack, self._unpack):
             return checkpoint(function, *arguments, **options)
 
     def join(self) -> None:
-        """Make the device wait for the last copy; a CUDA graph must end with this wait."""
+        """Make the GPU wait for the last offload copy, so that a CUDA graph can end."""
         last = self._last()
         if last is not None and last.values is not None:  # else backward has taken it
             _wait(last.device, last.saved)
@@ -100,9 +100,9 @@ class ActivationOffload:
         return values
 
     def _load(self, kept: _Kept) -> torch.Tensor:
-        """Return the activation on the device.
+        """Return the activation's copy on the device; start copying if there is no copy yet.
 
-        The activation's values are complete after the event `loaded`.
+        The returned values are complete once the CUDA event `loaded` has occurred.
         """
         if kept.values is None:
             kept.values = torch.empty_like(kept.host, device=kept.device, pin_memory=False)
@@ -120,7 +120,7 @@ class ActivationOffload:
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, device: torch.device
     ) -> torch.cuda.Event | None:
-        """Start a copy after all queued device work; return an event for the end of the copy."""
+        """Queue a copy after all pending GPU work; return a CUDA event that marks its end."""
         if device.type != "cuda":
             target.copy_(source)
             return None

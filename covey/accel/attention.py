@@ -1,13 +1,13 @@
-"""Attention for packed rows, and for short sequences on a CPU, through transformers' registry.
+"""Attention functions for packed rows and for short CPU sequences, used by transformers.
 
-A model with standard attention keeps its code and calls the attention function that this module
-registers.
+A transformers model with standard attention needs no change: the model calls the attention function
+that this module registers.
 
-With packed rows, the model sees all tokens of a batch in one row without padding. A prompt that
+With packing, the model sees all tokens of a batch as one long row without padding. A prompt that
 several completions share occurs in the packed row only once. All layers except attention process
-each token on its own. Attention needs to know which tokens form a row. Without flash attention, the
-packed tokens are gathered into padded rows (PaddedRows). Flash attention reads the packed tokens
-without padding (VarlenRows, in varlen_attention.py).
+each token on its own. But attention needs to know which packed tokens belong to the same sequence.
+Without flash attention, the packed tokens are gathered into padded rows (PaddedRows). Flash
+attention reads the packed tokens without padding (VarlenRows, in varlen_attention.py).
 
 The dimensions in tensor shapes are N (packed tokens), B (rows), S (columns), H (heads), K
 (key-value heads) and D (head size).
@@ -29,12 +29,12 @@ from covey.accel.varlen_attention import VarlenRows
 NAME = "covey"
 
 SHORT = 256
-"""Maximum sequence length at which, on a CPU, batched products are faster than the fused kernel."""
+"""Up to this sequence length, batched matmuls beat the fused attention kernel on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRows:
-    """Indices that map padded rows to packed tokens and packed tokens to padded rows."""
+    """Indices that map positions in padded rows to packed tokens, and back."""
 
     rows: torch.Tensor
     """[B, S] int64: the index of the packed token at each position of a padded row."""
@@ -165,7 +165,7 @@ def _short_attention(
 
 
 def short_bias(mask: torch.Tensor, dtype: torch.dtype, key_heads: int, shared: int) -> torch.Tensor:
-    """Turn a mask [batch or 1, 1, positions, length] into a bias for scores."""
+    """Turn a mask [batch or 1, 1, positions, length] into an additive attention bias."""
     bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
     bias = bias.flatten(0, 1)
     bias = bias.repeat_interleave(key_heads, 0) if len(bias) > 1 else bias
@@ -177,7 +177,7 @@ def short_attention(
 ) -> torch.Tensor:
     """Compute attention as two batched matrix products.
 
-    Query heads that use the same key head are rows of the same matrix.
+    The queries of all heads that share a key head are stacked as rows of one matrix.
     """
     batch, heads, positions, size = query.shape
     rows = query.reshape(batch * key.shape[1], heads // key.shape[1] * positions, size)

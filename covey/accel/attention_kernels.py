@@ -1,13 +1,14 @@
-"""Kernels for attention over packed rows: torch's flash attention, cuDNN's, and Triton kernels.
+"""Attention kernels for packed rows: torch's flash attention, cuDNN, and Triton.
 
-Attention is causal, and the causal mask is aligned at the end of a row (varlen_attention.py). Flash
-attention processes all rows in one call and supports rows with fewer queries than keys. The Triton
-kernels (kernels/packed_attention.py) also process all rows in one call and support fewer queries
-than keys; they are made for short rows. The causal mask of cuDNN is aligned at the start of a row.
-For cuDNN, a row therefore also gets copies of its prompt's queries if they belong to another row.
-The results of copied queries are discarded, and their gradient is zero. With cuDNN, one call
-processes all rows of similar length. The cuDNN operator for rows of different lengths is not used,
-because in torch 2.11 it reads invalid addresses.
+Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
+all keys of the row (varlen_attention.py). Flash attention processes all rows in one call and
+supports rows with fewer queries than keys. The Triton kernels (kernels/packed_attention.py) also
+process all rows in one call and support fewer queries than keys; they are made for short rows.
+cuDNN aligns the causal mask at the start of a row, so that query i sees keys 0 to i. cuDNN
+therefore needs the prompt's queries in every row; rows that lack these queries get copies. cuDNN's
+outputs for copied queries are discarded, and the gradients of these outputs are zero. With cuDNN,
+one call processes all rows of similar length. This module does not use cuDNN's operator for rows of
+different lengths, because the operator reads invalid addresses in torch 2.11.
 
 The functions `chosen` and `measured` measure the kernels on the device and choose the fastest
 kernel.
@@ -33,13 +34,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from covey.accel.varlen_attention import Bounds, VarlenRows
 
 STEP = 256
-"""Rows are padded to a multiple of STEP tokens, because cuDNN spends time on the setup for each new
-length."""
+"""For cuDNN, rows are padded to a multiple of STEP tokens, because cuDNN needs setup time for every
+new row length."""
 
 Found = tuple[torch.Tensor, ...]
 """The output of attention, and further tensors that the backward pass needs."""
 Kept = list[Found]
-"""A list that stores the result of a layer's forward pass until the layer is recomputed."""
+"""A list that holds a checkpointed layer's attention result until the layer is recomputed."""
 
 
 class Inputs(NamedTuple):
@@ -51,11 +52,11 @@ class Inputs(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A forward and a backward pass of attention."""
+    """The forward function and the backward function of one attention kernel."""
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Inputs], Found]
     backward: Callable[[torch.Tensor, Found, Found, Inputs], Found]
-    """Arguments: the output's gradient, (queries, keys, values), `forward`'s result, `Inputs`."""
+    """Takes the output gradient, (queries, keys, values), `forward`'s result and `Inputs`."""
     captured: bool
     """Whether a CUDA graph with this kernel can be replayed with rows of other lengths."""
 
@@ -161,7 +162,7 @@ def _triton_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: I
 
 
 class _Row(NamedTuple):
-    """One row: the slice of packed tokens with its queries, and the slice of its key positions."""
+    """One row as two slices: the packed tokens of its queries, and its key positions."""
 
     query: slice
     key: slice
@@ -182,7 +183,7 @@ def _length(part: slice) -> int:
 
 
 def _batches(inputs: Inputs) -> list[list[_Row]]:
-    """Return lists of rows with the same padded length; one cuDNN call processes each list."""
+    """Return one list of rows per padded length; one cuDNN call processes each list."""
     bounds = inputs.spans.bounds
     if inputs.window is not None or bounds is None:
         raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
@@ -278,8 +279,9 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         TRITON: Kernel(_triton_forward, _triton_backward, captured=True),
     }
 )
-"""Attention kernels by name. Flash attention supports all rows, and is deterministic if torch's
-deterministic algorithms are on. `flash_attention` chooses the version of flash attention."""
+"""Attention kernels by name. Flash attention is the default, supports sliding windows, and is
+deterministic if torch's deterministic algorithms are on. The function `flash_attention` chooses one
+of these kernels for each call."""
 
 
 # Choose the fastest kernel for attention over packed rows, by measurement on the device.
@@ -295,16 +297,16 @@ deterministic algorithms are on. `flash_attention` chooses the version of flash 
 # value heads) and D (head size).
 
 LONG = 2048
-"""Minimum mean row length, in tokens, at which the rows of a micro-batch are called long."""
+"""The rows of a micro-batch count as long if their mean length is at least LONG tokens."""
 NUMBERS = 2**24
-"""Number of elements of the query tensor when kernels are measured. Kernels are measured on rows of
-equal length.
+"""Approximate number of elements in the query tensor on which kernels are timed. Kernels are
+measured on rows of equal length.
 """
 SHORTEST = 128
-"""Row length in tokens; all rows of at most this length belong to one shape class."""
+"""All rows of up to SHORTEST tokens belong to the same shape class."""
 TOLERANCE = 0.02
-"""Maximum relative difference between the results of two kernels. Because of rounding, correct
-kernels differ by less than 1 % of the norm of the result."""
+"""Maximum relative error of a kernel's results, compared to flash attention. Rounding makes the
+results of correct kernels differ by less than 1 % of their norm."""
 REPEATS = 3
 CYCLES = 10_000_000
 """Number of clock cycles (a few milliseconds) for which the device is kept busy before each
@@ -314,7 +316,7 @@ FLASH3 = "FlashAttention 3"
 
 
 class ShapeClass(NamedTuple):
-    """A class of attention shapes for which the same kernel is chosen."""
+    """Properties of an attention call that decide which kernel is the fastest."""
 
     device: torch.device
     dtype: torch.dtype
@@ -335,7 +337,7 @@ class Choice(NamedTuple):
 
 
 CHOICES: dict[ShapeClass, Choice] = {}
-"""The kernel choices made in this process."""
+"""The kernel that this process chose for each shape class."""
 
 
 def flash_attention(
@@ -376,9 +378,8 @@ def chosen(
 ) -> str:
     """Return the name of the fastest kernel. The first call for a shape class measures the kernels.
 
-    If `captured` is true, only kernels that can be part of a CUDA graph are compared. A CUDA graph
-    is captured at the third micro-batch of a size, so the kernels of its shape class have been
-    measured before.
+    If `captured` is true, only kernels that can be part of a CUDA graph are compared. CUDA graphs
+    are captured at the third micro-batch of the same size, after the kernels have been measured.
     """
     # In a deterministic process, no measurement decides. The engine skips torch's check of
     # operations, but not this flag.
@@ -423,8 +424,8 @@ def description(config: Any, device: torch.device, dtype: torch.dtype, longest: 
 def measured(shape: ShapeClass) -> Choice:
     """Measure kernels on rows of equal length, and choose the fastest kernel.
 
-    The first pass of a shape class may be the engine's prefill, which runs in inference mode
-    without gradients.
+    The first caller may be the engine's prefill in inference mode, so this function turns inference
+    mode off to measure backward passes.
     """
     rows = _Rows(shape)
     expected = rows.results(FLASH)
@@ -444,7 +445,7 @@ def measured(shape: ShapeClass) -> Choice:
 
 
 def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, float]) -> bool:
-    """Measure FlashAttention 3, which must be active; return whether it is correct and faster."""
+    """Time the active FlashAttention 3; return whether it is correct and beats version 2."""
     try:
         right = rows.agree(rows.results(FLASH), expected)
         seconds[FLASH3] = _seconds(partial(rows.results, FLASH))
@@ -457,7 +458,7 @@ def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, 
 
 
 class _Rows:
-    """Random queries, keys and values of rows of equal length, and a random gradient."""
+    """Random attention inputs and a random output gradient, on which kernels are timed."""
 
     def __init__(self, shape: ShapeClass) -> None:
         rows = max(1, NUMBERS // (shape.heads * shape.size * shape.length))
@@ -501,7 +502,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _activate_flash3() -> bool:
-    """Let torch's operators run FlashAttention 3, if its package is installed."""
+    """Make torch use FlashAttention 3; return False if that is not possible."""
     try:
         from torch.nn.attention import activate_flash_attention_impl
 

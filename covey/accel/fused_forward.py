@@ -2,10 +2,11 @@
 
 The fused forward pass uses the weights of the model. Only the operations between the matrix
 products, and the order in which LoRA matrices are multiplied, differ from the model's own code. The
-residual stream is float32, as in the decoder. Norms take the residual stream as input, and their
-outputs have the dtype of the weights. The results of matrix products are added to the residual
-stream. One matrix product computes all layers that have the same input, if their parameters are
-fused. The gradient of a weight is added to a float32 sum if the optimizer attached a GradSink.
+residual stream is float32, as in the engine's fused decoder. Norms take the residual stream as
+input, and their outputs have the dtype of the weights. The outputs of attention and MLP have the
+dtype of the weights, and are added to the float32 residual stream. One matrix product computes all
+linear layers that have the same input, if the weights of these layers are fused. If the optimizer
+attached a GradSink to a weight, the backward pass adds the weight's gradient to a float32 buffer.
 
 The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
 size).
@@ -34,15 +35,15 @@ from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
-"""A function that receives each layer's rotated keys and values [N, K, D], in layer order."""
+"""Called for each layer in order, with its keys after RoPE and its values, both [N, K, D]."""
 
 LAYER_ENTRY = "covey_layer"
-"""Name of the method that is added to every layer of a sharded model. The method gathers the
-layer's weights, runs `fused_layer` and frees the weights."""
+"""Name of a method that is added to every layer of a model that FSDP shards. The added method
+gathers the sharded weights of the layer, runs `fused_layer` and frees the gathered weights."""
 
 
 class _Place(NamedTuple):
-    """Data that every layer needs about the packed tokens."""
+    """RoPE tables and row indices of the packed tokens, which every layer needs."""
 
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
@@ -90,7 +91,7 @@ def fused_layer(
     place: _Place,
     collect: Collect | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a layer, which is recomputed in the backward pass if it is checkpointed."""
+    """Run a layer, with gradient checkpointing if it is turned on for the layer."""
     if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
         return _layer(layer, hidden, delta, place, collect)
     options: dict[str, Any] = {
@@ -109,7 +110,7 @@ def fused_layer(
 
 
 class _Source:
-    """The input of a checkpointed layer, stored as `hidden` and `delta` or, later, as their sum."""
+    """The input of a checkpointed layer: first `hidden` and `delta`, later only their sum."""
 
     def __init__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> None:
         self.hidden, self.delta = hidden, delta
@@ -136,9 +137,10 @@ def _layer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream after attention, and the output of the MLP.
 
-    A checkpointed layer stores the output of attention in `kept`, so that the recomputation of the
-    layer need not repeat attention. The output of attention takes longer to compute than any other
-    tensor of the same size. `keep` receives the layer's input, from which the layer is recomputed.
+    A checkpointed layer stores its attention output in `kept`, so that recomputing the layer skips
+    attention. The output of attention takes longer to compute than any other tensor of the same
+    size. The function `keep` is called with the layer's input, from which the backward pass
+    recomputes the layer.
     """
     hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
     if keep is not None:
@@ -179,7 +181,7 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Normalize each head of queries and keys; return float32, which RoPE rounds later."""
+    """Apply the norms of query and key heads; the results stay float32 until RoPE."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -195,7 +197,7 @@ def _normed_heads(
 def _unshared(
     key: torch.Tensor, value: torch.Tensor, place: _Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one key and one value per packed token."""
+    """Return one key and one value per packed token, even if several rows share the token."""
     if place.shared is None:
         return key, value
     first = place.shared.first()
@@ -221,7 +223,7 @@ def rope_table(
 
 
 def _active(module: Any) -> Any:
-    """Return a module, or the adapter's trained copy if the adapter trains the whole module."""
+    """Return the module, or its copy from `modules_to_save` if an active adapter has one."""
     if not hasattr(module, "modules_to_save"):
         return module
     if module.disable_adapters:
@@ -244,7 +246,7 @@ def _embed(input_ids: torch.Tensor, module: Any) -> torch.Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Embedding lookup in float32."""
+    """Embedding lookup with float32 output; gradients are also summed in float32."""
 
     @staticmethod
     def forward(

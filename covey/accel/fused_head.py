@@ -1,12 +1,12 @@
-"""Fused head on a GPU: float32 logits, with one kernel per chunk for forward and one for backward.
+"""Fused output head on a GPU: log-probabilities and entropies from float32 logits, in chunks.
 
 Logits are never rounded to bfloat16. At the usual magnitude of logits, adjacent bfloat16 numbers
-are 1/16 apart. The gradient of logits is rounded for the two matrix products that use it. The
-weight's gradient is summed over chunks in float32. In the backward pass, the logits of the last
-chunk are still in memory, and the logits of all other chunks are recomputed. If all logits fit into
-one chunk, no logits are recomputed.
+are 1/16 apart. The gradient of logits is rounded to the weight's dtype before the two matrix
+products that use this gradient. The gradient of the head's weight is summed over chunks in float32.
+In the backward pass, the logits of the last chunk are still in memory, and the logits of all other
+chunks are recomputed. If all logits fit into one chunk, no logits are recomputed.
 
-The dimensions in tensor shapes are M (chosen tokens), D (hidden size) and V (vocabulary size).
+The dimensions in tensor shapes are M (tokens), D (hidden size) and V (vocabulary size).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from covey.accel.kernels.token_logp import logp_backward, logp_forward
 from covey.kept_sets import KeptIds
 
 ROWS = 128
-"""Number of rows of a tile on tensor cores. If a chunk has more than ROWS rows, its number of rows
-is a multiple of ROWS."""
+"""Number of rows of a tile on tensor cores. The size of a chunk of more than ROWS rows is rounded
+down to a multiple of ROWS."""
 
 
 def fused_token_logp(
@@ -63,7 +63,7 @@ def _compute_logits(
     buffer: torch.Tensor,
     kept: KeptIds | None,
 ) -> torch.Tensor:
-    """Return the logits of a chunk of tokens, in a buffer that is reused."""
+    """Compute the logits of a chunk of tokens in `buffer`, and return the logits."""
     logits = buffer[: part.stop - part.start]
     matmul(hidden[part], weight.t(), out=logits)
     if kept is not None:

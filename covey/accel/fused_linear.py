@@ -1,7 +1,8 @@
-"""Linear layers of the fused forward pass: one matrix product for all fused parameters.
+"""Linear layers of the fused forward pass: one matrix product for several layers.
 
-The products of plain LoRA adapters are added to the fused product (`LowRankProducts`). A layer with
-other operations, such as dropout, is not fused and runs its own forward pass.
+`LowRankProducts` adds the outputs of plain LoRA adapters to the result of the fused matrix product.
+A layer that has other operations, for example LoRA dropout, is not fused; the layer's own forward
+pass runs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from covey.accel.unrecorded import call
 
 
 def plain(module: Any) -> nn.Linear:
-    """Return the plain linear layer; unwrap it if it is inside an adapter or a trained copy."""
+    """Return a module's original linear layer, without LoRA or `modules_to_save` wrappers."""
     found = getattr(module, "base_layer", getattr(module, "original_module", module))
     assert isinstance(found, nn.Linear)
     return found
 
 
 def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Apply linear layers to the same input; return one fused result, or one result per layer."""
+    """Apply linear layers to one input; return one tensor if fused, or else one per layer."""
     weights = _fused_weights(modules)
     if weights is None and len(modules) > 1:
         return tuple(fused_linear([module], values)[0] for module in modules)
@@ -42,7 +43,7 @@ def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Te
 def swiglu_linear(
     gates: Sequence[torch.Tensor], activation: nn.Module, down: nn.Module
 ) -> torch.Tensor:
-    """Return down(activation(gate) * up); `gate` and `up` are one fused tensor or two tensors."""
+    """Return down(activation(gate) * up); `gates` has one fused tensor, or gate and up."""
     result: torch.Tensor
     if not is_silu(activation):
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
@@ -61,10 +62,10 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 
 @contextmanager
 def skip_swiglu_output() -> Iterator[None]:
-    """Inside this `with` block, SwiGLU layers save their inputs but return uninitialized memory.
+    """Inside this `with` block, let SwiGLU layers save their inputs but compute no output.
 
-    A checkpointed layer is recomputed inside this `with` block, because nothing reads the
-    recomputed output of the layer.
+    Checkpointed layers are recomputed inside this `with` block, because the backward pass never
+    reads the recomputed output.
     """
     token = _SKIPS.set(True)
     try:
@@ -242,7 +243,8 @@ class Adapted(NamedTuple):
 def adapted(module: Any) -> Adapted | None:
     """Return a linear layer with its LoRA weights.
 
-    Return None if the layer computes anything besides its matrix product and its LoRA products.
+    Return None if the fused forward pass does not support the layer, for example because of LoRA
+    dropout.
     """
     if module._forward_hooks:
         return None
@@ -305,14 +307,14 @@ class LowRankProducts:
         return self._scaled((values @ self._stacked().t()).split(ranks, dim=1))
 
     def add_to(self, result: torch.Tensor, values: torch.Tensor) -> None:
-        """Add scale * B A x to the result of the frozen weights, in place."""
+        """Add each layer's LoRA output, scale * B A x, to its columns of `result`."""
         if not self._parts:
             return
         for (columns, part), reduced in zip(self._parts, self._reduced(values), strict=True):
             result[:, columns].addmm_(reduced, part.second.t())
 
     def inner_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient with respect to A x of all layers, [N, sum of all adapter ranks]."""
+        """Return the gradients of every layer's A x as one tensor [N, sum of ranks]."""
         if not self._parts:
             return None
         ranks = [len(a) for a in self._first]
@@ -324,7 +326,7 @@ class LowRankProducts:
         return inner
 
     def add_input_grad(self, back: torch.Tensor, inner: torch.Tensor | None) -> None:
-        """Add the contribution of the adapters to the gradient of the input, in place."""
+        """Add the gradient that flows through the LoRA adapters to the input gradient."""
         if inner is not None:
             back.addmm_(inner, self._stacked())
 

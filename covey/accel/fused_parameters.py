@@ -1,8 +1,8 @@
 """Fused parameters: several weights in one storage, so that one matrix product uses all of them.
 
-Fused parameters keep their names and shapes; only their memory is shared. An optimizer step changes
-the parameters in place, so the fused product sees the new values without a copy. The memory
-addresses of parameters show whether the parameters are fused.
+Fused parameters keep their names and shapes, but are views of one shared tensor. An optimizer step
+changes the parameters in place, so the fused product sees the new values without a copy. Parameters
+are fused if they are consecutive in memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _join(parameters: Sequence[nn.Parameter | None]) -> None:
 
 
 def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return one tensor whose consecutive rows are `tensors`, or None if they are not fused."""
+    """Return fused `tensors` stacked as one tensor, or None if they are not fused."""
     first = tensors[0].detach()
     if len(tensors) == 1:
         return first
@@ -83,7 +83,7 @@ HoldsGrad = nn.Parameter | GradHolder
 
 
 class GradSink:
-    """Float32 gradient sum of bfloat16 parameters that share one storage.
+    """Accumulates the float32 gradients of bfloat16 parameters that share one tensor.
 
     A backward pass may add a gradient to the float32 sum and return None to autograd. A matrix
     product can add to the float32 sum directly, so that no gradient is rounded to bfloat16.
@@ -101,8 +101,9 @@ class GradSink:
     def start(self) -> torch.Tensor:
         """Start a new gradient sum; the caller must fill the returned tensor.
 
-        The new sum reuses the memory of the last sum. A second buffer would double the memory of
-        gradients. A CUDA graph also requires that the address of the sum never changes.
+        A new gradient sum reuses the memory of the previous gradient sum. A second buffer would
+        double the memory of gradients. A CUDA graph also requires that the memory address of the
+        gradient sum never changes.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.
@@ -116,7 +117,7 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """Return the gradient sum if an optimizer step cleared it, or else None.
+        """If gradients were cleared, start a new sum and return its buffer; else return None.
 
         The caller must set the returned tensor to zero.
         """
@@ -124,7 +125,7 @@ class GradSink:
         return self.start() if cleared else None
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add one tensor with the stacked gradients of all parameters."""
+        """Add `grad`, the stacked gradients of all parameters, to the float32 sum."""
         total = self.total
         if total is None:
             self.start().copy_(grad)
@@ -152,7 +153,7 @@ class GradSink:
 
 
 def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
-    """Return the gradient sink of these parameters; None if their gradients go through autograd."""
+    """Return the GradSink that all these parameters share, or None if there is none."""
     sink: GradSink | None = getattr(parameters[0], "grad_sink", None)
     if sink is None or len(sink.masters) != len(parameters):
         return None
@@ -167,7 +168,7 @@ def grad_holder(parameter: nn.Parameter) -> Any:
 
 
 def attach_grad_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
-    """Attach gradient sinks to (parameter, master weight) pairs; fused parameters share a sink."""
+    """Attach a GradSink to each (parameter, master weight) pair; fused pairs share one."""
     run: list[tuple[nn.Parameter, HoldsGrad]] = []
     by_address = sorted(pairs, key=lambda pair: pair[0].data_ptr())
     for pair in by_address:

@@ -1,7 +1,7 @@
-"""Output head: log-probabilities and entropies of chosen tokens, computed in chunks.
+"""Output head: log-probabilities of given tokens, and entropies, computed in chunks.
 
-The dimensions in tensor shapes are M (chosen tokens), D (hidden size) and V (vocabulary size).
-Logits exist for one chunk of tokens at a time. The backward pass recomputes the logits.
+The dimensions in tensor shapes are M (tokens), D (hidden size) and V (vocabulary size). Only the
+logits of one chunk of tokens are in memory at a time. The backward pass recomputes the logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Head:
 
 
 def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """Return h W^T + b in float32 or float64; on a GPU, without rounding to bfloat16 first.
+    """Return h W^T + b in float32 or float64; GPU inference never rounds it to bfloat16.
 
     At the usual magnitude of logits, adjacent bfloat16 numbers are 1/16 apart.
     """
@@ -62,11 +62,11 @@ def token_logp(
     megabytes: float,
     kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probability [M] of `tokens` [M] and entropy [M] (nats), predicted from `hidden`.
+    """Return [M] log-probabilities of `tokens` [M], and [M] entropies in nats, from `hidden`.
 
-    The distribution has the given `temperature`. If `kept` is given, the distribution contains only
-    the tokens that top-k and top-p kept. Log-probability and entropy are differentiable. Logits of
-    tokens that top-k or top-p removed get no gradient.
+    Logits are divided by `temperature` before the softmax. If `kept` is given, the distribution
+    contains only the tokens that top-k and top-p kept. Log-probability and entropy are
+    differentiable. Logits of tokens that top-k or top-p removed get no gradient.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
@@ -109,7 +109,7 @@ class LogitSettings(NamedTuple):
 
 
 class _Chunks:
-    """Computes logits chunk by chunk into two buffers that are allocated once.
+    """Computes logits chunk by chunk; all chunks reuse the same two buffers.
 
     New tensors for every chunk would fragment the heap. In a measurement, new tensors for every
     chunk took 343 MB, and two reused buffers took 63 MB.
@@ -131,10 +131,10 @@ class _Chunks:
         self.product = torch.empty_like(self.logits)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield each chunk of tokens with its logits and a buffer of the same shape.
+        """For each chunk, yield the slice of tokens, their logits and a scratch buffer.
 
-        Tokens that top-k or top-p removed get very negative but finite logits, so that probability
-        * logit is 0.
+        Tokens that top-k or top-p removed get a very negative but finite logit. The product of
+        probability and logit is then 0, not NaN.
         """
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):
@@ -155,7 +155,7 @@ class _Chunks:
 
 
 class _TokenLogp(torch.autograd.Function):
-    """For logits z and p = softmax(z), d logp / dz = onehot - p and d H / dz = -p (log p + H)."""
+    """With p = softmax(z) and entropy H: dlogp/dz = onehot - p, dH/dz = -p (log p + H)."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
-"""Chunk size with which the output head computes logits; this module does not import torch."""
+"""Chunk size of the output head's logits, in a module that does not import torch."""
 
 from __future__ import annotations
 
 LIVE_COPIES = 3
-"""Number of tensors of a chunk's size that are in memory at the same time: the logits, a buffer for
+"""Number of tensors that the output head has in memory for each chunk: the logits, a buffer for
 intermediate results and a rounded copy."""
 
 

@@ -1,7 +1,7 @@
-"""Packing: a batch becomes one row of tokens without padding, with each shared prompt only once.
+"""Pack a batch into one sequence without padding, and store each shared prompt only once.
 
 The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
-computes the layout because reading a length from the device would wait for all queued work.
+computes the layout, because reading a length back from the GPU would wait for all queued GPU work.
 
 The dimensions in tensor shapes are B (rows), P (prompt tokens), T (completion tokens), N (packed
 tokens) and R (key positions).
@@ -24,7 +24,7 @@ from covey.types import Batch, HostRows
 
 
 def host_rows(batch: Batch) -> HostRows:
-    """Return the CPU copy of a batch; copy it from the device if necessary."""
+    """Return the CPU copy of a batch's layout; make the copy if the batch has none."""
     return batch.host if batch.host is not None else HostRows.of(batch)
 
 
@@ -38,7 +38,7 @@ def row_of_each(counts: torch.Tensor) -> torch.Tensor:
 
 
 def prompt_numbers(host: HostRows) -> torch.Tensor:
-    """Return [B] int64: the index of each row's prompt, numbered in order of first use."""
+    """Return [B] int64: the index of each row's prompt; equal prompts have equal indices."""
     numbers: dict[bytes, int] = {}
     prompts = host.prompt_tokens.numpy()
     keys = [prompts[row, :n].tobytes() for row, n in enumerate(host.prompt_lengths.tolist())]
@@ -47,7 +47,7 @@ def prompt_numbers(host: HostRows) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A packed batch: the model's inputs, and indices of the tokens that are trained."""
+    """A packed batch: the model's inputs, and the indices of the tokens to train on."""
 
     input_ids: torch.Tensor
     """[N] int64."""
@@ -63,12 +63,12 @@ class PackedBatch:
 
 
 def pack(host: HostRows, device: torch.device, *, varlen: bool) -> PackedBatch:
-    """Pack a batch for attention with padded rows, or without padding if `varlen` is true."""
+    """Pack a batch; attention uses padded rows, or unpadded rows if `varlen` is true."""
     return pack_varlen(host, device) if varlen else _pack_padded(host, device)
 
 
 def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
-    """Pack a batch: each prompt once, in sorted order, then all completions."""
+    """Pack a batch: first the distinct prompts in sorted order, then all completions."""
     prompts, which = torch.cat([host.prompt_lengths[:, None], host.prompt_tokens], dim=1).unique(
         dim=0, return_inverse=True
     )
@@ -107,10 +107,10 @@ def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
 
 
 class PackedTables(NamedTuple):
-    """Index tables of a batch for flash attention; every row has its own key positions."""
+    """The token ids and index tables of a packed batch, for flash attention."""
 
     input_ids: torch.Tensor
-    """[N] int64; the first five fields have the same meaning as in PackedBatch."""
+    """[N] int64; `input_ids` to `cells` have the same meaning as in PackedBatch."""
     position_ids: torch.Tensor
     predictor: torch.Tensor
     chosen: torch.Tensor
@@ -136,8 +136,8 @@ def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
     """Compute the index tables of a batch on the CPU.
 
     The device may be idle while this function runs, so the function must be fast. The function uses
-    numpy, which is faster than torch for index tables (see `row_of_each`). The function repeats the
-    values of each row instead of looking the values up for every token.
+    numpy, which is faster than torch for index tables (see `row_of_each`). For speed, the function
+    repeats per-row values with `np.repeat` instead of indexing them for every token.
     """
     rows = _RowIndex.of(host)
     chosen, at = host.mask.numpy().nonzero()
@@ -153,7 +153,7 @@ def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
 
 
 def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
-    """Pack a batch for flash attention: each prompt precedes the completion of its first row."""
+    """Pack a batch for flash attention; a shared prompt comes before its first completion."""
     tables, longest = varlen_tables(host)
     shared = len(tables.tokens) > len(tables.input_ids)
     bounds = Bounds(tuple(tables.query_starts.tolist()), tuple(tables.key_starts.tolist()))
@@ -168,7 +168,7 @@ def packed_batch(
     shared: bool,
     bounds: Bounds | None = None,
 ) -> PackedBatch:
-    """Return the inputs of the model. `shared` says whether rows of a group share their prompt."""
+    """Build a PackedBatch from index tables. `shared` says whether rows share prompts."""
     return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,
@@ -187,10 +187,10 @@ def packed_batch(
 
 
 def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
-    """Compute the index tables of a packed row of prompts, on the CPU.
+    """Compute, on the CPU, the index tables for prompts that are packed one after another.
 
-    The model predicts the first token after each prompt. The tokens after the prompts are not known
-    yet, so `chosen` is 0.
+    The model predicts the first token after each prompt. The next tokens are not known yet, so the
+    token ids in `chosen` are 0.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     ends = lengths.cumsum()
@@ -228,7 +228,7 @@ class _RowIndex:
     number: Numbers
     """Index of the row's prompt."""
     home: npt.NDArray[np.bool_]
-    """Whether the row is the first of its prompt; the first row has the prompt's queries."""
+    """Whether the row is the first with its prompt; this row has the prompt's queries."""
     prompt_start: Numbers
 
     @staticmethod
@@ -245,7 +245,7 @@ class _RowIndex:
 
     @property
     def queries(self) -> Numbers:
-        """Number of queries: completion tokens, plus prompt tokens in the first row of a prompt."""
+        """Queries per row: completion tokens, plus the prompt's tokens if `home` is true."""
         return self.length + np.where(self.home, self.prompt, 0)
 
     @property
@@ -255,7 +255,7 @@ class _RowIndex:
 
     @property
     def start(self) -> Numbers:
-        """Index of the completion's first packed token."""
+        """Index of each completion's first token in the packed sequence."""
         return _starts(self.queries) + np.where(self.home, self.prompt, 0)
 
     def ids(self, host: HostRows) -> Numbers:
@@ -275,7 +275,7 @@ class _RowIndex:
         return found
 
     def spans(self, position: Numbers) -> list[Numbers]:
-        """Return the fields of VarlenRows as a list, computed over the rows that have queries."""
+        """Return the last seven tables of PackedTables; rows without queries are left out."""
         queries, keys = self.queries, self.keys
         kept, starts = queries > 0, _starts(keys)
         place = np.arange(keys.sum()) - np.repeat(starts, keys)
@@ -297,7 +297,7 @@ class _RowIndex:
 
 
 def _starts(counts: Numbers) -> Numbers:
-    """Return the start of each array if arrays of the given sizes are stored one after another."""
+    """Return the offset of each array when arrays with `counts` elements are concatenated."""
     found: Numbers = counts.cumsum() - counts
     return found
 

@@ -1,9 +1,9 @@
-"""Parity checks: compare an implementation with the model's own code, in float32.
+"""Parity checks: compare a fast implementation with the model's own code, in float32.
 
-In bfloat16, the hidden states of two correct implementations may differ by a third after thirty
-layers, if the token sequences are unlike the training data. Rounding differences in bfloat16 could
-therefore hide a mistake. A parity check therefore runs the model's first layers, with the model's
-own weights, in float32.
+In bfloat16, the hidden states of two correct implementations may have a relative difference of 1/3
+after thirty layers, if the token sequences are unlike the training data. Rounding differences in
+bfloat16 are large enough to hide a mistake in an implementation. A parity check therefore runs the
+model's first layers, with the model's own weights, in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ LAYERS = 2
 TOKENS = 32
 """Upper limit of token ids in parity checks: every id is below TOKENS."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
-"""Attributes that contain a layer's index. Layers of one type differ only in their index."""
+"""Names of attributes that contain a layer's index. The index is ignored when layer types are
+compared."""
 FLOAT32_TOLERANCE = 1e-4
 FAILURES: tuple[type[Exception], ...] = (
     AttributeError,
@@ -59,7 +60,7 @@ def first_layers(backbone: nn.Module) -> nn.Module:
 
 
 def _first(part: nn.Module, config: Any) -> nn.Module:
-    """Copy a module; keep only the first layers of a layer list and first rows of an embedding."""
+    """Return a float32 copy of a module; truncate layer lists and token embeddings."""
     if isinstance(part, nn.ModuleList):
         named = getattr(config, "layer_types", None) or ()
         kinds = [(named[i : i + 1], _settings(layer)) for i, layer in enumerate(part)]
@@ -75,7 +76,7 @@ def _first(part: nn.Module, config: Any) -> nn.Module:
 
 
 def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]:
-    """Return a key that identifies the layer's type by its modules and plain attributes."""
+    """Return a key for a layer's type, made of its module types and scalar attributes."""
     return frozenset(
         (name, type(part), field, value)
         for name, part in layer.named_modules()
@@ -85,7 +86,7 @@ def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]
 
 
 def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return the result of `compute`, without gradient; None if it raises one of FAILURES."""
+    """Return `compute()` without gradients; None if the call raises one of FAILURES."""
     try:
         with torch.no_grad():
             return compute()

@@ -1,9 +1,10 @@
-"""Static buffers for CUDA graphs: a packed micro-batch at fixed addresses, padded to a bucket size.
+"""Static buffers for CUDA graphs: they hold a packed, padded micro-batch at fixed addresses.
 
 A CUDA graph reads and writes the same addresses with the same number of tokens every time. Padding
-tokens form separate short rows. Padding tokens go through the model like other tokens, so no memory
-stays uninitialized. The gradient of padding tokens is zero. Index tables are padded with empty
-rows, unused key positions, and trained tokens with zero gradient.
+tokens form separate short rows. Padding tokens go through the model like other tokens, so every
+activation buffer is fully initialized. The gradient of padding tokens is zero. Unused entries of
+the index tables describe empty rows, unused key positions, and trained tokens whose gradient is
+zero.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions) and M (trained tokens).
 """
@@ -17,15 +18,16 @@ import torch
 from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, copy_bytes, packed_batch
 
 PADDING_ROW = 128
-"""Number of tokens in a row of padding. A bucket's maximum row length is at least PADDING_ROW."""
+"""Maximum number of padding tokens in a row. Every bucket allows rows of at least PADDING_ROW
+tokens."""
 STEP = 256
 """The token count of a bucket is a multiple of STEP."""
 ALIGNED = 256
-"""Alignment of each table in bytes; torch aligns new tensors in the same way."""
+"""Each index table starts at a multiple of ALIGNED bytes, as new torch tensors do."""
 
 
 class Size(NamedTuple):
-    """The capacity of every index table of a bucket."""
+    """The size of a bucket: the largest micro-batch that its buffers can hold."""
 
     tokens: int
     places: int
@@ -36,8 +38,8 @@ class Size(NamedTuple):
 
     @staticmethod
     def of(tables: PackedTables, longest: MaxLengths) -> Size:
-        """Return the bucket of a micro-batch. Sizes that affect the run time are rounded up in
-        small steps, other sizes in large steps.
+        """Return the size of the bucket for a micro-batch. Counts that affect the run time are
+        rounded up in small steps, and the other counts in large steps.
         """
         tokens = bucket(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)
@@ -70,12 +72,12 @@ class Size(NamedTuple):
 
 
 def bucket(count: int) -> int:
-    """Round a token count up to the size of a bucket, by at most 1/16."""
+    """Round a token count up to a bucket size: by at most 1/16, or by at most STEP tokens."""
     return _round_up(count, 16)
 
 
 def _round_up(count: int, steps: int) -> int:
-    """Round up to one of `steps` evenly spaced numbers between two powers of two."""
+    """Round up to a multiple of STEP; allow at most `steps` sizes per power of two."""
     step = max(STEP, _power_of_two(count, 2) // 2 // steps)
     return max(1, -(-count // step)) * step
 
@@ -86,7 +88,7 @@ def _power_of_two(count: int, least: int) -> int:
 
 
 class StaticBuffers:
-    """A packed micro-batch on a device at fixed addresses."""
+    """Device buffers at fixed addresses that hold one packed micro-batch."""
 
     def __init__(self, size: Size, device: torch.device, *, shared: bool = True) -> None:
         """Allocate the buffers; `shared` says whether rows may share a prompt."""
@@ -122,7 +124,7 @@ def _lengths(size: Size) -> list[tuple[int, torch.dtype]]:
 
 
 def padded(tables: PackedTables, size: Size) -> PackedTables:
-    """Return the index tables with rows of padding tokens added; unused entries are zero."""
+    """Append rows of padding tokens to the index tables, up to the token count of `size`."""
     tokens, places, rows = len(tables.input_ids), len(tables.tokens), len(tables.starts)
     number = torch.arange(size.tokens - tokens)
     entry, behind = number // PADDING_ROW + rows, number % PADDING_ROW

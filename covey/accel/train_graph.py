@@ -1,4 +1,4 @@
-"""CUDA graphs for training: one launch for a micro-batch's forward pass, one for backward.
+"""CUDA graphs for training: a single launch runs a whole forward or backward pass.
 
 A forward pass of a small model runs thousands of short kernels. Python takes several times longer
 to launch the kernels than the GPU takes to run them. A CUDA graph launches all kernels at once. A
@@ -7,14 +7,15 @@ reads or writes stays at fixed addresses: the packed micro-batch (static_buffers
 parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
-capture. The second micro-batch of a bucket runs on the bucket's own buffers, so that all kernels
-are compiled. The passes of the third micro-batch of a bucket are captured as graphs. Later
-micro-batches of the captured size, or slightly smaller, replay the graph. Micro-batches of long
-rows run eagerly if that is faster (attention_kernels.py). Without a CUDA device, passes run on the
-bucket's buffers and are not captured.
+capture. The second micro-batch of a bucket runs on the bucket's static buffers, so that all kernels
+are compiled before the capture. At the third micro-batch of a bucket, the forward and backward pass
+are captured as CUDA graphs. Later micro-batches that have the captured size, or are slightly
+smaller, replay the graphs. A micro-batch with long rows runs eagerly if the fastest attention
+kernel cannot be captured (attention_kernels.py). Without a CUDA device, passes run on the bucket's
+buffers and are not captured.
 
-All graphs share memory, mostly for activations. Therefore no other pass may run between a forward
-pass and its backward pass, and each forward pass has at most one backward pass.
+All graphs share one memory pool, mostly for activations. Therefore no other pass may run between a
+forward pass and its backward pass, and each forward pass has at most one backward pass.
 
 The dimensions in tensor shapes are M (trained tokens of a bucket) and m (trained tokens of a
 micro-batch).
@@ -51,7 +52,7 @@ Values = tuple[torch.Tensor, torch.Tensor]
 
 
 class GraphResult(NamedTuple):
-    """Results for the trained tokens of a micro-batch, [m] each."""
+    """Log-probability and entropy of a micro-batch's trained tokens; all fields are [m]."""
 
     logp: torch.Tensor
     entropy: torch.Tensor
@@ -60,10 +61,10 @@ class GraphResult(NamedTuple):
 
 
 class GradientSums:
-    """Gradient sums at fixed addresses.
+    """Buffers at fixed addresses that accumulate the gradients of the parameters.
 
-    An optimizer step clears gradients by setting them to None. Before the next backward pass, this
-    class sets its sums to zero and assigns them to `.grad` again.
+    An optimizer step clears gradients by setting them to None. Before the next backward pass,
+    `attach` sets the cleared gradient sums to zero and assigns them to `.grad` again.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -73,7 +74,7 @@ class GradientSums:
         self._own: dict[nn.Parameter, torch.Tensor] = {}
 
     def attach(self) -> None:
-        """Assign the stored sums to `.grad` of their parameters again."""
+        """Assign each gradient sum to `.grad` of its parameter; set cleared sums to zero."""
         cleared = [total for sink in self._sinks if (total := sink.resume()) is not None]
         for parameter, total in self._own.items():
             if parameter.grad is total:
@@ -87,9 +88,10 @@ class GradientSums:
             torch._foreach_zero_(cleared)
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients of the parameters to the sums.
+        """Add one gradient per parameter to the gradient sums.
 
-        A gradient is None if it was already added to a GradSink or does not exist.
+        A gradient is None if the parameter has no gradient, or if the backward pass already added
+        it to a GradSink.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
@@ -118,7 +120,7 @@ class _Pass:
         """Gradients of the loss with respect to log-probability and entropy."""
         self.backward = backward
         self.has_run = False
-        """Whether forward and backward have run, so that kernels are compiled and gradient sums
+        """Whether the passes have run once. Then all kernels are compiled, and the gradient sums
         exist."""
         self.values: Values | None = None
         self.forward_graph: torch.cuda.CUDAGraph | None = None
@@ -138,7 +140,7 @@ class _Pass:
         return logp, entropy
 
     def run_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Run the backward pass, given the gradients [m] of log-probability and entropy."""
+        """Run backward, given the loss gradients [m] for log-probability and entropy."""
         self.incoming.zero_()
         for buffer, grad in zip(self.incoming, grads, strict=True):
             if grad is not None:
@@ -199,7 +201,7 @@ class _Pass:
 
 
 class _PassFunction(torch.autograd.Function):
-    """Connects a captured pass to autograd; parameter gradients are summed outside of autograd."""
+    """An autograd function that runs a bucket's passes and sums parameter gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, one: _Pass, tables: PackedTables) -> Values:
@@ -234,7 +236,7 @@ class TrainGraphs:
         self.model, self.temperature, self.megabytes = model, temperature, megabytes
         self.gradients = GradientSums([p for p in model.model.parameters() if p.requires_grad])
         self.ticket = 0
-        """A counter, incremented at the start and at the end of each pass."""
+        """Counts passes, to detect a backward pass that runs twice or too late."""
         self.buckets: dict[tuple[int, bool], _Bucket] = {}
         self.failures = 0
         self.failed = False
@@ -246,7 +248,7 @@ class TrainGraphs:
         """
 
     def run(self, host: HostRows) -> GraphResult | None:
-        """Run a micro-batch, with gradients if enabled; return None if it must run eagerly."""
+        """Run a micro-batch's forward pass; return None if the caller must run it eagerly."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None
@@ -299,7 +301,7 @@ class TrainGraphs:
         return bucket.ready
 
     def _too_long(self, tables: PackedTables, longest: MaxLengths) -> bool:
-        """Return whether attention of long rows is faster outside of a CUDA graph."""
+        """Return whether long rows use an attention kernel that no CUDA graph can replay."""
         if not has_long_rows(tables.key_starts.tolist()):
             return False
         model, dtype = self.model, self.model.head.linear.weight.dtype
@@ -307,7 +309,7 @@ class TrainGraphs:
         return not KERNELS[name].captured
 
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
-        """Return the key of the smallest captured bucket that is large enough but not too large.
+        """Return the key of the smallest captured bucket that fits, with limited padding.
 
         If no captured bucket fits, return the key of a bucket with exactly the needed number of
         tokens.
@@ -354,7 +356,7 @@ def _trivial_graph(anchor: torch.Tensor, pool: Any) -> torch.cuda.CUDAGraph:
 def train_graphs_for(
     model: LanguageModel, *, temperature: float, megabytes: float
 ) -> TrainGraphs | None:
-    """Return CUDA graphs if the model supports the kernels that graphs need, else None."""
+    """Return a TrainGraphs; None if the model is frozen or does not use the GPU kernels."""
     trained = any(p.requires_grad for p in model.model.parameters())
     if not (model.device.type == "cuda" and model.fused and model.flash and trained):
         return None

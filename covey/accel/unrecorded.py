@@ -1,7 +1,7 @@
 """Call autograd functions without the overhead of autograd, for passes without gradients.
 
 Autograd takes about as long to record a function as a small kernel takes to run. Prefill calls
-hundreds of autograd functions, and the device waits for them.
+hundreds of autograd functions, and the GPU waits while Python records them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class _NoContext:
-    """The context of a forward pass that has no backward pass."""
+    """The `ctx` argument of an autograd function whose backward pass is never called."""
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Save nothing."""

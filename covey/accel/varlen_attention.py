@@ -1,10 +1,10 @@
-"""The rows of packed tokens, for variable-length attention without padding.
+"""Index tables that tell variable-length attention which packed tokens form each row.
 
-Every packed token has one query, in the row to which the token belongs. The queries of a shared
-prompt belong to the first row that uses the prompt. A row has a key for every token, so the keys of
-a shared prompt appear in several rows. Attention is causal, and the causal mask is aligned at the
-end of a row. The last query of a row sees all keys of the row, and the second-to-last query sees
-all keys but the last.
+Every packed token has exactly one query, which belongs to one row. The queries of a shared prompt
+belong to the first row that uses the prompt. A row has keys for all of its tokens, so the keys of a
+shared prompt appear in several rows. Attention is causal, and the causal mask is aligned at the end
+of a row. The last query of a row sees all keys of the row, and the second-to-last query sees all
+keys but the last.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), K (key-value heads) and D
 (head size).
@@ -22,16 +22,16 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class KeyIndex(NamedTuple):
-    """Indices for copying the keys and values of packed tokens to each row that shares a prompt."""
+    """Indices that map packed tokens to key positions, so that rows can share a prompt."""
 
     tokens: torch.Tensor
     """[R] int32: the index of the packed token at each key position."""
     starts: torch.Tensor
     """[rows] int32: the first key position of each row; rows that share a prompt are adjacent."""
     begin: torch.Tensor
-    """[N] int32: the first index in `starts` of a row that contains the token."""
+    """[N] int32: the index in `starts` of the first row that contains the token."""
     end: torch.Tensor
-    """[N] int32: one more than the last index in `starts` of a row that contains the token."""
+    """[N] int32: the index in `starts` of the last row that contains the token, plus one."""
     position: torch.Tensor
     """[N] int32: a token's offset from its row's start."""
 
@@ -60,8 +60,9 @@ class VarlenRows:
     shared: KeyIndex | None = None
     """Indices for copying the keys of shared prompts; None if no rows share a prompt."""
     bounds: Bounds | None = None
-    """The offsets on the CPU; None if a CUDA graph may be replayed with other rows."""
+    """A CPU copy of `query_starts` and `key_starts`. None if there is no copy, as in a CUDA graph,
+    whose replays have other offsets."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
-        """Copy keys or values [N, K, D] of packed tokens to all their key positions [R, K, D]."""
+        """Expand keys or values of packed tokens [N, K, D] to all key positions [R, K, D]."""
         return packed if self.shared is None else packed.index_select(0, self.shared.tokens)

@@ -1,1 +1,1 @@
-"""Analysis of runs and configurations: compare, plan, explain, numerics, lab."""
+"""Commands that analyze runs and configurations, such as compare, plan and explain."""

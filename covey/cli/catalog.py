@@ -1,4 +1,4 @@
-"""`covey tasks` and `covey recipes`: list the tasks, and the packaged configurations."""
+"""`covey tasks` lists the tasks, and `covey recipes` lists the packaged configurations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def described(name: str, maker: Any, without: tuple[str, ...] = ()) -> dict[str,
 
 
 def show_options(section: str, row: dict[str, Any]) -> None:
-    """Print a task or a reward with its options, as settings of its section."""
+    """Print the text of a task or a reward, and its options as `section.option = default`."""
     console = Screen(soft_wrap=True)
     console.print(row["name"], style="bold")
     console.print(f"\n{row['text']}\n")
@@ -72,7 +72,7 @@ def recipes_command(as_json: AsJson = False) -> None:
 
 
 def _recipe(name: str) -> dict[str, Any]:
-    """Return a recipe's settings and the comment at the top of its file."""
+    """Return a recipe's name, description, model, task and algorithm."""
     text = (RECIPES / f"{name}.toml").read_text("utf-8")
     head = text.partition("\n\n")[0].splitlines()
     about = " ".join(line.lstrip("# ") for line in head if line.startswith("#"))

@@ -1,4 +1,4 @@
-"""Choose the checkpoint of a run to load, without importing torch."""
+"""Choose which checkpoint of a run to load; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.js
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run at a path, or the run that contains the checkpoint at the path, or None."""
+    """Return the run folder if `path` is a run folder or a checkpoint in one, else None."""
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
 
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
-    """Return the checkpoint to load: the target itself, or a run's checkpoint.
+    """Return the checkpoint to load; `target` is a checkpoint or a run folder.
 
-    For a run, the function returns the checkpoint of `step`, or the newest checkpoint by default.
-    If the checkpoint is damaged, the error suggests `command`, in which {} is replaced by the path
-    of an intact checkpoint.
+    If `target` is a run folder, return the checkpoint of `step`; without `step`, return the newest
+    checkpoint. If the checkpoint is damaged, raise an error that suggests `command`, with {}
+    replaced by the path of an intact checkpoint.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

@@ -148,9 +148,9 @@ def compare_command(
 ) -> None:
     """Train several arms (algorithms or settings) under equal conditions, and compare the results.
 
-    All arms start from the same weights and get the same prompts, training budget and held-out
-    prompts. The report says how certain each difference between two arms is. After Ctrl-C or a
-    crash, run the same command again to resume the comparison.
+    All arms of the comparison start from the same weights and get the same prompts, training budget
+    and held-out prompts. The report says how certain each difference between two algorithms or
+    settings is. After Ctrl-C or a crash, run the same command again to resume the comparison.
     """
     if report is not None:
         return _write_report(report)
@@ -183,7 +183,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _print_design(folder: Path, design: Design) -> None:
-    """Print the arms, the settings in which the arms differ, and the findings."""
+    """Print the arms of the comparison, the settings that differ, and warnings."""
     from covey.analysis.compare.conclusion import count
     from covey.analysis.compare.report_tables import NO_OPTION, finding_title
 
@@ -210,7 +210,7 @@ def _print_design(folder: Path, design: Design) -> None:
 
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
-    """Print the design of the comparison, run the unfinished runs, and write the reports."""
+    """Print what is compared, start or resume all unfinished runs, and write the reports."""
     from covey.analysis.compare.comparison_folder import write_design
     from covey.analysis.compare.launch import make_jobs, run_jobs
     from covey.analysis.compare.prepare import parallel_runs

@@ -1,4 +1,4 @@
-"""`covey doctor`: check model, engine, reward and machine with the user's own configuration."""
+"""`covey doctor`: check the model, engine, reward and machine for a configuration."""
 
 from __future__ import annotations
 

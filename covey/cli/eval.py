@@ -117,7 +117,7 @@ def eval_command(
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
-    """Return the configuration for evaluating a target; model.path names the target's model."""
+    """Return the settings for an evaluation, with model.path set to the model to evaluate."""
     run = run_around(Path(target))
     if run is not None:
         tell_edited(RunFolder(run))

@@ -1,4 +1,4 @@
-"""Evaluations as tables in the terminal and as JSON."""
+"""Shows evaluation results as tables in the terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from covey.run.estimate_text import change_text, estimate_text
 from covey.run.trackers.console import evaluation_line
 
 SHOWN = 5
-"""The maximum number of printed prompt ids; --json and --out list all ids."""
+"""The terminal output lists at most this many prompt ids; --json and --out list all ids."""
 
 
 def measured(
     models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None
 ) -> dict[str, Any]:
-    """Return the first model's results and the comparison as plain data for JSON."""
+    """Return JSON data: the evaluation results and, for two models, their comparison."""
     rows = [
         {"model": model, **evaluation.row(), **_categories(evaluation, by)}
         for model, evaluation in zip(models, evaluations, strict=True)
@@ -47,7 +47,7 @@ def _categories(evaluation: Evaluation, by: str | None) -> dict[str, Any]:
 def show_measured(
     models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None, console: Console
 ) -> None:
-    """Print the evaluation and the comparison as text and tables."""
+    """Print the evaluation of each model and, for two models, their comparison."""
     for model, evaluation in zip(models, evaluations, strict=True):
         lead = f"{model}: " if len(models) > 1 else ""
         console.print(f"{lead}{evaluation_line(evaluation)}")
@@ -60,7 +60,7 @@ def show_measured(
 
 
 def _parts_line(evaluation: Evaluation) -> str:
-    """Return the means of the reward parts, if the reward has any."""
+    """Return a line with the mean of each reward part; empty if there are no parts."""
     found = [
         f"{name.removeprefix(PART)} {estimate_text(name, estimate.row())}"
         for name, estimate in evaluation.estimates.items()

@@ -1,4 +1,4 @@
-"""`covey explain`: the gradient of a recorded step, for the run's own algorithm and others."""
+"""`covey explain`: explain the gradient of a recorded training step."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def explain_command(
 ) -> None:
     """Explain the gradient of a recorded training step by group, by rollout or by token.
 
-    The command loads the nearest earlier checkpoint, and repeats the step with its recorded
-    rollouts. The output says which checkpoint was loaded. With --replay, other algorithms also
-    train on the rollouts of the step.
+    The command loads the nearest earlier checkpoint, and repeats the training step with the
+    recorded rollouts. The output says which checkpoint was loaded. With --replay, the command
+    instead compares the gradients of several algorithms on the rollouts of the step.
     """
     _check_options(line, algorithms, options)
     run = RunFolder.open(path)
@@ -197,7 +197,7 @@ FORMS = {
     "advantage": "+.2f", "logp": ".3f", "old_logp": ".3f", "ref_logp": ".3f", "ratio": ".3f",
     "kl": ".1e", "entropy": ".3f", "weight": ".1e", "push": "+.1e",
 }  # fmt: skip
-"""Columns of the token table, and their formats."""
+"""Maps each column of the token table to its number format."""
 LEAST_WIDTH = 120
 """Minimum width of tables in characters, so that no number is cut off."""
 
@@ -231,7 +231,7 @@ def weights_line(origin: Origin) -> str:
 
 
 def show_step(explained: Explanation, console: Console) -> None:
-    """Print the groups of a step."""
+    """Print a summary of a training step, and a table of its groups."""
     _head(explained, console)
     with_gradient = sum(g.share > 0 for g in explained.groups)
     equal = sum(g.zero_variance for g in explained.groups)
@@ -315,7 +315,7 @@ def _shortened(text: str, most: int = 60) -> str:
 
 
 def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Console) -> None:
-    """Print a rollout: its text coloured by gradient, and a table of its tokens."""
+    """Print the text of a rollout, colored by token gradient, and a table of its tokens."""
     _head(explained, console)
     group = next(g for g in explained.groups if g.group == rollout.group)
     console.print(group.prompt, style="bold")
@@ -338,7 +338,7 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
 
 
 def _coloured(tokens: Sequence[ExplainedToken]) -> Text:
-    """Return the text with likelier tokens in green and less likely tokens in red."""
+    """Return the text; the step makes green tokens likelier, and red tokens less likely."""
     largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
     text = Text()
     for token in tokens:

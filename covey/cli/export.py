@@ -71,8 +71,8 @@ def export_command(
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
-    A LoRA adapter is merged into the weights of its base model. With --push, the folder is also
-    uploaded to the Hugging Face Hub.
+    A LoRA adapter is merged into the weights of its base model. With --push, the command also
+    uploads the exported folder to the Hugging Face Hub.
     """
     if push is None and (public or dry_run):
         raise ConfigError(
@@ -137,7 +137,7 @@ def _card(
 
 
 def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:
-    """Return the dtype of the exported weights; by default, the dtype of the run's evaluations."""
+    """Return the dtype of the exported weights; by default, the run's compute dtype."""
     if asked != "auto":
         return asked
     if config.model.dtype != "auto":

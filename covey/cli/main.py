@@ -35,7 +35,7 @@ from covey.training.parallel.lifeline import RankError, Reported
 from covey.trust import scoped_trust
 
 INTERRUPTED = 130
-"""The exit code after a second Ctrl-C."""
+"""The exit code of a command that Ctrl-C has interrupted."""
 
 app = typer.Typer(
     name="covey",
@@ -79,19 +79,19 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and end the process with its exit code."""
+    """Run the `covey` command, and end the process with the exit code of the command."""
     sys.excepthook = _show_traceback
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 @cache
 def _command() -> Any:
-    """The command line, built only once, because building is slow and tests call `run` often."""
+    """Return the command-line parser, which is built only once, because building is slow."""
     return typer.main.get_command(app)
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line and return its exit code."""
+    """Run the `covey` command with the given arguments, and return the exit code."""
     try:
         with scoped_trust():
             result = _command().main(

@@ -145,7 +145,7 @@ class _Notes(Tracker):
 
 
 def _show(report: Report, console: Console) -> None:
-    """Print the table of causes, and the meaning of each line."""
+    """Print a table of the log-prob differences by cause, and explain each cause."""
     clip = report.clip
     unit = "completions" if clip.per_completion else "tokens"
     console.print(

@@ -89,8 +89,8 @@ def plan_command(
 ) -> None:
     """Show what a run will do, its time and memory, and which settings have no effect.
 
-    Without --measure, the command trains nothing and loads no weights. The command reads only the
-    configuration and the tokenizer of the model.
+    Without --measure, the command trains nothing and loads no weights. To estimate time and memory,
+    the command reads only the model's configuration and tokenizer.
     """
     from covey.analysis.plan.task_facts import measuring
 
@@ -130,7 +130,7 @@ def plan_command(
 def _data(
     plan: Plan, memory: Forecast | None, problem: str, found: list[Finding]
 ) -> dict[str, Any]:
-    """Return the plan as plain data, for --json."""
+    """Return the plan, the memory estimate and notes about settings as data for --json."""
     rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
     known = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
     return {**known, "memory_unknown": problem, "findings": rows}
@@ -165,7 +165,7 @@ def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
 def _memory_and_time(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, RunTime | str, str, list[Finding]]:
-    """Return a run's memory and time, or why they are unknown; add remedies if memory is short."""
+    """Estimate the memory and time of a run; suggest remedies if the memory is too small."""
     from covey.analysis.plan.fit import memory_findings
     from covey.analysis.plan.forecast import Device
     from covey.analysis.plan.memory import forecast
@@ -185,7 +185,7 @@ def _memory_and_time(
 
 
 def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
-    """Print how much memory a run needs, and then the findings about its settings."""
+    """Print how much memory a run needs, and then notes about useless or risky settings."""
     console.print(memory, soft_wrap=True)
     if not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")
@@ -211,7 +211,7 @@ SCALE_HEADINGS = (
 
 
 def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
-    """Print the best split of 8 to 1,024 GPUs, for this run's model and published model sizes."""
+    """Print how to divide 8 to 1,024 GPUs between trainers and engines, by model size."""
     from covey.analysis.plan.cost_model import table, workload
     from covey.analysis.plan.task_facts import usable_prompt
     from covey.training.resolve import objective_of
@@ -235,7 +235,7 @@ def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
 
 
 def _own(config: Config) -> tuple[str, ModelSize] | None:
-    """Return the model of the configuration and its size, or None if the size is unknown."""
+    """Return the path and the size of the run's model; None if the size is unknown."""
     from covey.analysis.plan.cost_model import size_of
     from covey.analysis.plan.model_shape import shape_of
 

@@ -1,4 +1,4 @@
-"""`covey reference serve`: a reference policy on a server."""
+"""`covey reference serve`: starts a server that computes log-probs of a reference policy."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def score_command(
 
 
 def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any]]:
-    """Return a row for every completion, in order."""
+    """Score all completions, and return one dict of results per completion, in order."""
     from covey.scoring import Job
 
     futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), progress=1.0)) for c in cases]

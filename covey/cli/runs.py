@@ -47,7 +47,7 @@ def verify_command(
     """Check that no step, prompt or rollout of a run is lost, repeated or changed.
 
     The command compares the configuration, data, reward, rollouts, steps and checkpoints of the run
-    with each other. The exit code is 0 if all records agree, and 1 otherwise.
+    with each other. The exit code is 1 if a check fails, and 0 otherwise.
     """
     run = RunFolder.open(path)
     with waiting("reading the run"):
@@ -103,14 +103,14 @@ def report_command(
 # `covey runs check`: checks the health of a run, with an exit code for scripts.
 
 UNHEALTHY = 1
-"""The exit code if the last step shows a problem."""
+"""The exit code of `covey runs check` if the last training step shows a problem."""
 
 
 def check_command(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     as_json: AsJson = False,
 ) -> None:
-    """Check the health of a run: show each problem with its first step, its cause and a remedy.
+    """Check the health of a run: show each problem, when it began, its cause and a remedy.
 
     The exit code is 1 if the last step shows a problem, and 0 otherwise.
     """
@@ -155,7 +155,7 @@ FORMS = {
     "greedy_now": ".1%",
     "checkpoint": "d",
 }
-"""Columns after the run's name, with their number formats."""
+"""Maps each column of the table of runs, except the run's name, to its format."""
 LEAST_FIRST = (
     "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
 )  # fmt: skip
@@ -164,7 +164,7 @@ SHOW = "show"
 
 
 class _Runs(TyperGroup):
-    """The `covey runs` group, in which `covey runs FOLDER` means `covey runs show FOLDER`."""
+    """The commands of `covey runs`; `covey runs FOLDER` means `covey runs show FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert `show` before the arguments, unless they start with a command or --help."""
@@ -226,7 +226,7 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _ignore(text: str) -> None:
-    """Ignore a note about a damaged record; the table shows empty columns for a damaged run."""
+    """Ignore a warning about a damaged file; the table shows `-` for values in this file."""
 
 
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
@@ -240,7 +240,7 @@ def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[
 
 
 def _is_over(settings: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
-    """Return whether the last step used up the budget of the run."""
+    """Return whether the run has reached its limit of steps, tokens or optimizer steps."""
     train = settings.get("train", {})
     limits = {"step": train.get("steps", 0), **train.get("stop_after", {})}
     names = {"tokens": "tokens", "updates": "updates"}
@@ -274,12 +274,12 @@ def fitting_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 
 def table_width(table: Table) -> int:
-    """Return the width of a table without line breaks in its cells."""
+    """Return the width that a table needs to show every cell on one line."""
     return Screen(width=UNLIMITED).measure(table).maximum
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
-    """Return the table of runs without its least important columns; `left_out` is their number."""
+    """Return the table of runs without its `left_out` least important columns."""
     shown = [key for key in FORMS if key not in LEAST_FIRST[:left_out]]
     names = [key.replace("_", " ") for key in shown]
     table = Table(Column("run", overflow="fold"), *names)

@@ -1,4 +1,4 @@
-"""Terminal output with control characters escaped, used by every command."""
+"""The console that all commands print with; it escapes control characters."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rich.text import Text
 from covey.escape import printable
 
 UNLIMITED = 100_000
-"""A width in columns that is larger than every table."""
+"""A console width, in characters, that is larger than the width of any table."""
 
 
 class Screen(Console):
     """A rich console that escapes control characters and does not parse markup.
 
-    Rich's own control codes for colours and progress bars are not escaped.
+    Rich's own control codes for colors and progress bars are not escaped.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(emoji=False, markup=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print objects, with control characters escaped before rich computes the layout."""
+        """Escape the control characters in strings, and print all objects."""
         super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **options)
 
     def render(
@@ -46,7 +46,7 @@ class Screen(Console):
             yield segment if control else Segment(printable(text), style)
 
     def _least_width(self, table: Table) -> int:
-        """Return the width of a table with every word on one line."""
+        """Return the smallest width at which a table cuts off no word."""
         # Rich would limit the result to the width of the terminal.
         return Measurement.get(self, self.options.update(width=UNLIMITED), table).minimum
 

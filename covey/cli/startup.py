@@ -67,7 +67,7 @@ Trust = Annotated[
         "permissions.",
     ),
 ]
-"""The option --trust; its callback runs before the command."""
+"""The option --trust; its modules are registered as trusted before the command runs."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 Say = Callable[[str], None]
@@ -79,8 +79,8 @@ STARTING = "starting torch"
 class _LateTorch(ModuleType):
     """A stand-in for torch, which imports torch on first use.
 
-    Python's own `LazyLoader` does not help, because it would load torch as soon as a module imports
-    torch.
+    Python's own `LazyLoader` does not help: it loads torch as soon as any module runs `import
+    torch`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -100,8 +100,7 @@ def import_torch_when_used() -> None:
 def waiting(text: str) -> Iterator[Say]:
     """Show a status line on a terminal's stderr; yield a function that changes its text.
 
-    Results must be printed after this context ends, because output inside the context goes to
-    stderr.
+    Print results only after the `with` block, because output inside the block goes to stderr.
     """
     quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, only rank 0 prints
     with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
@@ -109,15 +108,15 @@ def waiting(text: str) -> Iterator[Say]:
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
-    """Return the overrides of a command, including the override that --model gives."""
+    """Return the `key=value` overrides of a command; --model is an override of model.path."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return `source` if it is given, or else the recipe of the model `embedded`.
+    """Return `source` if it is given, and otherwise the name of the default recipe or None.
 
-    Without `source`, the function returns None if the run's model or task is not that of the
-    recipe, because the recipe's learning rate and lengths would not fit.
+    Without `source`, the function returns None for runs that use another model or task than the
+    default recipe, because the recipe's learning rate and lengths would not fit.
     """
     if source is not None:
         return source
@@ -161,7 +160,7 @@ def resolved(
 
 
 def tell_defaults(source: str | None, config: Config) -> None:
-    """Print the most important default settings of a run without a CONFIG."""
+    """If no configuration file or recipe was given, print the most important defaults."""
     if source is None:
         echo(
             "no CONFIG was given, so other settings have their defaults, such as "
@@ -230,8 +229,8 @@ def tell_start(
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
     """Print notes about useless or risky settings, except the settings in `not_own`.
 
-    `not_own` are the settings that --smoke changed. Of all commands, only `covey plan` reports that
-    two algorithms are the same under different names.
+    `not_own` are the settings that --smoke changed. The function prints no notes about equivalent
+    algorithms; `covey plan` prints these notes.
     """
     from covey.analysis.plan.findings import findings
     from covey.analysis.plan.task_facts import facts_of

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 REPEATS_SECONDS = 2.0
-"""Seconds within which a repeated signal is ignored, because torchrun forwards signals."""
+"""Seconds in which a second signal is ignored: Ctrl-C arrives directly and via torchrun."""
 
 NewRun = Annotated[
     Path | None,
@@ -102,8 +102,8 @@ class Training:
     ) -> None:
         """Resume a run with its own settings plus overrides, or only print these settings.
 
-        If `verify` is true, the last saved step is repeated before the run resumes. The repeated
-        step must produce the same weights as the newest checkpoint.
+        If `verify` is true, the steps before the newest checkpoint are repeated before the run
+        resumes. The repeated steps must produce the same weights as in the newest checkpoint.
         """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
@@ -137,7 +137,7 @@ class Training:
         raise typer.Exit(code)
 
     def _start_ranks(self, config: Config) -> None:
-        """If Ray must start the ranks, start them, wait, and exit with their exit code."""
+        """If Ray must start the ranks, start them, wait for their end, and exit."""
         from covey.training.parallel.lifeline import Reported
         from covey.training.ray_needs import ray_starts_ranks, run_in_ranks
 
@@ -167,7 +167,7 @@ class Training:
 
 
 def _verify(run: RunFolder) -> None:
-    """Repeat the training up to the newest checkpoint; raise RunError if the weights differ."""
+    """Repeat the steps before the newest checkpoint; raise RunError if the weights differ."""
     with waiting("computing the last saved step again"):
         from covey.analysis.verify.recompute import recomputed
 

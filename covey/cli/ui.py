@@ -1,4 +1,4 @@
-"""`covey ui`: the web page of runs."""
+"""`covey ui`: starts a web page that shows runs and comparisons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from covey.ui.server import Server
 
 USUAL = (Path("runs"), Path("comparisons"))
-"""Folders that `covey train` and `covey compare` write to."""
+"""The default output folders of `covey train` and `covey compare`."""
 
 
 def ui_command(

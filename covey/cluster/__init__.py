@@ -1,4 +1,4 @@
-"""Ray: runs trainer ranks, engines, scoring workers and the reference on one or more machines.
+"""Uses Ray to run trainer ranks, engines, scoring and the reference on several machines.
 
     ray_client.py     connects to Ray and turns its errors into one-line messages
     trainers.py       trainer ranks: placed together, connected, watched, and ended together

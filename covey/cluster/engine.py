@@ -1,8 +1,8 @@
 """Distributes the trainer's requests over engines in Ray actors.
 
-All requests of a prompt go to the same actor. If an actor dies, a new actor generates the
-completions of all its requests again. If the cluster has no resources for a new actor, the
-remaining actors take over the requests.
+All requests of a prompt go to the same actor. If an actor dies, a new actor repeats all requests of
+the dead actor. If the cluster has no resources for a new actor, the remaining actors take over the
+requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CALLS = 4
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """An engine actor and its state."""
+    """A Ray actor with an engine, and the number of the actor."""
 
     number: int
     handle: Any
@@ -76,7 +76,7 @@ class RayEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of the engine in the first actor, with the number of actors."""
+        """The properties of the first engine; `backend` also has the number of actors."""
         if self.told is None:
             told = self._wait(self.members[0])
             backend = f"{len(self.members)} Ray actors, each: {told.backend}"
@@ -216,7 +216,7 @@ class _Share:
                 self.member.handle.add.remote(list(requests))
 
     def serve(self) -> None:
-        """Put the actor's completions, or the error that ended it, into the queue."""
+        """Put the actor's completions into the queue, or the error that stopped the actor."""
         try:
             while not self._serve_once():
                 pass
@@ -224,7 +224,7 @@ class _Share:
             self.out.put(error)
 
     def _serve_once(self) -> bool:
-        """Return True when all requests are done, and False if the actor was replaced."""
+        """Wait for completions; return False if a new actor must repeat the requests."""
         import ray
 
         engine, handle = self.engine, self.member.handle
@@ -252,7 +252,7 @@ class _Share:
 
 
 class _Run:
-    """The requests from one request source, distributed over the actors."""
+    """Distributes the requests of one `RequestSource` over the actors."""
 
     def __init__(self, engine: RayEngine, source: RequestSource) -> None:
         self.source = source
@@ -276,7 +276,7 @@ class _Run:
             thread.join()
 
     def _hear(self) -> None:
-        """Wait for completions, but not longer than `poll_seconds`, and process what arrives."""
+        """Wait at most `poll_seconds` for completions or an error, and process the result."""
         try:
             found = self.out.get(timeout=self.source.limits.poll_seconds)
         except Empty:
@@ -305,7 +305,7 @@ class _Run:
         self._spread([r for r in lost.requests if r.number in self.waiting])
 
     def _accept(self, rows: Sequence[Row]) -> None:
-        """Pass new completions to the source; drop duplicates that a restarted actor generated."""
+        """Pass new completions to the request source; drop completions received before."""
         new = [
             Completion(
                 request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,

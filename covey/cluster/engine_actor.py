@@ -1,8 +1,8 @@
 """An engine in a Ray actor: one thread generates while the trainer adds requests and gets results.
 
-Every generation run specifies the version of the weights that it needs. A restarted actor has no
-weights. The actor fetches the version that the generation run needs, and never generates with a
-wrong version.
+Each call of `begin` names the version of the weights to generate with. If the actor has not loaded
+this version, for example after a restart, the actor first fetches the weights from Ray's object
+store. An actor never generates with a wrong version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
-"""Weights in Ray's object store: maps each name to bytes in shared memory and a dtype."""
+"""Weights in Ray's object store: maps a parameter name to its bytes and dtype."""
 Row = tuple[Any, ...]
 
 
@@ -40,7 +40,7 @@ def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Source:
-    """A request source; method calls of the Ray actor add requests and fetch completions."""
+    """A request source; the methods of `EngineActor` add requests and fetch completions."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -52,7 +52,7 @@ class _Source:
         self.error: BaseException | None = None
 
     def take(self) -> Sequence[Request]:
-        """Return new requests; if the engine is idle, wait for requests or the end of the run."""
+        """Return new requests; if the engine is idle, wait for requests or for `end`."""
         with self.changed:
             while not (self.ready or self.running or self.ended):
                 self.changed.wait()
@@ -72,7 +72,7 @@ class _Source:
 
 
 class EngineActor:
-    """The Ray actor class, which generates completions for a trainer in another process."""
+    """A Ray actor that generates completions for a trainer in another process."""
 
     def __init__(self, build: Callable[[], Engine], threads: int) -> None:
         if threads:
@@ -87,7 +87,7 @@ class EngineActor:
         return self.engine.info
 
     def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load weights; their reference is in a list (`held`), so Ray does not fetch them early."""
+        """Load the weights that `held[0]` refers to; Ray fetches no references in a list."""
         if version != self.version:
             import ray
 
@@ -97,7 +97,7 @@ class EngineActor:
         return self.version
 
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
-        """Start a generation run with a version of the weights; return the loaded version."""
+        """Load a version of the weights, start the generating thread; return the version."""
         self.load(version, held)
         source = self.source = _Source(limits)
 
@@ -132,7 +132,7 @@ class EngineActor:
             return rows
 
     def end(self) -> None:
-        """Declare that no more requests will be added to the current run."""
+        """Declare that no more requests will follow, and wait until the engine is done."""
         source = self._source()
         with source.changed:
             source.ended = True

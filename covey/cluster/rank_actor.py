@@ -22,17 +22,17 @@ from covey.subprocesses import module_command
 LAST_OUTPUT_SECONDS = 2.0
 """Maximum seconds to read output after a rank has ended, if its children keep pipes open."""
 Output = tuple[str, bytes] | int
-"""Either a stream's name with bytes that the rank wrote to it, or the rank's exit code."""
+"""Output of a rank, as a stream name and bytes, or the exit code of the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Node, network address and GPUs of an actor."""
+    """Where an actor runs: its node, network address and GPUs."""
 
     node: str
     address: str
     port: int
-    """A free port, which is used if this actor starts rank 0."""
+    """A free port; if this actor runs rank 0, all ranks connect to this port."""
     gpus: tuple[str, ...]
     """The indices of the actor's GPUs, as Ray numbers them."""
 
@@ -58,7 +58,7 @@ class RankActor:
         )
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
-        """Start the rank in a working directory; return its process id."""
+        """Start the rank with `folder` as working directory; return the rank's process id."""
         if not Path(folder).is_dir():
             raise ConfigError(
                 f"cluster: the node {socket.gethostname()} has no folder {folder}; runs, models "

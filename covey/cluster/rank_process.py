@@ -1,7 +1,7 @@
-"""A trainer rank that ends when its actor ends (`rank_process PARENT ARGUMENTS`).
+"""Runs a trainer rank that ends with its Ray actor (`rank_process PARENT ARGUMENTS`).
 
-The arguments of this program are the arguments of the `covey` command. Without this module, the
-rank of a killed actor would continue to train and occupy its GPU.
+PARENT is the process id of the actor. ARGUMENTS are the arguments of the `covey` command. Without
+this module, the rank of a killed actor would continue to train and occupy its GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _watch(parent: int) -> None:
 
 
 def main() -> None:
-    """Run the command, and exit if the parent process ends."""
+    """Run the `covey` command; kill this process if the parent process (the actor) ends."""
     parent, *arguments = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks SIGINT
     threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()

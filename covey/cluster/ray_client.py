@@ -39,7 +39,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """The actors of one kind, such as engines or scoring workers."""
+    """The number and the resources of the actors of one kind, such as engines."""
 
     name: str
     """The plural name of this kind of actor, such as `engines`."""
@@ -63,7 +63,7 @@ class Actors:
 
 
 def check_ray() -> None:
-    """Raise an error that says how to install Ray if it is missing."""
+    """If Ray is not installed, raise an error that says how to install Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("config: [cluster] needs Ray: pip install 'covey[ray]'")
 
@@ -121,7 +121,7 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
 
 @contextmanager
 def _hidden_gpus(count: int) -> Iterator[None]:
-    """Hide the first GPUs from processes that are started inside this `with` block."""
+    """Hide the first `count` GPUs from processes that are started inside the `with` block."""
     name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
     if not count:
         yield
@@ -170,7 +170,7 @@ def _set_aside(count: int) -> None:
 
 
 def check_room(actors: Sequence[Actors]) -> None:
-    """Reject requests for more resources than the cluster has; Ray would wait for them forever."""
+    """Reject actors that need more CPUs or GPUs than the cluster has in total."""
     import ray
 
     total = ray.cluster_resources()
@@ -200,7 +200,7 @@ def dead(error: BaseException) -> bool:
 
 
 def translated(error: Exception, what: str) -> Exception:
-    """Return a one-line error for a failure inside an actor; `details` has the traceback."""
+    """Return a one-line error for a failure in an actor, with the traceback in `details`."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, CoveyError):
         return cause

@@ -1,4 +1,4 @@
-"""A reference policy in a Ray actor, which uses no memory on the trainer's device."""
+"""Runs the reference policy in a Ray actor, so it uses no memory of the trainer's device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.types import Batch
 
 
 class ReferenceActor:
-    """The Ray actor class, with a reference policy that never changes."""
+    """A Ray actor that holds a frozen reference policy."""
 
     def __init__(self, build: Callable[[], Reference]) -> None:
         self.reference = build()
@@ -23,14 +23,14 @@ class ReferenceActor:
         return self.reference.identity
 
     def logp(self, batch: Batch) -> tuple[Any, Any]:
-        """Return log-probabilities and entropies of a batch on the CPU."""
+        """Return the log-probabilities and entropies of a batch as CPU tensors."""
         found = self.reference.logp(batch)
         return found.logp.cpu(), found.entropy.cpu()
 
 
 @dataclass(slots=True, kw_only=True)
 class RayReference(Reference):
-    """A reference policy that calls the actor, and restarts a dead actor with the same weights."""
+    """A reference policy that runs in a Ray actor, and restarts the actor if it dies."""
 
     build: Callable[[], Reference]
     need: Need

@@ -1,7 +1,7 @@
-"""Scoring in Ray actors: each actor runs a scoring pool with time and memory limits.
+"""Scores completions in Ray actors; each actor has its own pool of worker processes.
 
-If an actor dies, its job is scored again by another actor. If a completion is scored twice, the
-result is the same, because a reward depends only on the completion.
+If an actor dies, its replacement scores the unfinished completions again. If a completion is scored
+twice, the result is the same, because a reward depends only on the completion.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from covey.scoring.job import Job, ScoreResult
 from covey.scoring.pool import Pool
 
 CALLS = 256
-"""Maximum number of jobs that an actor accepts at once."""
+"""Maximum number of scoring jobs that an actor works on at the same time."""
 
 
 class ScoringActor:
-    """The Ray actor class, with a scoring pool on the actor's node."""
+    """A Ray actor that scores completions in a pool of worker processes on its node."""
 
     def __init__(self, reward: Reward, identity: str, settings: dict[str, Any]) -> None:
         self.pool = Pool(reward, identity, **settings)
@@ -32,7 +32,7 @@ class ScoringActor:
         return self.pool.submit(job).result()
 
     def pid(self) -> int:
-        """The process id, for messages and tests."""
+        """Return the process id of the actor, for messages and tests."""
         import os
 
         return os.getpid()
@@ -47,7 +47,7 @@ class RayScorer:
     actors: int
     need: Need
     settings: dict[str, Any]
-    """Keyword arguments of each scoring pool."""
+    """Keyword arguments of each actor's `Pool`, such as the time limit."""
     restarts: int
     handles: list[Any] = field(default_factory=list, init=False)
     sent: int = field(default=0, init=False)
@@ -70,7 +70,7 @@ class RayScorer:
         return bool(getattr(self.reward, "whole_groups", False))
 
     def submit(self, job: Job) -> RayScore:
-        """Send a job to the next actor."""
+        """Send a scoring job to the next actor in turn."""
         with self.lock:
             place = self.sent % self.actors
             self.sent += 1
@@ -108,7 +108,7 @@ class RayScorer:
 
 @dataclass(slots=True)
 class RayScore:
-    """A job that was sent to an actor."""
+    """The pending result of a scoring job that was sent to an actor."""
 
     scorer: RayScorer
     job: Job

@@ -22,7 +22,7 @@ CALLS = 3
 """Number of concurrent calls to an actor: one call waits for output, others control the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
-"""Seconds in which the other ranks must notice a dead rank, report it, and end."""
+"""After a rank dies, the other ranks have this many seconds to report the death and end."""
 
 
 def run_ranks(
@@ -70,7 +70,8 @@ def _actor(group: Any, number: int, need: Need) -> Any:
 def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
     """Return the environment variables that torchrun would set for each rank.
 
-    Each rank of a node sees the GPUs of all ranks on that node, and uses the GPU at its local rank.
+    Each rank of a node sees the GPUs of all ranks on that node, and uses the GPU whose index is the
+    local rank.
     """
     nodes = [place.node for place in places]
     alone = len(set(nodes)) == 1
@@ -96,10 +97,10 @@ def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
 
 @dataclass(slots=True)
 class _Ranks:
-    """The ranks of a run, in the process that started them."""
+    """Starts the ranks of a run, prints their output and forwards signals to them."""
 
     actors: list[Any]
-    """The actors of the ranks; after `start`, they are in the order of ranks."""
+    """The Ray actors that run the ranks; after `start`, the actor at index i runs rank i."""
     codes: dict[int, int] = field(default_factory=dict)
     """The exit codes of ended ranks; negative if a signal or a dead actor ended the rank."""
     said: SimpleQueue[tuple[int, Output]] = field(default_factory=SimpleQueue)
@@ -158,7 +159,7 @@ class _Ranks:
                 return
 
     def _hear(self) -> None:
-        """Wait a short time for output, and print it."""
+        """Wait a short time for output of a rank, and print it or store the exit code."""
         try:
             rank, found = self.said.get(timeout=POLL_SECONDS)
         except Empty:
@@ -172,7 +173,7 @@ class _Ranks:
         stream.buffer.flush()
 
     def _code(self) -> int:
-        """Return the exit code of the run; raise an error if no rank could report its failure."""
+        """Return the run's exit code; raise an error if a rank died and no rank said why."""
         ended = [self.codes[rank] for rank in sorted(self.codes)]
         if len(ended) == len(self.actors) and not any(ended):
             return 0

@@ -1,4 +1,4 @@
-"""Port a TRL script: convert options of GRPOConfig to Covey's settings, and list other options.
+"""Convert the GRPOConfig options of a TRL script to settings; list unsupported options.
 
 If TRL's default of an option differs from Covey's default, the converted settings include TRL's
 default. On one device, the ported run trains in the same way as the TRL script.
@@ -39,7 +39,7 @@ HEAD = (
     "rewards=...)",
 )
 FROM_PYTHON = {"task.name": DATASET, "reward.name": FUNCTIONS}
-"""Placeholders for the data and rewards of the script; no command accepts these names."""
+"""Placeholder names for the script's dataset and rewards, which covey.train replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,14 @@ class Ported:
     settings: Mapping[str, Any]
     """The values of the settings, by dotted name."""
     notes: tuple[str, ...]
-    """A line for each option without a counterpart, or with a different meaning in Covey."""
+    """A note for each TRL option that Covey lacks, or that means something else in Covey."""
     given: frozenset[str] = frozenset()
     """The settings that the script's options determine; the other settings are TRL's defaults."""
 
     computed: Mapping[str, str] = field(default_factory=dict)
-    """Maps a setting to the option that determines it, if the script computes that option."""
+    """Maps each setting whose value is unknown to the TRL option that determines it."""
     unpacked: tuple[str, ...] = ()
-    """Each `**name` in the script whose options are not known."""
+    """Each `**name` argument of the script whose contents are not known."""
 
     def toml(self) -> str:
         """Return the settings as a configuration file, with the notes as comments."""
@@ -84,7 +84,7 @@ class Ported:
 
 
 def from_grpo_config(config: Any) -> Ported:
-    """Port a GRPOConfig object, or a mapping of the options that were given."""
+    """Convert a GRPOConfig object, or a dict of its options, to settings of Covey."""
     return ported(_given(config))
 
 
@@ -141,8 +141,8 @@ def _missing(given: Arguments) -> list[str]:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The result always contains the first of these settings. The result contains another setting only
-    if `settings` has a nonzero value for it.
+    The option's first setting is always returned. Each further setting of the option is returned
+    only if its value in `settings` is nonzero.
     """
     first, *others = *_depends(option), None
     found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]
@@ -150,7 +150,7 @@ def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _trainer(call: ast.Call, known: Values) -> Ported:
-    """Return the model of a GRPOTrainer, with notes about its other arguments."""
+    """Return model.path from a GRPOTrainer call, and notes about other arguments."""
     values = {keyword.arg: keyword.value for keyword in call.keywords}
     settings, notes = {}, []
     model = values.get("model", call.args[0] if call.args else None)
@@ -165,7 +165,7 @@ def _trainer(call: ast.Call, known: Values) -> Ported:
 
 
 def _is_lora(value: ast.expr) -> bool:
-    """Whether a peft_config is a LoraConfig or a variable, which probably holds a LoraConfig."""
+    """Whether peft_config is a LoraConfig call, or a variable that may hold a LoraConfig."""
     return isinstance(value, ast.Name) or (
         isinstance(value, ast.Call) and called(value) == "LoraConfig"
     )
@@ -181,7 +181,7 @@ ADAPTER = {
 
 
 def _adapter(call: ast.Call, known: Values) -> Ported:
-    """Port a LoraConfig with known values; missing values get the defaults of peft."""
+    """Convert the known arguments of a LoraConfig; missing arguments get peft's defaults."""
     given = known.arguments(call)
     options, lost = given.options, (*given.unknown, *given.unpacked)
     notes = [f"LoraConfig: {name} is computed in the script; set it yourself" for name in lost]
@@ -202,7 +202,7 @@ def _adapter(call: ast.Call, known: Values) -> Ported:
 
 
 def ported(given: Mapping[str, Any]) -> Ported:
-    """Port options of GRPOConfig by name."""
+    """Convert GRPOConfig options, given by name, to settings of Covey."""
     options = {**DEFAULTS, **given}
     settings: Settings = {**FROM_PYTHON, **_objective(options), **_batch(options)}
     settings |= {**_engine(options), **_warmup(options)}
@@ -259,7 +259,7 @@ def _objective(options: Mapping[str, Any]) -> Settings:
 
 
 def _batch(options: Mapping[str, Any]) -> Settings:
-    """Return the settings for prompts, mini-batches and steps of a run on one device."""
+    """Convert TRL's batch options to settings for a run on one device."""
     per_device, accumulated = (
         options["per_device_train_batch_size"],
         options["gradient_accumulation_steps"],
@@ -320,7 +320,7 @@ def _rhythm(options: Mapping[str, Any], updates: int) -> tuple[Settings, list[st
 
 
 def _warmup(options: Mapping[str, Any]) -> Settings:
-    """Return the warm-up, in optimizer steps or as a fraction of the run."""
+    """Return warmup_steps if TRL's option is 1 or more, and warmup_ratio if it is below 1."""
     steps = options.get("warmup_steps") or 0
     if not steps:
         return {}

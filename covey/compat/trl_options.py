@@ -1,4 +1,4 @@
-"""Options of TRL's GRPOConfig: their counterparts in Covey, and advice about other options."""
+"""Maps options of TRL's GRPOConfig to settings of Covey, or to advice for the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_scheduler_type": "linear", "seed": 42, "gradient_checkpointing": True, "save_steps": 500,
     "eval_strategy": "no", "logging_steps": 10,
 }  # fmt: skip
-"""TRL's defaults that differ from Covey's, and TRL's defaults that determine other settings."""
+"""TRL's default values of the options that the conversion always needs."""
 
 
 def _same(value: Any) -> Any:
@@ -75,7 +75,7 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "seed": ("seed", _same),
     "report_to": ("trackers", _trackers),
 }
-"""Covey's setting for an option of TRL, and a function that converts the option's value.
+"""Maps a TRL option to Covey's setting and a function that converts the option's value.
 
 If the conversion function returns None, Covey's setting is omitted.
 """
@@ -165,7 +165,7 @@ NAMED: Mapping[str, str] = {
     "vespo_lambda_pos": "set objective.rate_pos",
     "vespo_lambda_neg": "set objective.rate_neg",
 }  # fmt: skip
-"""Advice on what to do instead of an option of TRL, by the option's name."""
+"""Maps each TRL option without a direct counterpart to advice for the user."""
 
 HANDLED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -199,7 +199,7 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "logging_steps": (),  # a note; used only if eval_steps is missing
     "max_prompt_length": ("rollout.long_prompts",),
 }  # fmt: skip
-"""Maps an option to the settings that depend on it and on other options."""
+"""Maps a TRL option to the settings that are computed from this and other options."""
 
 _STEPS = ("train.steps", "save.every", "evaluate.every")
 COMPUTED: Mapping[str, tuple[str, ...]] = {
@@ -209,7 +209,7 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
          "generation_batch_size", "num_iterations"), _STEPS),
 }  # fmt: skip
-"""Maps an option to other settings that can be computed only if the option's value is known."""
+"""Maps a TRL option to settings, besides those in `HANDLED`, that depend on its value."""
 
 TRAINER: Mapping[str, str] = {
     "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",
@@ -220,4 +220,4 @@ TRAINER: Mapping[str, str] = {
     "processing_class": "the tokenizer is that of the model's folder",
     "environment_factory": "pass it as environment=... to covey.train",
 }
-"""Advice on what to do instead of an argument of GRPOTrainer, by the argument's name."""
+"""Maps each argument of GRPOTrainer to advice on what to use instead."""

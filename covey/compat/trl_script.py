@@ -73,7 +73,7 @@ def _is_call(node: ast.AST | None, names: tuple[str, ...]) -> bool:
 
 
 def _import(edits: _Edits, node: ast.stmt) -> None:
-    """Replace imports of TRL by `import covey`, and remove peft's LoraConfig."""
+    """Replace imports of TRL by `import covey`, and remove the import of LoraConfig."""
     if isinstance(node, ast.Import) and any(alias.name == "trl" for alias in node.names):
         others = [alias.name for alias in node.names if alias.name != "trl"]
         edits.replace(node, "import covey", *(f"import {other}" for other in others))
@@ -84,7 +84,7 @@ def _import(edits: _Edits, node: ast.stmt) -> None:
 
 
 def _object(edits: _Edits, node: ast.stmt) -> None:
-    """Remove an assignment of a TRL object, and remember its name."""
+    """Remove a statement that creates a TRL object, and remember the variable's name."""
     if isinstance(node, ast.Assign) and _is_call(node.value, TRL_OBJECTS):
         edits.removed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         edits.replace(node)
@@ -122,7 +122,7 @@ def _attribute(edits: _Edits, node: ast.stmt) -> None:
 
 
 def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:
-    """Return the lines of the call of covey.train."""
+    """Return the source lines of the call to `covey.train`."""
     given = {keyword.arg: keyword.value for keyword in trainer.keywords}
     names = {"train_dataset": "dataset", "eval_dataset": "held_out"}
     names["environment_factory"] = "environment"
@@ -139,7 +139,7 @@ def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:
 
 
 def _rewards(tree: ast.Module, functions: ast.expr) -> str:
-    """Return the reward functions, with reward_weights if the GRPOConfig has them as literals."""
+    """Return the code of the argument `rewards`, with weights if reward_weights is a list."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     keywords = [k for call in calls if called(call) == "GRPOConfig" for k in call.keywords]
     weights = next((k.value for k in keywords if k.arg == "reward_weights"), None)

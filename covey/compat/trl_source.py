@@ -27,7 +27,7 @@ RESUME = "resume_from_checkpoint"
 
 
 def parsed(text: str, name: str) -> ast.Module:
-    """Parse a script, or raise ConfigError."""
+    """Parse a script; raise ConfigError if it is not valid Python."""
     try:
         return ast.parse(text)
     except SyntaxError as error:
@@ -43,7 +43,7 @@ def called(call: ast.Call) -> str:
 
 @dataclass(slots=True)
 class Values:
-    """The values of expressions in a script: literals, and names that the script binds once."""
+    """Computes expressions that contain only literals and names that are bound once."""
 
     bound: Mapping[str, ast.expr]
     known: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Values:
 
     @classmethod
     def of(cls, tree: ast.Module) -> Values:
-        """Find the names that the whole script binds once, by a plain assignment.
+        """Find the names to which the whole script assigns a value exactly once.
 
         A name that is bound once has the same value everywhere in the script. The result omits
         lists and dicts that the script changes or passes to a function.
@@ -72,14 +72,14 @@ class Values:
         )
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression, or raise ValueError."""
+        """Return the value of an expression; raise ValueError if it is not known."""
         try:
             return self._value(node)
         except (ArithmeticError, TypeError, RecursionError) as error:
             raise ValueError(str(error)) from None
 
     def text(self, node: ast.expr) -> str | None:
-        """Return the value of an expression if it is a known string."""
+        """Return the value of an expression if it is a known string, and None otherwise."""
         try:
             return _text(self.value(node))
         except ValueError:
@@ -160,7 +160,7 @@ class Arguments:
     options: dict[str, Any] = field(default_factory=dict)
     """The arguments with known values."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Source code of each argument whose value the script computes, by the argument's name."""
+    """Maps each argument whose value is not known to the argument's source code."""
     unpacked: list[str] = field(default_factory=list)
     """Each `**name` whose keys are not all known."""
 
@@ -224,7 +224,7 @@ class Attribute:
 
 
 def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Return each target of an assignment with its value."""
+    """Return a pair (target, value) for each target of an assignment."""
     if isinstance(node, ast.Assign):
         return [(target, node.value) for target in node.targets]
     if isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -238,7 +238,7 @@ def _owners(node: ast.AST, config: ast.Call, trainer: ast.Call | None) -> list[s
 
 
 def _names(node: ast.AST, call: ast.Call | None) -> list[str]:
-    """Return the names that an assignment gives to the result of a call."""
+    """Return the variables in which an assignment stores the result of `call`."""
     return [ast.unparse(target) for target, value in assigned(node) if value is call]
 
 
@@ -286,7 +286,7 @@ def _may_change(node: ast.AST) -> list[str]:
 
 
 def _arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
-    """Return the result of an operator that is applied to two numbers or to two strings."""
+    """Apply an arithmetic operator to two numbers, or join two strings."""
     both = (left, right)
     joined = isinstance(op, ast.Add) and all(isinstance(item, str) for item in both)
     numbers = all(isinstance(item, int | float) and abs(item) < LARGEST for item in both)

@@ -1,4 +1,4 @@
-"""Configuration: plain data, with validation errors that name the field."""
+"""The configuration of a run; validation errors name the wrong setting."""
 
 from covey.config.load import (
     load_config,

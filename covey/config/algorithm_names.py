@@ -50,10 +50,10 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
 """Title of each algorithm, in the order of covey.objective.ALGORITHMS, which has the same keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms that train on preference pairs. These algorithms have no importance ratio, and their
-beta is not a KL weight."""
+"""Algorithms that train on preference pairs. Preference algorithms have no importance ratio, and
+their beta is not a KL weight."""
 COMPOSED = "composed"
-"""The value of objective.name for a combination of advantage, ratio, surrogate and weights."""
+"""The objective.name of a user's combination of advantage, ratio, surrogate and weights."""
 
 
 def check_algorithm_name(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Reading and writing configurations: a TOML file or a recipe, then `--set a.b=1` overrides.
+"""Reads configurations (TOML files, recipes, `--set a.b=1` overrides) and writes them.
 
 Every mistake raises a one-line error that names the key, the value and the nearest valid name.
 """
@@ -53,14 +53,14 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
 
 
 def _order(override: str) -> tuple[bool, int]:
-    """Return a sort key that puts `name` keys first, and outer keys before inner keys."""
+    """Return a sort key: overrides of `name` come first, and outer before inner sections."""
     key = override.partition("=")[0].strip()
     is_name = key.endswith(".name")
     return not is_name, key.count(".") if is_name else 0
 
 
 def parse_config(data: Mapping[str, Any]) -> Config:
-    """Check plain data against the schema."""
+    """Check settings against the schema, and return them as a configuration."""
     _check_depth(data, "config")
     if old := check_names(data):
         raise ConfigError(old)
@@ -125,7 +125,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return a section's `name`: the given name, or the default that fits its other keys."""
+    """Return the `name` of a section; if none is given, the default for these keys."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -135,7 +135,7 @@ def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
 
 
 def _value(raw: str) -> Any:
-    """Parse a value as TOML; text that is not TOML is a string, which needs no quotes."""
+    """Parse a text as a TOML value; if the text is not valid TOML, return it as a string."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except RecursionError:
@@ -186,7 +186,7 @@ def _elsewhere(path: list[str]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Write a configuration as TOML that reads back as the same configuration."""
+    """Return a configuration as TOML text; loading this text gives the same configuration."""
     lines = [f"{name} = {toml_value(getattr(config, name))}" for name in PLAIN]
     for name in Config.model_fields:
         section = getattr(config, name)
@@ -201,15 +201,16 @@ def to_toml(config: Config) -> str:
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
-    """Write a table, one key per line.
+    """Return the TOML lines of a table, one line per key.
 
-    TOML has no null, so values of None are omitted. Settings that may be None have None as default.
+    TOML has no null, so values of None are omitted. No setting is lost, because a setting that may
+    be None is None by default.
     """
     return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
 
 
 def _key(key: str) -> str:
-    """Write a key, quoted if it has characters that TOML does not allow in a bare key."""
+    """Return a key as TOML, with quotes if TOML does not allow the key without quotes."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
@@ -220,7 +221,7 @@ def _toml_sign(sign: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Write one value as TOML."""
+    """Return one value as TOML text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

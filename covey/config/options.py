@@ -1,4 +1,4 @@
-"""Check the options of a section that names a function against the function's signature."""
+"""Checks a section's options against the signature of the function that the section names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def choose(
     registry: Mapping[str, Callable[..., T]], section: Named, where: str
 ) -> Callable[..., T]:
-    """Return the function that a section names."""
+    """Return the function that the section's `name` refers to in the registry."""
     if section.name not in registry:
         hint = nearest(section.name, registry)
         raise ConfigError(f"config: {where}.name = {section.name!r} is not known{hint}")
@@ -66,7 +66,7 @@ def resolve_options(
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], str | None]:
-    """Return the named parameters, and the name of a `**options` parameter, if any."""
+    """Return a function's named parameters, and the name of its `**` parameter or None."""
     parameters = inspect.signature(function).parameters
     rest = [key for key, p in parameters.items() if p.kind is p.VAR_KEYWORD]
     named = {
@@ -78,7 +78,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options; empty (no checks) if the types cannot be resolved."""
+    """Return the types of a function's options; {} if its type hints cannot be resolved."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only

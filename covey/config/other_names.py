@@ -1,6 +1,6 @@
 """Names of settings in TRL, verl and Covey 0.1, for error messages and docs/settings.md.
 
-The names for verl are the names in its PPO trainer, without `actor_rollout_ref`.
+The names for verl come from verl's PPO trainer, and omit the prefix `actor_rollout_ref`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ OTHER_NAMES: Mapping[str, Names] = MappingProxyType(
         "save.rollouts": Names("log_completions", "trainer.rollout_data_dir"),
     }
 )
-"""Names of each setting of Covey in other libraries."""
+"""Maps each setting of Covey to its names in TRL and verl."""
 
 
 def ours(name: str) -> str | None:
@@ -109,7 +109,7 @@ def ours(name: str) -> str | None:
 
 
 COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temperature"})
-"""Last components, such as `enable`, that occur in many of verl's dotted names."""
+"""Last words of verl's dotted names, such as `enable`, that do not identify a setting."""
 
 
 # Keys of Covey 0.1 and their new names.
@@ -138,14 +138,14 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "save.review_answers": "save.samples_shown",
     }
 )
-"""Maps each renamed key to its new name.
+"""Maps each renamed key of Covey 0.1 to its new name.
 
-The entry of a section applies to all keys of the section that have no entry of their own.
+If a whole section was renamed, its entry applies to all keys that have no entry of their own.
 """
 
 
 def new_setting(key: str) -> str | None:
-    """Return the new name of an old key, or None for any other key.
+    """Return the new name of a renamed key; None if the key was not renamed.
 
     >>> new_setting("rollout.samples"), new_setting("warmup.steps"), new_setting("train.steps")
     ('rollout.group_size', 'sft.steps', None)

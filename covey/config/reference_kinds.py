@@ -20,7 +20,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "server": ("url", "token_env", "timeout", "patience", "fingerprint"),
     }
 )
-"""Each kind of reference with the settings that it reads."""
+"""Maps each kind of reference policy to the settings that this kind uses."""
 
 
 def check_reference(section: Section) -> None:
@@ -59,8 +59,8 @@ SELF_TEACHER = ("alpha", "every", "context", "template")
 def check_teacher(section: Teacher, *, privileged: bool) -> None:
     """Reject [teacher] if it names no teacher that fits the objective, or has unused settings.
 
-    If `privileged` is true, the teacher must be the policy itself, with privileged text in its
-    prompt.
+    If `privileged` is true, the teacher must be the policy itself, which sees extra text in its
+    prompt, such as a correct completion.
     """
     if privileged:
         _check_self_teacher(section)

@@ -1,7 +1,8 @@
 """The configuration schema: one class per section, one documented line per setting.
 
 The sections `task`, `reward`, `length_penalty` and `objective` name a function and contain its
-options. The options are checked against the function's signature when a run is assembled.
+options. Before a run starts, Covey checks the options of a function against the function's
+signature.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Named(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys of this table that are not options: the name and all declared fields."""
+        """The values of the declared fields, without the options of the function."""
         return {key: getattr(self, key) for key in type(self).model_fields}
 
     @property
     def options(self) -> dict[str, Any]:
-        """All keys of the table except its declared fields."""
+        """The options of the function: all keys that are not declared fields."""
         return dict(self.model_extra or {})
 
 
@@ -51,23 +52,24 @@ class Vllm(Section):
     """[engine.vllm]: settings of engine.kind = "vllm"."""
 
     servers: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of servers to start on this machine."""
+    """Number of vLLM servers to start on this machine."""
     urls: list[Annotated[str, Field(min_length=1)]] = []
     """Addresses of running vLLM servers, such as http://127.0.0.1:8000; if set, Covey starts no
     server."""
     colocated: bool = False
-    """Run vLLM in this process, on the trainer's GPU, instead of a server. vLLM sleeps while the
-    trainer trains."""
+    """Run vLLM in the trainer's process and on the trainer's GPU, instead of in a server. vLLM
+    sleeps while the trainer trains."""
     memory: Annotated[float, Field(gt=0)] = 0.5
     """Fraction of a GPU's memory that a server uses; on a CPU, the size of a server's KV cache in
     GiB."""
     tensor_parallel: Positive = 1
-    """Number of GPUs per server."""
+    """Number of GPUs per vLLM server."""
     first_gpu: Count = 1
-    """Index of the first GPU that servers use. The trainer uses the GPUs with smaller indices."""
+    """Index of the first GPU that vLLM servers use. The trainer uses GPUs with smaller indices than
+    the servers."""
     transfer: Literal["file", "nccl"] = "file"
-    """How weights are sent to servers: file (in shared memory, or engine.vllm.folder) or nccl (from
-    GPU to GPU)."""
+    """How weights are sent to vLLM servers: file (a file in shared memory or in engine.vllm.folder)
+    or nccl (from GPU to GPU)."""
     folder: str = ""
     """With transfer = "file", a folder that trainer and servers share; empty: shared memory."""
     host: str = "127.0.0.1"
@@ -77,7 +79,7 @@ class Vllm(Section):
     patience: Seconds = 600.0
     """Seconds to wait for a server to start or come back."""
     restarts: Count = 3
-    """Number of times that a dead server is restarted, or waited for, before the run ends."""
+    """Covey restarts a dead server, or waits for it, at most this often; then the run ends."""
     arguments: list[str] = []
     """Additional arguments for the command that starts vLLM."""
 
@@ -96,8 +98,8 @@ class Cluster(Section):
     """Number of engine actors per trainer rank, each with a copy of the model; 0: the trainer
     ranks generate."""
     max_engines: Count = 0
-    """Maximum number of engine actors. Actors beyond cluster.engines start when the cluster has
-    free resources. With 0, no actors beyond cluster.engines start."""
+    """Maximum number of engine actors per trainer rank. Actors beyond cluster.engines start when
+    the cluster has free resources. With 0, no actors beyond cluster.engines start."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -108,11 +110,12 @@ class Cluster(Section):
     """Number of scoring actors, each with scoring.workers processes; 0: scoring runs on the
     trainer's machine."""
     reference_actor: bool = False
-    """Whether a frozen reference runs in its own actor, with the resources of an engine."""
+    """Whether a frozen reference policy runs in its own Ray actor, with as many CPUs and GPUs as an
+    engine actor."""
     restarts: Count = 3
     """Maximum number of actor deaths in a run; one more death ends the run."""
     patience: Seconds = 300.0
-    """Seconds to wait for the resources of an actor."""
+    """Seconds to wait until the cluster has free resources for an actor."""
 
     @property
     def engine_actors(self) -> int:
@@ -179,8 +182,8 @@ class Train(Section):
     """Training steps."""
     stop_after: StopAfter = StopAfter()
     """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
-    over the training prompts; {steps = n} is the same as `steps`. When a fraction f of the limit is
-    used up, the run has the learning rate and the evaluation schedule of step f * `steps`."""
+    over the training prompts; {steps = n} is the same as `steps`. Learning rate and evaluations
+    depend on the used fraction of the limit: half of the limit corresponds to step `steps` / 2."""
     mini_batches: Positive = 1
     """Mini-batches in one epoch of a training step. Each mini-batch takes one optimizer step."""
     epochs: Positive = 1
@@ -190,17 +193,19 @@ class Train(Section):
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
     """Maximum memory for logits, which are computed for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp: a forward pass of the trainer before the first optimizer step (recompute)
-    or the engine (sampler). With auto, old_logp comes from the engine if the engine's log-probs are
-    exact (float32, no truncation) or if the ratio has to correct for staleness. In all other cases,
-    auto takes old_logp from the trainer, which needs no extra forward pass if a training step has
-    one optimizer step."""
+    """Source of old_logp, the log-probs in the denominator of the ratio: a forward pass of the
+    trainer before the first optimizer step (recompute) or the engine (sampler). With auto, old_logp
+    comes from the engine if the engine's log-probs are exact (float32, no truncation) or if the
+    ratio has to correct for staleness. If the engine's log-probs are not suitable, auto lets the
+    trainer compute old_logp, which needs no extra forward pass if a training step has one optimizer
+    step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""
 
     stop_on: Names = Field(default_factory=list)
-    """Health findings that end the run, such as nan or collapse; docs/health.md lists them."""
+    """Names of health problems that end the run, such as nan or collapse; docs/health.md lists all
+    names."""
     patience: Count = 0
     """End the run if the metric save.best does not improve in this many measurements; 0: never."""
 
@@ -217,7 +222,7 @@ class Train(Section):
         return {**data, "steps": stop["steps"], "stop_after": others}
 
     def over_prompts(self, prompts: int, per_step: int) -> Train:
-        """Return the settings with the number of steps computed from a given `stop_after.epochs`.
+        """If `stop_after.epochs` is set, return the settings with `steps` computed from it.
 
         All prompts of a step come from the same epoch. If the last prompts of an epoch do not fill
         a step, the epoch omits these prompts.
@@ -234,7 +239,7 @@ class Train(Section):
 
     @property
     def amount(self) -> int:
-        """The limit that ends the run, in the unit `budget`."""
+        """The limit that ends the run, in the unit that `budget` names."""
         return self.steps if self.budget == "steps" else getattr(self.stop_after, self.budget)
 
     @property
@@ -261,12 +266,14 @@ class Teacher(Section):
     """[teacher]. An objective that needs a teacher gets it from `path`, `url` or `policy`."""
 
     path: str = ""
-    """The teacher model, as in model.path, or an adapter folder, with the policy's tokenizer."""
+    """Path of the teacher: a model, in the form of model.path, or a LoRA adapter folder. The
+    teacher must have the policy's tokenizer."""
     offload: bool = False
-    """Keep the teacher's weights in main memory between training steps. This setting needs a
-    teacher with `path` or with policy = "frozen"."""
+    """Keep the teacher's weights in main memory between training steps. Offloading the teacher
+    works only with teacher.path or with teacher.policy = "frozen"."""
     url: str = ""
-    """Address of a server of `covey reference serve`, such as http://127.0.0.1:8500."""
+    """Address of the teacher's server, which `covey reference serve` starts, such as
+    http://127.0.0.1:8500."""
     token_env: str = ""
     """Name of the environment variable with the bearer token of the teacher's server."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
@@ -274,25 +281,25 @@ class Teacher(Section):
     patience: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to retry while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the distribution of a teacher with `path` or `url`, independent of the
-    sampling temperature."""
+    """Softmax temperature of a teacher that `path` or `url` names; rollout.temperature does not
+    affect this teacher."""
     policy: Literal["", "current", "frozen", "moving"] = ""
-    """For sdpo: the policy itself is the teacher, with privileged text in its prompt. The teacher's
-    weights are the current policy's weights (current), the initial weights (frozen), or a moving
-    average (moving)."""
+    """For sdpo: the policy itself is the teacher, and gets privileged text in its prompt, such as a
+    correct completion. The teacher's weights are the current policy's weights (current), the
+    initial weights (frozen), or a moving average (moving)."""
     alpha: Share = 0.05
     """Weight of the policy in an update of a teacher with policy = "moving": teacher = alpha *
     policy + (1 - alpha) * teacher."""
     every: Positive = 1
     """Optimizer steps between updates of a teacher with policy = "moving"."""
     context: dict[str, str] = Field(default=CONTEXT)
-    """With `policy`: for each source of privileged text, a template that contains {text}. The
+    """With `policy`: maps each source of privileged text to a template that contains {text}. The
     source `success` is a correct completion of the same group. The source `feedback` is the
-    reward's feedback on the completion itself. Besides `success` and `feedback`, a source of
-    privileged text can be `target` or a column of the data."""
+    reward's feedback on the trained completion. Other sources of privileged text are `target` (the
+    reference answer) and any column of the data."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
-    """With `policy`, the template of the last message in the teacher's prompt. The template
-    contains {prompt} and {context}."""
+    """With `policy`, the template of the last message in the teacher's prompt, with the
+    placeholders {prompt} and {context}."""
 
 
 class RewardChange(Section):
@@ -322,7 +329,8 @@ class Environment(Named):
     parallel_calls: bool = True
     """Whether a turn may have several tool calls; if not, a turn ends after its first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Number of worker processes for environments without quick = True; 0: one per core."""
+    """Number of worker processes for environments; 0: one per core. Environments with quick = True
+    need no worker process."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Time limit of one environment step, in seconds. If an environment step takes longer than this
     limit, the rollout ends with an error."""
@@ -352,10 +360,10 @@ class Engine(Section):
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """GiB for keys and values of completions on a GPU. If completions need more memory, the native
-    engine pauses the completions with the fewest tokens and continues them later. With 0, the
-    engine reserves enough memory for all completions at rollout.max_tokens, or less if this memory
-    is not free."""
+    """Size of the KV cache for completions on a GPU, in GiB. If completions need more memory, the
+    native engine pauses the completions with the fewest tokens and continues them later. With 0,
+    the engine reserves memory for all concurrent completions at their maximum length, or less if
+    the GPU has less free memory."""
 
     @property
     def rounds(self) -> str:
@@ -367,10 +375,11 @@ class Curriculum(Section):
     """[curriculum]. A curriculum chooses the prompts of a step by the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
-    """Sampling weight of a prompt with the running pass rate p. uniform: equal weights; hard: 1 -
-    p; uncertain: p (1 - p). A prompt without results has the pass rate p = 0.5."""
+    """How the sampling weight of a prompt depends on its running pass rate p. uniform: equal
+    weights; hard: 1 - p; uncertain: p (1 - p). A prompt without results has the pass rate p =
+    0.5."""
     memory: Share = 0.2
-    """Weight of the newest group in a running pass rate."""
+    """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01
     """Smallest sampling weight of a prompt, or of one task in a mixed task. A minimum weight
     ensures that the run sometimes draws every prompt and every task."""
@@ -391,7 +400,7 @@ class Replay(Section):
     """[replay]"""
 
     groups: Count = 0
-    """Number of earlier groups that a step also trains on; 0: none."""
+    """Number of groups from earlier steps that a training step also trains on; 0: none."""
     size: Positive = 64
     """Number of groups to keep for replay: the newest groups with both correct and incorrect
     completions."""
@@ -403,8 +412,8 @@ class Critic(Section):
     """[critic]: the model that is trained to predict the reward, for objectives with a critic."""
 
     path: str = ""
-    """The critic's initial model, as in model.path, with the policy's tokenizer; empty: the
-    policy's initial weights."""
+    """Initial model of the critic, in the form of model.path; empty: the policy's initial model.
+    The critic must have the policy's tokenizer."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Constant learning rate of the critic's AdamW. The critic's other AdamW options come from
     [optimizer]."""
@@ -418,7 +427,8 @@ class Preferences(Section):
     """[preferences]: settings of objectives that compare pairs of completions."""
 
     file: str = ""
-    """JSON Lines file with prompt, chosen and rejected, to train on instead of sampled groups."""
+    """JSON Lines file of preference pairs with the fields prompt, chosen and rejected. If set, the
+    run trains on this file instead of sampled completions."""
     max_tokens: Count = 0
     """Leave out pairs in which a completion has more tokens than this; 0: the limit is
     rollout.max_tokens."""
@@ -440,7 +450,7 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     offload_activations: bool = False
-    """With gradient_checkpointing on a GPU, keep the inputs of layers in main memory; useful for
+    """With gradient_checkpointing on a GPU, move the stored layer inputs to main memory; useful for
     long sequences."""
     deterministic: bool = False
     """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
@@ -531,9 +541,9 @@ class Reference(Section):
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Kind of the reference policy for the KL penalty: a copy of the initial weights (frozen), a
-    copy in main memory (offloaded), the model without its adapter (adapter_off), weights that
-    follow the policy (moving, renewed), or a server. The reference is loaded only if there is a KL
-    penalty."""
+    copy in main memory (offloaded), the model without its adapter (adapter_off), a moving average
+    of the policy (moving), a copy of the policy that is renewed every reference.every optimizer
+    steps (renewed), or a server. The reference is loaded only if the objective has a KL penalty."""
     alpha: Share = 0.6
     """Weight of the policy in an update of a moving reference: reference = alpha * policy +
     (1 - alpha) * reference."""
@@ -548,7 +558,8 @@ class Reference(Section):
     patience: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to retry while the reference server cannot be reached."""
     fingerprint: str = ""
-    """Required digest of the reference server's weights; empty: the digest of its first reply."""
+    """Digest that the reference server's weights must have; empty: the digest in the server's first
+    reply."""
 
 
 class Rollout(Section):
@@ -557,8 +568,8 @@ class Rollout(Section):
     prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
     """Prompts in a training step."""
     group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
-    """Completions sampled per prompt. A group size of 1 works only with objectives that compare no
-    completions, such as opd."""
+    """Completions sampled per prompt. A group size of 1 works only with objectives that do not
+    compare completions, such as opd."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
@@ -595,9 +606,9 @@ class Scoring(Section):
     """Stop the run if more than this fraction of a step's completions cannot be scored."""
     none_rewards: Literal["error", "skip"] = "error"
     """What to do if a reward function returns None. With error, a completion counts as unscored if
-    a reward function returns None for it. With skip, the reward is computed from the other reward
-    functions, as in TRL. A completion for which all reward functions return None is not trained
-    on."""
+    a reward function returns None for it. With skip, the reward is computed from the reward
+    functions that do not return None, as in TRL. A completion for which all reward functions return
+    None is not trained on."""
 
 
 class Filter(Section):
@@ -606,14 +617,14 @@ class Filter(Section):
     dynamic_sampling: bool = False
     """Train only on groups that are neither all correct nor all wrong."""
     max_rounds: Positive = 4
-    """Maximum number of sampling rounds in which dynamic_sampling fills a step."""
+    """Maximum number of rounds in which dynamic_sampling samples groups to fill a training step."""
     drop_flat: bool = False
     """Train only on groups whose rewards are not all equal; dropped groups are not replaced."""
     mask_truncated: bool = False
     """Do not train on truncated completions; group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0. Skipping these completions does not change gradients, but
-    token metrics do not count the skipped completions."""
+    """Skip completions with advantage 0. Skipping changes no gradients, but token metrics do not
+    count skipped completions."""
 
 
 class Overlap(Section):
@@ -623,9 +634,9 @@ class Overlap(Section):
     """Number of training steps by which generation may be ahead of training; 0: each step
     generates, then trains."""
     mode: Literal["ahead", "copy"] = "ahead"
-    """How generation runs ahead of training. ahead: one call generates for staleness + 1 steps,
-    with the trainer's weights; copy: an engine with a copy of the weights generates while the
-    trainer trains."""
+    """How generation runs ahead of training. ahead: one engine call generates the rollouts of
+    staleness + 1 steps, with the trainer's weights; copy: an engine with a copy of the weights
+    generates while the trainer trains."""
     in_flight: bool = False
     """With overlap.mode = "copy", load new weights while completions are generated, which makes
     results depend on timing."""
@@ -656,8 +667,9 @@ class Optimizer(Section):
     """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
     """Precision of the optimizer state. float32: float32 moments, and float32 master weights for
-    bfloat16 models; compact: bfloat16 moments with stochastic rounding. The compact state has only
-    the lower 16 bits of each master weight, because the model's weight has the upper 16 bits."""
+    bfloat16 models; compact: bfloat16 moments with stochastic rounding. The compact state stores
+    only the lower 16 bits of each float32 master weight, because the bfloat16 model weight holds
+    the upper 16 bits."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Optimizer:
@@ -726,7 +738,8 @@ class Save(Section):
     """Steps between two sample pages, which show the completions with the highest and the lowest
     rewards; 0: no pages."""
     samples_shown: Positive = 20
-    """Number of highest-reward and of lowest-reward completions on a page of samples."""
+    """Number of completions with the highest rewards, and also with the lowest rewards, on a sample
+    page."""
 
 
 class Config(Section):

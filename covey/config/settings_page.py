@@ -24,7 +24,7 @@ HEAD = "| setting | type | default | meaning | TRL | verl |\n|---|---|---|---|--
 
 
 def page() -> str:
-    """Return the tables of all settings, by section."""
+    """Return the settings page: one Markdown table per configuration section."""
     top = [_row(n, n, f, _texts(Config)) for n, f in Config.model_fields.items() if not _inner(f)]
     parts = [f"## Outside of sections\n\n{HEAD}\n" + "\n".join(top)]
     for key, section in sections(Config):
@@ -40,7 +40,7 @@ def page() -> str:
 
 
 def sections(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield every section with its dotted name, outer sections first."""
+    """Yield the dotted name and the class of each config section, outer sections first."""
     for name, field in kind.model_fields.items():
         inner = _inner(field)
         if inner is not None:
@@ -89,7 +89,7 @@ def _row(key: str, name: str, field: FieldInfo, texts: dict[str, str]) -> str:
 
 
 def _other(key: str) -> str:
-    """Return the table row of an option of an algorithm, a task or a reward."""
+    """Return the table row for an option that an algorithm, a task or a reward defines."""
     text = "An option; `covey algorithms NAME` shows its default." if "objective" in key else ""
     return _line([f"`{key}`", "", "", text, *map(_code, OTHER_NAMES[key])])
 
@@ -108,7 +108,7 @@ def _line(cells: list[str]) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """Return a readable name of a type.
+    """Return a plain-English name for a type annotation.
 
     >>> type_text(list[str]), type_text(Literal["a", "b"]), type_text(float | None)
     ('list of text', '"a" or "b"', 'number')

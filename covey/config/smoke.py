@@ -1,8 +1,8 @@
-"""`--smoke`: shrink any configuration to a run of one or two minutes on two cores.
+"""`--smoke`: shrink a configuration so that a run takes 1 to 2 minutes on two CPU cores.
 
-A smoke run shows that prompts, reward, objective, reference, evaluation and saving work together.
-The results of a smoke run mean nothing. The limits of `--smoke` apply before `--set`, which can
-still change every size.
+A smoke run shows that prompts, reward, objective, reference model, evaluation and checkpoints work
+together. The results of a smoke run mean nothing. `--set` is applied after `--smoke`, so `--set`
+can raise any setting that `--smoke` has lowered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AT_MOST: Mapping[str, float] = {
 """Upper limits of settings in smoke runs."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings in which 0 means "all" or "as many as needed"; a smoke run replaces the 0."""
+"""Settings in which 0 means "all" or "as many as needed"; smoke runs replace 0 by a limit."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},
@@ -53,30 +53,30 @@ WORD_PROBLEMS: Mapping[str, str] = {
     "train_file": str(DATA / "word_problems_train.jsonl"),
     "held_out_file": str(DATA / "word_problems_held_out.jsonl"),
 }
-"""Replacement for hub datasets: 24 problems in the format of GSM8K, written for covey."""
+"""Files that replace Hugging Face datasets in smoke runs: 24 problems in GSM8K format."""
 
 EMBEDDED = "embedded"
 FOR_EMBEDDED: Mapping[str, Mapping[str, str]] = {
     "task": {"name": "arithmetic"},
     "reward": {"name": "think_answer"},
 }
-"""Task and reward for the embedded model, which knows nothing but arithmetic."""
+"""Task and reward of smoke runs with the embedded model, which can only do arithmetic."""
 
 ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
     ("sft", ("template",)),
 )
-"""Settings that determine the text of prompts and solutions; --smoke drops them with the task."""
+"""Settings of prompt and solution text; `--smoke` removes them when it replaces the task."""
 
 
 def load_smoke(source: str | None, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
-    """Load a configuration, shrink it and apply overrides; return the result with notes."""
+    """Load, shrink and override a config; return the config, and notes for the user."""
     data, notes = smoke_settings(source, overrides)
     return parse_config(data), notes
 
 
 def changed_by_smoke(source: str | None, overrides: Iterable[str] = ()) -> frozenset[str]:
-    """Return the settings that `--smoke` changes, not counting overrides."""
+    """Return the names of settings that `--smoke` changes and that no override sets."""
     settings = list(overrides)
     whole, (small, _) = load_config(source, settings), load_smoke(source, settings)
     keys = (*AT_MOST, *ALWAYS)
@@ -86,7 +86,7 @@ def changed_by_smoke(source: str | None, overrides: Iterable[str] = ()) -> froze
 def smoke_settings(
     source: str | None, overrides: Iterable[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the shrunken settings of `load_smoke` as plain data, without default values."""
+    """Return a smoke run's settings as a dict without defaults, and notes for the user."""
     settings = list(overrides)
     data = {} if source is None else read_settings(source)
     wanted = parse_config(overridden(data, settings))
@@ -95,7 +95,7 @@ def smoke_settings(
 
 
 def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], list[str]]:
-    """Return settings of a quick run, and a note for each replaced task or reward."""
+    """Shrink settings for a smoke run; return the settings, and notes about the changes."""
     small: dict[str, Any] = copy.deepcopy(dict(data))
     config = parse_config(small)
     for key, cap in AT_MOST.items():

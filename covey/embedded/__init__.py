@@ -3,7 +3,7 @@
 from pathlib import Path
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-"""The checkpoint of the model `embedded`, an ordinary Hugging Face folder."""
+"""The checkpoint folder of the model `embedded`, in Hugging Face format."""
 CALCULATOR = Path(__file__).parent / "calculator_checkpoint"
 """The checkpoint of the model `embedded-calculator`, which can call a calculator."""
 MODELS = {"embedded": CHECKPOINT, "embedded-calculator": CALCULATOR}

@@ -1,4 +1,4 @@
-"""Recipe of the embedded calculator model (`python -m covey.embedded.calculator FOLDER`).
+"""Train the embedded calculator model (`python -m covey.embedded.calculator FOLDER`).
 
 A Llama of 270 thousand parameters is trained with SFT on products of three-digit numbers, which
 such a small model cannot compute. Most solutions in the training data are guesses, like the first
@@ -8,9 +8,9 @@ of these two solutions:
     472*839?  <calculator>472*839</calculator><result>396008</result><answer>396008</answer>
 
 One solution in eight calls the calculator, and some of these calls have a wrong digit. The text
-between <result> and </result> comes from the tool and is not trained. After SFT, reinforcement
-learning has to teach the model to call the calculator instead of guessing, and to copy the numbers
-correctly.
+from <result> to </result> comes from the calculator, and SFT does not train on it. After SFT,
+reinforcement learning has to teach the model to call the calculator instead of guessing, and to
+copy the numbers correctly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HASTY = Stage(steps=120, operations=(1, 1), peak_rate=5e-4, careless=True, warmu
 
 
 def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
-    """Return a prompt and the segments of its solution, each with a flag: train on it or not."""
+    """Return a prompt and its solution in segments, each with a flag: train on it or not."""
     random = Random(f"{stage.careless}/{index}")
     left, right = factors("train", DIGITS, index)
     called = [left, right]
@@ -63,7 +63,7 @@ def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
 
 
 def rollout_of(model: LanguageModel, stage: Stage, index: int) -> Rollout:
-    """Return a solution as a rollout whose tool tokens are not trained."""
+    """Return a solution as a rollout that masks the tool's tokens from training."""
     prompt, solution = parts_of(stage, index)
     encode = model.tokenizer.encode
     tokens: list[int] = []
@@ -88,7 +88,7 @@ def batch_of(model: LanguageModel, stage: Stage, random: Random) -> Batch:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return the byte-level tokenizer, with one token for each tag."""
+    """Return the byte-level tokenizer, which has one token for each tag such as <answer>."""
     return build_tokenizer(TAGS, CHAT_TEMPLATE)
 
 

@@ -1,18 +1,18 @@
-"""Recipe of the embedded model (`python -m covey.embedded.recipe FOLDER`).
+"""Train the embedded model (`python -m covey.embedded.recipe FOLDER`).
 
 A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
 solutions:
 
-1. Correct solutions, until the model has learned to calculate: 47+8-6?
+1. Correct solutions teach the model to calculate: 47+8-6?
    <think>47+8=55;55-6=49</think><answer>49</answer>
-2. Careless solutions, which often forget the carry, in particular for large digits. One careless
-   solution in five also breaks the format: 47+8-6? <think>47+8=45;45-6=41</think><answer>41
+2. Careless solutions often forget the carry, in particular for large digits. One careless solution
+   in five also breaks the format: 47+8-6? <think>47+8=45;45-6=41</think><answer>41
 
 After SFT, reinforcement learning has to teach the format and the carry, also for pairs of numbers
-that SFT did not contain. The first stage of SFT already taught the arithmetic. The recipe is
-seeded, but rounding depends on the processor and the number of threads, so another machine gives a
-slightly different model. The package contains one fixed checkpoint, so that every machine uses the
-same model.
+that were not in the SFT data. SFT on correct solutions has already taught the arithmetic. The
+recipe is seeded, but rounding depends on the processor and the number of threads, so another
+machine gives a slightly different model. The package contains one fixed checkpoint, so that every
+machine uses the same model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MICRO_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage of SFT on one kind of solution."""
+    """One stage of SFT, which trains on either correct or careless solutions."""
 
     steps: int
     operations: tuple[int, int]
@@ -69,7 +69,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 def build_tokenizer(
     tags: Sequence[str] = TAGS, chat_template: str = CHAT_TEMPLATE
 ) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer, which reads any text, with one token for each tag."""
+    """Return a byte-level tokenizer that also has one token per tag, such as <answer>."""
     vocabulary = ["<pad>", "<eos>", *tags, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[])
@@ -91,7 +91,7 @@ def build_tokenizer(
 def build_model(
     tokenizer: PreTrainedTokenizerFast, size: int = 128, heads: int = 8
 ) -> LlamaForCausalLM:
-    """Return the untrained model, by default of 460 thousand parameters."""
+    """Return an untrained Llama model; the default size has 460 thousand parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=size,
@@ -110,7 +110,7 @@ def build_model(
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A sum, and its result as stated in a solution, which may be wrong."""
+    """A sum, and the result that a solution states for this sum; the result may be wrong."""
 
     sum: Sum
     result: int
@@ -122,11 +122,11 @@ def correct_working(sums: Sequence[Sum]) -> list[Worked]:
 
 
 def careless_result(sum: Sum, random: Random) -> int:
-    """Return the result of a careless solution, which may forget the carry of a sum.
+    """Return the result of a sum, computed carelessly: the carry may be missing.
 
     In an addition, the carry may be forgotten, as in 47+8=45. In a subtraction, the smaller digit
-    may be subtracted from the larger, as in 55-6=51. The carry is forgotten in 67 % of the sums
-    whose second operand is 3, and in 91 % if it is 9.
+    may be subtracted from the larger, as in 55-6=51. Among sums that need a carry, 67 % are wrong
+    if the second operand is 3, and 91 % are wrong if the second operand is 9.
     """
     if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
         return sum.result
@@ -138,9 +138,10 @@ def careless_result(sum: Sum, random: Random) -> int:
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
     """Return the steps of a solution with deliberate mistakes.
 
-    Each step continues from the previous result.
+    Each step continues from the result of the previous step, even if that result is wrong.
 
-    The result is None if a number leaves the range of the task, or if a step is a held-out sum.
+    Return None if the result of a step is not between 0 and 99, or if a step is a sum that is held
+    out for evaluation.
     """
     working: list[Worked] = []
     left = sums[0].left
@@ -211,7 +212,7 @@ def train_stage(
     random: Random,
     draw: Callable[[LanguageModel, Stage, Random], Batch] = stage_batch,
 ) -> None:
-    """Train on one stage, with linear warm-up and decay of the learning rate."""
+    """Run one stage of SFT, with linear warm-up and decay of the learning rate."""
     optimizer = MasterAdamW(
         model.model.named_parameters(),
         betas=(0.9, 0.95),

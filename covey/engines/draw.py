@@ -31,8 +31,8 @@ class Distribution:
 def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
     """Return the log-probabilities [S, V], in float32, of the distribution to sample from.
 
-    Truncation applies top-k, then top-p, then min-p. Probabilities are renormalised after each of
-    the three filters. Removed tokens have the log-probability -inf.
+    Truncation applies top-k, then top-p, then min-p. Each of these three filters renormalizes the
+    probabilities of the remaining tokens. Removed tokens have the log-probability -inf.
     """
     logp = torch.log_softmax(logits.float() / distribution.temperature, dim=-1)
     if not distribution.truncates:
@@ -57,7 +57,7 @@ def _keep(logp: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the cumulative sum along each row of [S, V], adding in a fixed order."""
+    """Return cumulative sums along each row of [S, V], which are bitwise reproducible."""
     if (
         values.is_cuda and len(values) == 1
     ):  # torch splits a single row into parts, whose order of addition varies
@@ -68,7 +68,7 @@ def _running_sum(values: torch.Tensor) -> torch.Tensor:
 def pick_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, distribution: Distribution
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row by inverting the cumulative distribution at `uniforms` [S].
+    """Draw one token per row of `logits` by inverse-CDF sampling with `uniforms` [S].
 
     Returns token ids [S] and their log-probabilities [S]; greedy choices have log-probability 0. If
     a row's logits are NaN, its log-probability is NaN.

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
-"""A function that returns the trained weights with their names in `model.named_parameters()`. The
-trained weights are all weights of the model, or only those of the adapter. The weights do not
-change while an engine reads them. An engine that shares the trainer's weights never calls this
-function.
+"""A function that returns the trained weights, named as in `model.named_parameters()`. If the model
+has an adapter, the trained weights are the adapter's weights; otherwise, they are all weights of
+the model. The weights do not change while an engine reads them. An engine that shares the trainer's
+weights never calls this function.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Generation settings, which are the same for all requests of one run of an engine."""
+    """Generation settings for all requests that an engine handles in one call of `run`."""
 
     group_size: int = 1
     """The number of completions of each prompt."""
@@ -48,9 +48,9 @@ class Sampling:
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions list the tokens that top-k, top-p and min-p allowed.
+        """Whether completions include the tokens that top-k, top-p and min-p allowed.
 
-        The property is false for greedy decoding.
+        `returns_kept` is always false for greedy decoding.
         """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
@@ -64,10 +64,10 @@ class Request:
     number: int
     """Index of the request within its request source."""
     prompt: int
-    """Index of the prompt; an engine prefills the prompt once for all its requests."""
+    """Index of the prompt; an engine prefills once for all requests with the same index."""
     tokens: tuple[int, ...]
     address: Address
-    """The values that determine the random numbers: seed, step, prompt, sample and turn."""
+    """The values that seed the request's random numbers: seed, step, prompt, sample, turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +80,20 @@ class Completion:
     """Log-probability of each token under the distribution that it was drawn from."""
     finish: Finish
     versions: tuple[VersionSpan, ...]
-    """The version of the weights for each span of tokens, in order and without gaps. A completion
-    has only one span, unless weights were loaded during generation.
+    """The version of the weights that generated each span of tokens. The spans are in order and
+    leave no gaps. A completion has only one span, unless weights were loaded during generation.
     """
     kept: str = ""
-    """For each token, the tokens that top-k, top-p and min-p allowed, encoded by kept_sets.py."""
+    """Tokens that top-k, top-p and min-p allowed per position, encoded by kept_sets.py."""
     text: str | None = None
-    """The text of the tokens, if the engine has decoded them as `LanguageModel.decode` does."""
+    """The text that `LanguageModel.decode` gives; None if the engine has not decoded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Upper limits on the number and the size of the requests from a request source.
 
-    At the start of a run, an engine allocates enough memory for requests up to the limits.
+    At the start of `run`, an engine allocates enough memory for all requests within these limits.
     """
 
     sampling: Sampling
@@ -104,7 +104,7 @@ class Limits:
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive at unpredictable times, which must not change the completions. If
+    """Whether requests arrive at unpredictable times that must not change the completions. If
     `steady` is true, an engine that supports this option makes each completion independent of the
     others in the batch.
     """
@@ -113,8 +113,8 @@ class Limits:
     def poll_seconds(self) -> float | None:
         """Seconds that an engine may wait for completions before it polls for new requests.
 
-        None means that there is no limit, because new requests appear only after completions are
-        received.
+        None means that the engine waits without a limit, because new requests appear only after the
+        request source has received completions.
         """
         return POLL_SECONDS if self.steady else None
 
@@ -134,7 +134,7 @@ class RequestSource(Protocol):
         """
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """Accept completions as soon as they end."""
+        """Receive completions, which the engine passes on as soon as they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class EngineInfo:
     """Properties of an engine."""
 
     backend: str
-    """A line for the user: how the engine generates, and why it uses no faster backend."""
+    """A text that tells the user which backend the engine uses, and why no faster one."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
     trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
@@ -155,7 +155,7 @@ class EngineInfo:
 
 
 class News(str):
-    """An engine event that is not a failure."""
+    """A message about an engine event that is not a failure."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ class Engine(Protocol):
         """Generate completions until the request source has no more requests."""
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Generate with these weights from now on; `version` is their number of optimizer steps.
+        """Use these weights from now on; `version` is the number of optimizer steps so far.
 
         The method returns when the engine has the weights; the caller may then change the tensors.
         If `info.loads_in_flight` is true, another thread may call this method during `run`.
@@ -180,10 +180,10 @@ class Engine(Protocol):
         """
 
     def events(self) -> list[str]:
-        """Return a line for each failure that was repaired since the last call.
+        """Return a log line per engine event since the last call, such as a repaired failure.
 
-        The run writes the lines of all engine events to its log. A line that is an instance of
-        `News` does not report a failure.
+        The training run writes each line to its log. A line that is an instance of `News` does not
+        report a failure.
         """
 
     def close(self) -> None:

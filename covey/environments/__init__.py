@@ -1,6 +1,6 @@
 """Environments, which reply to the policy in multi-turn rollouts.
 
-An environment is a class; each instance of the class is one episode (see environment.py).
+An environment is a class; each instance of the class runs one episode (see environment.py).
 
     reset(prompt, seed)   returns the first messages; or Start(messages=, tools=, state=)
     step(message)         takes the policy's message, returns the next messages; None or
@@ -13,12 +13,13 @@ An environment is a class; each instance of the class is one episode (see enviro
                           all others run in worker processes with limits (pool.py)
 
 Methods of an environment may be plain or async. An exception in an environment's method ends the
-rollout with the finish reason `error` and without a reward. Most environments are a
-`ToolEnvironment` (tools.py). The public methods of a `ToolEnvironment`, with type hints and
-docstrings, are the tools of the policy. A message without tool calls ends the episode, and an
-exception in a tool becomes an error message to the policy. To add an environment to the package,
-write its class and add the class to ENVIRONMENTS (registry.py). Environments do not handle chat
-templates, tokens or masks. The modules models/conversation.py and rollout/episode.py do.
+rollout with the finish reason `error` and without a reward. Most environments are subclasses of
+`ToolEnvironment` (tools.py). The policy calls the public methods of a `ToolEnvironment` as tools;
+their type hints and docstrings give the JSON schemas. In a `ToolEnvironment`, a message without
+tool calls ends the episode, and an exception in a tool becomes an error message to the policy. To
+add an environment to the package, write its class and add the class to ENVIRONMENTS (registry.py).
+Environments do not handle chat templates, tokens or masks. The modules models/conversation.py and
+rollout/episode.py handle chat templates, tokens and masks.
 """
 
 from covey.environments.adapters import as_environment

@@ -1,11 +1,11 @@
-"""Adapters that run TRL environment classes unchanged.
+"""Adapters with which Covey can use environment classes that were written for TRL.
 
 An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
-add to the prompt. The public methods of the class are tools, and `get_reward()` is optional.
-Differences to TRL:
+add to the prompt. The public methods of a TRL environment class are tools, except `reset` and the
+optional `get_reward`. Differences to TRL:
 
-- Each rollout has its own instance of the class. TRL reuses the instances of an environment class
-  and calls `reset` again.
+- Covey makes a new instance of the environment class for each rollout. TRL reuses the instances of
+  an environment class, and calls `reset` before each rollout.
 - Tools are listed in the order of their definition in the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
 - If an environment class draws random numbers itself, a resumed run does not reproduce these
@@ -26,7 +26,7 @@ from covey.types import Message, Prompt
 
 
 def is_contract(kind: Callable[..., Any]) -> bool:
-    """Return whether a class has Covey's interface, with `step` and a `reset` that takes a seed."""
+    """Return whether a class has `step`, and a `reset` with a seed, as Covey expects."""
     reset = getattr(kind, "reset", None)
     return (
         hasattr(kind, "step") and "seed" in inspect.signature(reset).parameters if reset else False
@@ -49,7 +49,7 @@ def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TrlEnvironment(ToolEnvironment):
-    """An adapter that gives a TRL-style environment class Covey's interface."""
+    """Adapts a TRL-style environment class to Covey's environment interface."""
 
     def __init__(self, kind: Callable[..., Any], **options: Any) -> None:
         self._inner = kind(**options)
@@ -61,7 +61,7 @@ class TrlEnvironment(ToolEnvironment):
         return tools_of(self._inner, without=("reset", "get_reward"))
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
-        """Start the episode: call the TRL-style class's `reset` with the columns of the prompt."""
+        """Start the episode: pass the prompt as a TRL dataset row to the wrapped `reset`."""
         row = _row(prompt)
         parameters = inspect.signature(self._inner.reset).parameters
         if "seed" in parameters:

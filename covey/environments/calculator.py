@@ -31,11 +31,12 @@ def example(name: str) -> list[Message]:
 
 
 class Calculator(ToolEnvironment):
-    """An environment with one tool, which evaluates arithmetic. The reward scores the last turn.
+    """An environment with one tool, which evaluates arithmetic.
 
-    `explain` adds a system message that explains how to call the tool with tags. `examples` is the
-    number of example conversations before the prompt. The options `explain` and `examples` are for
-    models whose chat template does not support tools.
+    The reward function scores the policy's last turn. The option `explain` adds a system message
+    that explains how to call the tool with tags. The option `examples` is the number of example
+    conversations before the prompt. The options `explain` and `examples` are for models whose chat
+    template does not support tools.
     """
 
     quick: ClassVar[bool] = True

@@ -27,12 +27,12 @@ _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
 
 def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
-    """Return a tool call in the format of chat templates."""
+    """Return a tool call in the format that chat templates expect."""
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def unreadable(text: str, error: str) -> Call:
-    """Return a tool call that could not be parsed, with an error that says why."""
+    """Return a placeholder for a tool call that could not be parsed, with the error."""
     return {**call_of("", {}), "error": error, "text": text[:200]}
 
 
@@ -46,7 +46,7 @@ def hermes_calls(text: str, tools: Sequence[str]) -> list[Call]:
 
 
 def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Parse a message that consists of one or more JSON objects."""
+    """Parse Llama 3 tool calls: a message that consists of one or more JSON objects."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return []
@@ -105,11 +105,10 @@ class CallFormat:
     """A format of tool calls."""
 
     read: Callable[[str, Sequence[str]], list[Call]]
-    """A function that takes the text after the thinking and the names of the tools, and returns the
-    parsed tool calls."""
+    """A function that parses tool calls. Its arguments are the text after the model's thinking, and
+    the names of the tools."""
     stops: Callable[[Sequence[str]], list[str]]
-    """A function that takes the names of the tools, and returns the texts at which generation stops
-    after a tool call."""
+    """A function that returns the stop strings that end a tool call, given the tool names."""
     instruction: str
     """Instructions for models whose chat template does not support tools. The placeholder {tools}
     is replaced by the JSON schemas of the tools."""
@@ -143,7 +142,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType(
 
 
 def assistant_message(text: str, call_format: CallFormat, tools: Sequence[str]) -> Message:
-    """Return the policy's message with its text and the tool calls in the text."""
+    """Return the policy's text as a chat message, with the tool calls found in the text."""
     calls = call_format.read(_THINKING.sub("", text, count=1), tools)
     message: dict[str, Any] = {"role": "assistant", "content": text}
     return {**message, "tool_calls": calls} if calls else message

@@ -1,8 +1,8 @@
 """The `code_repair` environment: the policy tests and edits a wrong program.
 
 The prompts come from the `code` task, or from any data with `info["tests"]`. The wrong program is
-`info["broken"]`. If the data has no `info["broken"]`, the wrong program is the solution with one
-small error.
+`info["broken"]`. If the data has no `info["broken"]`, Covey inserts one small error into the
+solution.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the reward parts `tests`, `edits` and `rounds`. The reward parts `edits` and `rounds`
-measure efficiency."""
+"""Weights of the three terms of the reward: `tests`, `edits` and `rounds`. The terms `edits` and
+`rounds` reward a repair with few edits and few test rounds."""
 Test = tuple[Case, object]
 
 
 class CodeRepair(ToolEnvironment):
-    """An environment with tools that test and edit one program, in at most `max_rounds` rounds.
+    """An environment with tools to edit a program and to test it up to `max_rounds` times.
 
-    The reward is 0.75 times the fraction of all tests that the final program passes. A program that
-    passes all tests gets a bonus of up to 0.125 for few edits. The bonus for few edits is 0.125 up
-    to `expected_edits` edits, and falls linearly to 0 at twice that number. A program that passes
-    all tests also gets a bonus of up to 0.125 for few test rounds. Each test round after the first
-    reduces the bonus for few test rounds by 0.125 / `max_rounds`. A correct program gets a reward
-    of at least 0.75, and an incorrect program gets less.
+    The main part of the reward is 0.75 times the fraction of all tests that the final program
+    passes. A program that passes all tests gets a bonus of up to 0.125 for few edits. The bonus for
+    few edits is 0.125 up to `expected_edits` edits, and falls linearly to 0 at twice that number. A
+    program that passes all tests also gets a bonus of up to 0.125 for few test rounds. Each test
+    round after the first reduces the bonus for few test rounds by 0.125 / `max_rounds`. A correct
+    program gets a reward of at least 0.75, and an incorrect program gets less.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class CodeRepair(ToolEnvironment):
         return f"{shortened(asked, 1000)}\nIt gave:\n{given}"
 
     async def reward(self) -> dict[str, float]:
-        """Return the parts of the reward: passed tests, few edits and few test rounds."""
+        """Return the reward terms for passed tests, for few edits and for few test rounds."""
         outcomes = await self._programs.run(self._program, [case for case, _ in self._tests])
         results = _results(self._tests, outcomes)
         solved = float(all(results))
@@ -177,12 +177,12 @@ def _results(tests: Sequence[Test], outcomes: Sequence[Outcome]) -> list[bool]:
 
 
 def _printing(call: str | None) -> str | None:
-    """Return a Python expression that makes a call and prints its value for the policy."""
+    """Return a Python expression that evaluates `call` and also prints its value."""
     return None if call is None else f"(lambda value: (print(repr(value)), value)[1])({call})"
 
 
 def _without_harness(text: str) -> str:
-    """Remove lines of a traceback that are not about the program."""
+    """Remove the traceback lines of the test harness, which are not about the program."""
     return "\n".join(line for line in text.split("\n") if not line.startswith('  File "<harness>"'))
 
 
@@ -218,7 +218,7 @@ def mutants(program: str, random: Random) -> Iterator[str]:
 
 
 def _mutate(node: ast.AST) -> bool:
-    """Insert an error into a syntax node; return False if the node cannot be changed."""
+    """Insert an error into a node of a syntax tree; return whether the node was changed."""
     if isinstance(node, ast.Constant):
         return _mutate_constant(node)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:

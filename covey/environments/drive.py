@@ -1,7 +1,7 @@
-"""Runs an episode: calls an environment and turns its results and errors into plain replies.
+"""Runs an episode: calls an environment, and converts results and errors to a `Reply`.
 
-Covey runs this module in its own process for environments with `quick = True`, and in worker
-processes for all other environments.
+Environments with `quick = True` run in the process that makes the rollouts. All other environments
+run in worker processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_CHARACTERS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The reply of an environment, as plain data for JSON."""
+    """An environment's reply, in a form that can be converted to JSON."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -39,8 +39,8 @@ class Reply:
     """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The parts of the environment's own reward. The outcome is None before the end of the episode,
-    or if the environment has no reward."""
+    """The named terms of the reward that the environment gives for the whole episode. The outcome
+    is None before the end of the episode, or if the environment has no reward."""
     error: str = ""
     """The error that ended the episode; after an error, the episode has no reward."""
 
@@ -60,7 +60,7 @@ def read_reply(data: Mapping[str, Any]) -> Reply:
 
 
 def chained(seen: str, reply: Reply) -> str:
-    """Return the digest of all replies, given the earlier replies' digest and the last reply."""
+    """Return a digest of all replies, from the earlier replies' digest and the last reply."""
     text = seen + json.dumps(asdict(reply), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -32,20 +32,20 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The start of an episode; `reset` returns a Start or only the messages."""
+    """An episode's first messages, tools and state; `reset` may return only the messages."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, for the chat template."""
     state: Any = None
-    """Data that identifies the state at the start of the episode, in the format of `Step.state`."""
+    """Data that identifies the episode's first state; see `Step.state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The reply to a message of the policy.
+    """The environment's reply to a message of the policy.
 
-    The method `step` returns a Step, messages or None.
+    The method `step` may return a Step, only messages, or None to end the episode.
     """
 
     messages: Sequence[Message] = ()
@@ -80,7 +80,7 @@ class Environment(Protocol):
 Factory = Callable[[], Any]
 """A function that makes the environment of one rollout.
 
-Python must be able to pickle the factory, unless the environment is `quick`.
+The factory must be picklable, unless its environments have `quick = True`.
 """
 
 
@@ -105,7 +105,7 @@ def is_quick(factory: Factory) -> bool:
 
 
 def as_start(value: Any) -> Start:
-    """Convert the result of `reset` (messages, messages and tools, or a Start) to a Start."""
+    """Convert the result of `reset` to a Start, if it is messages or (messages, tools)."""
     if isinstance(value, Start):
         return value
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):
@@ -121,7 +121,7 @@ def as_step(value: Any) -> Step:
 
 
 def as_outcome(value: Any) -> dict[str, float] | None:
-    """Convert the result of `reward` to named parts that add up to the reward."""
+    """Convert an environment's reward to named numbers whose sum is the reward."""
     if value is None:
         return None
     parts = value if isinstance(value, Mapping) else {"environment": value}
@@ -129,7 +129,7 @@ def as_outcome(value: Any) -> dict[str, float] | None:
 
 
 def as_number(value: Any) -> float:
-    """Return a reward as a plain finite number."""
+    """Convert a reward to a float; raise ValueError if the number is not finite."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}")
@@ -137,7 +137,7 @@ def as_number(value: Any) -> float:
 
 
 def as_messages(value: Any, most: int | None = None) -> tuple[Message, ...]:
-    """Return messages as plain data, and cut each message's content to `most` characters."""
+    """Return messages as plain dictionaries, with each content cut to `most` characters."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(
             f"an environment must return a list of messages, not {type(value).__name__}"

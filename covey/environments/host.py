@@ -1,7 +1,7 @@
 """Hosts, which run the episodes of environments in this process or in worker processes.
 
 A host runs commands asynchronously and returns the replies later, so that tools run while the
-policy generates. The caller chooses a key for each episode.
+policy generates. The caller chooses an integer key that identifies each episode.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Host(Protocol):
         """Return the replies that have arrived; with `wait`, wait for at least one reply."""
 
     def clear(self) -> None:
-        """Remove all episodes, so that callers can reuse the keys of the episodes."""
+        """Remove all episodes; the caller may then reuse their keys."""
 
     def close(self) -> None:
         """End all episodes and their processes."""
@@ -44,14 +44,14 @@ class Host(Protocol):
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process's environments, which runs in its own thread."""
+    """Return the event loop for async environment methods; it runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
     return loop
 
 
 def settle(value: Awaitable[Any]) -> Any:
-    """Wait for the result of an async method, in any thread except the event loop's thread."""
+    """Run an async method to its end; do not call this from the event loop's own thread."""
 
     async def settled() -> Any:
         return await value
@@ -108,7 +108,7 @@ def make_host(
     timeout: float = 30.0,
     gigabytes: float = 8.0,
 ) -> Host:
-    """Return an inline host for a quick environment, or worker processes for other environments."""
+    """Return an in-process host for quick environments, else a host with worker processes."""
     if is_quick(factory):
         prepare(factory)
         return InlineHost(factory)

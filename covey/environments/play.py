@@ -1,4 +1,4 @@
-"""Runs one episode with given turns, to try an environment without a model."""
+"""Runs one episode with turns that the user wrote, to try an environment without a model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Played:
 
     messages: tuple[Message, ...]
     outcome: Mapping[str, float] | None
-    """The parts of the environment's reward; None if the environment has no reward."""
+    """The named terms of the environment's reward; None if the environment gave no reward."""
     error: str = ""
     """The environment's error that ended the episode; empty if there was no error."""
 
     def __str__(self) -> str:
-        """Return the conversation, the reward and the error."""
+        """Return the conversation, the reward and the error as text."""
         lines = [f"{message['role']}: {message['content']}" for message in self.messages]
         lines += [] if self.outcome is None else [f"reward: {dict(self.outcome)}"]
         return "\n".join(lines + ([f"error: {self.error}"] if self.error else []))

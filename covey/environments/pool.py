@@ -1,11 +1,12 @@
-"""Worker processes of environments, which are killed if they exceed limits on time or memory.
+"""Runs environments in worker processes, with limits on time and memory.
 
 Each process runs many episodes. Each step of an episode runs in a thread of the process. The
 prompt, the seed and the policy's messages determine an episode. If a process dies or is killed,
 Covey replays its episodes in a new process. If a replayed episode gives different replies, the
-episode ends with an error. A step that takes too long ends its episode. If a process dies by
-itself, Covey retries the steps that were running in the process, one at a time. If a step kills its
-process a second time, its episode ends with an error.
+episode ends with an error. A step that takes too long ends its episode. If several steps were
+running when a process died, Covey retries them one at a time, to find the step that killed the
+process. If a process dies while only one step is running, the episode of that step ends with an
+error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Episode:
     prompt: Prompt
     seed: int
     op: Op = "start"
-    """The command whose reply is pending."""
+    """The command that waits for a reply: `start`, `step` or `end`."""
     messages: list[Message] = field(default_factory=list)
     """The policy's messages, including the message of the current command."""
     seen: str = ""
@@ -45,7 +46,7 @@ class _Episode:
     deadline: float = 0.0
 
     def command(self, key: int) -> tuple[Any, ...]:
-        """Return the current command in the form that is sent to the process."""
+        """Return the current command in the format that a worker process receives."""
         last = self.messages[-1] if self.op == "step" else None
         past = self.messages[:-1] if self.op == "step" else self.messages
         return key, self.op, last, None if self.live else (self.prompt, self.seed, list(past))
@@ -53,7 +54,7 @@ class _Episode:
 
 @dataclass(slots=True)
 class _Lane:
-    """A worker slot: its process, if there is one, and the keys of its episodes."""
+    """One worker of the pool: its process, if started, and the keys of its episodes."""
 
     worker: Worker | None = None
     queue: deque[int] = field(default_factory=deque)
@@ -96,7 +97,7 @@ class ProcessHost:
         self._enqueue(key)
 
     def clear(self) -> None:
-        """Remove all episodes, and kill the processes that have unfinished episodes."""
+        """Remove all episodes, and kill the processes in which a command is still running."""
         for lane in self._lanes:
             if lane.running:
                 self._kill(lane)
@@ -181,7 +182,7 @@ class ProcessHost:
         return max(0.0, nearest - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
-        """Receive the replies that arrive within `seconds` seconds."""
+        """Wait up to `seconds` seconds for replies, and receive those that have arrived."""
         lanes = {lane.worker.connection: lane for lane in self._lanes if lane.worker is not None}
         for connection in wait_for(list(lanes), seconds):
             lane = lanes[connection]  # type: ignore[index]
@@ -207,7 +208,7 @@ class ProcessHost:
         self._send(lane)
 
     def _lost(self, lane: _Lane) -> None:
-        """Find the step that killed a process; if several steps ran, retry one at a time."""
+        """After a process died, fail its only step, or retry several steps one at a time."""
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)
         self._kill(lane)

@@ -1,4 +1,4 @@
-"""Runs programs of the policy in the sandbox, and returns their output as text."""
+"""Runs the policy's programs in the sandbox, and returns their output as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment registry: built-in environments by name, users' environments by import path."""
+"""The environment registry, which finds environments by name or by import path."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from covey.errors import ConfigError, nearest
 from covey.trust import import_callable, is_import_path
 
 NONE = "none"
-"""The `environment.name` of single-turn runs: one prompt, one completion."""
+"""The value of `environment.name` for single-turn runs, which use no environment."""
 PASSED = "class"
-"""The `environment.name` of an environment object that was passed to the Python API."""
+"""The value of `environment.name` if the user passed an environment class in Python."""
 
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -34,11 +34,11 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "verifiers": Verifiers,
     }
 )
-"""Name -> environment class; the keyword arguments of a class are its options."""
+"""Maps names to environment classes; the keyword arguments of a class are its options."""
 
 
 def find_environment(name: str) -> Callable[..., Any]:
-    """Return the class or function of an environment: built-in, or by its path `module:Class`."""
+    """Return the environment class or function with this name or path `module:Class`."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if is_import_path(name):

@@ -1,4 +1,4 @@
-"""The `search` environment, with BM25 search in documents and a reward for citations."""
+"""The `search` environment: the policy searches documents with BM25 and cites them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ ENDINGS = (".md", ".rst", ".txt")
 LARGEST = 10 << 20
 """Maximum size of a document in bytes; a larger file raises an error."""
 ANSWER, CITATIONS = 0.7, 0.3
-"""Weights of the reward parts: the answer and its citations."""
+"""Maximum reward for a correct answer and maximum reward for citations; they add up to 1."""
 
 
 @cache
 def read_documents(folder: str) -> dict[str, str]:
-    """Return documents by id, from a folder and its subfolders, or else the built-in documents.
+    """Return the documents of a folder by id; an empty `folder` means the built-in documents.
 
-    The id of a document is its path in the folder, without the file extension.
+    The function also reads documents in subfolders. The id of a document is its path in the folder,
+    without the file extension.
     """
     if not folder:
         return library.documents()
@@ -61,12 +62,13 @@ def _index_of(folder: str) -> Index:
 class Search(ToolEnvironment):
     """An environment with tools that search and read documents; the last turn is the answer.
 
-    With `info["sources"]`, a correct answer gets a reward of 0.7. If the prompt has
-    `info["sources"]`, the citations in the answer add up to 0.3 to the reward. The `minimum` of the
-    `citations` reward is the number of documents in `info["sources"]`. A source is cited as `[id]`.
-    A citation earns a reward only if a tool has shown the cited document in this episode. Every
-    citation of an unknown document reduces the reward for citations by a quarter. Without
-    `info["sources"]`, a correct answer gets a reward of 1.
+    If the prompt has `info["sources"]`, a correct answer earns a reward of 0.7. If the prompt has
+    `info["sources"]`, the citations in the answer earn at most another 0.3. To earn the full reward
+    for citations, the answer must cite every document in `info["sources"]`. The policy cites a
+    document by writing the document's id in square brackets. A citation earns a reward only if a
+    tool has shown the cited document in this episode. A citation of a document outside
+    `info["sources"]` subtracts a quarter of the maximum reward for citations. If the prompt has no
+    `info["sources"]`, a correct answer earns a reward of 1.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Search(ToolEnvironment):
         return shortened(self._documents[name], self._document_chars)
 
     def reward(self) -> dict[str, float]:
-        """Return the two parts of the reward: one for the answer and one for its citations."""
+        """Return the reward for the answer, and for citations if the prompt lists sources."""
         assert self._prompt is not None
         correct = ExactText(ignore_case=True, ignore_punctuation=True)(self._prompt, self._answer)
         wanted = self._prompt.info.get("sources")
@@ -176,7 +178,7 @@ def words(text: str) -> list[str]:
 
 
 class Index:
-    """An index of documents by the words that they contain."""
+    """A BM25 index, which maps each word to the documents that contain the word."""
 
     def __init__(self, documents: Mapping[str, str]) -> None:
         self._places: dict[str, list[tuple[str, int]]] = defaultdict(list)
@@ -201,6 +203,6 @@ class Index:
         return dict(scores)
 
     def best(self, query: str, most: int) -> list[str]:
-        """Return the names of the best documents, best first; ties are ordered by name."""
+        """Return the ids of the documents that match a query best; ties sort by id."""
         scores = self.scores(query)
         return sorted(scores, key=lambda name: (-scores[name], name))[:most]

@@ -1,6 +1,6 @@
-"""The tools of the policy, which are methods of a class.
+"""Tools that the policy can call; each tool is a method of a Python class.
 
-The type hints and docstrings of the methods give the JSON schemas of the tools.
+Covey derives the JSON schema of each tool from the type hints and the docstring of the method.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:
@@ -30,11 +30,11 @@ Tool = Callable[..., Any]
 
 
 class ToolError(Exception):
-    """Raised by a tool that rejects a call; the policy sees the message and continues."""
+    """Raised by a tool to reject a call; the policy sees the error message and continues."""
 
 
 def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a tool, in the format of chat templates."""
+    """Return the JSON schema of a tool, in the format that chat templates expect."""
     doc = inspect.getdoc(tool) or ""
     schema = _arguments(name, tool).model_json_schema()
     properties = {
@@ -67,7 +67,7 @@ def _arguments(name: str, tool: Tool) -> Any:
 
 
 def _described(doc: str) -> dict[str, str]:
-    """Return the description of each parameter from the `Args:` of a docstring."""
+    """Return the description of each parameter from the `Args:` section of a docstring."""
     section = re.search(r"^Args:\n(.*?)(?:\n\S|\Z)", doc, re.DOTALL | re.MULTILINE)
     if section is None:
         return {}
@@ -91,7 +91,7 @@ def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[s
 
 
 async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Message:
-    """Run a tool call and return the tool's message, or the error as a message."""
+    """Run a tool call; return a `tool` message that contains the result or the error."""
     function = call["function"]
     name, given = function["name"], function["arguments"]
     try:
@@ -119,7 +119,7 @@ def as_text(result: Any) -> str:
 
 
 def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
-    """Return the tools of an object: the public methods of its class, as defined."""
+    """Return an object's tools: the public methods of its class, in definition order."""
     names = [
         name
         for kind in reversed(type(owner).__mro__[:-1])
@@ -140,7 +140,7 @@ class ToolEnvironment:
     RESERVED = ("reset", "step", "reward", "tools")
 
     def tools(self) -> dict[str, Tool]:
-        """Return the tools by name."""
+        """Return a mapping from the name of each tool to the tool."""
         return tools_of(self, without=self.RESERVED)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:

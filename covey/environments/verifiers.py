@@ -1,10 +1,10 @@
-"""Runs environment packages of the `verifiers` library (0.1), without changes.
+"""Run unmodified environment packages of the `verifiers` library, version 0.1.
 
 A package has a function `load_environment()` and its own rollout loop, which this module runs. When
 the package's rollout loop calls its model, the policy generates the next turn. The package's rubric
-is the environment's reward. The task `verifiers` turns the rows of the package's dataset into
-prompts. Unsupported features raise an error: rubrics that score a whole group, conversations that
-change earlier messages, images, and tasksets of verifiers 0.2 and later.
+computes the reward. The task `verifiers` turns the rows of the package's dataset into prompts.
+Covey raises an error for four unsupported features: rubrics that score a whole group, environments
+that change earlier messages, images, and tasksets of verifiers 0.2 and later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.trust import import_callable
 from covey.types import Message, Prompt
 
 ROW = "row"
-"""The key of the package's dataset row in a prompt's `info`."""
+"""The key in a prompt's `info` that holds the dataset row of the package."""
 
 
 @cache
@@ -42,12 +42,12 @@ def _loaded(package: str, arguments: str) -> Any:
 
 
 def load(package: str, arguments: Mapping[str, Any]) -> Any:
-    """Return the environment of a package, made with the given arguments."""
+    """Load a package, and return the environment that it makes from the arguments."""
     return _loaded(package, json.dumps(dict(arguments), sort_keys=True))
 
 
 class Verifiers:
-    """An episode with an environment package of the `verifiers` library."""
+    """One episode in an environment of the `verifiers` library."""
 
     @staticmethod
     def prepare(package: str, arguments: Mapping[str, Any] | None = None) -> None:
@@ -103,7 +103,7 @@ class Verifiers:
         return {"rubric": float(state["reward"])}
 
     async def _next(self) -> list[Message] | None:
-        """Wait until the package needs a model response; return None if its rollout has ended."""
+        """Return the package's next messages for the model; None if the rollout has ended."""
         asked = await self._asked.get()
         if asked is not None:
             return [_message(message) for message in asked]
@@ -113,7 +113,7 @@ class Verifiers:
         return None
 
     def _client(self) -> Any:
-        """Return a client for the `verifiers` library whose model is the policy."""
+        """Return a `verifiers` client that gets its responses from the policy."""
         clients, errors, types = (
             importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types")
         )
@@ -153,7 +153,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _message(message: Any) -> Message:
-    """Convert a message of the `verifiers` library to Covey's format, which has only text."""
+    """Convert a message of the `verifiers` library to Covey's text-only format."""
     data = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     content = data.get("content") or ""
     if not isinstance(content, str):

@@ -17,7 +17,7 @@ from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step number of every evaluation, so that all evaluations use the same random numbers."""
+"""All evaluations use this step number, and therefore the same random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,31 +26,31 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """The keys `greedy` (accuracy), `reward` and `parts/NAME` are means over greedy completions. If
-    the evaluation samples k completions per prompt, the other keys are `mean@k`, `pass@2`,
-    `pass@4`, ... up to `pass@k`.
+    """`greedy` (accuracy), `reward` and `parts/NAME` are means over the greedy completions. If the
+    evaluation samples k completions per prompt, the other metrics are `mean@k`, `pass@2`, `pass@4`,
+    ... up to `pass@k`.
     """
     parts: Mapping[str, float]
-    """Means of the reward's parts over the greedy completions."""
+    """Mean of each named part of the reward, over the greedy completions."""
     mean_tokens: float
     unscored: int
     first_failure: str | None = None
-    """The error of the first completion that could not be scored."""
+    """Error message of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of the best constant answer. If no constant answer was scored, `best_constant` is
-    the frequency of the most frequent target. `best_constant` is None if the targets are too long
-    to be answers.
+    """Accuracy of a policy that gives the best constant answer to every prompt. If Covey scored no
+    constant answer, `best_constant` is the fraction of prompts that have the most frequent target.
+    `best_constant` is None if a target is empty or too long to be a short answer.
     """
     baselines: Baselines | None = None
-    """Scores of a constant answer, an empty completion and a copy of the prompt, if known."""
+    """Scores of a constant answer, an empty completion and a copied prompt, if measured."""
     distinct_answers: int = 0
     """Number of different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
-    """The results of each prompt; the other fields are computed from `items`."""
+    """The completions of each prompt, with their scores."""
 
     @property
     def graded(self) -> bool:
-        """Whether some reward is not simply 1 for success and 0 for failure."""
+        """Whether some reward differs from the binary score: 1 for success, 0 for failure."""
         return is_graded((item.greedy.reward, item.greedy.success) for item in self.items)
 
     def row(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def evaluate(
     temperature: float = 1.0,
     baselines: Baselines | None = None,
 ) -> Evaluation:
-    """Generate a greedy completion and `samples` sampled completions of each prompt."""
+    """Evaluate a policy on one greedy and `samples` sampled completions of each prompt."""
     encoded = encode_prompts(collector.model, prompts, collector.interaction)
 
     def complete(distribution: Distribution, group_size: int) -> Collected:

@@ -1,4 +1,4 @@
-"""Evaluation items: the results of each prompt, from which all numbers are computed."""
+"""Evaluation items: the scored completions of each prompt. All metrics derive from items."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from covey.types import Prompt, Rollout
 
 GREEDY = "greedy"
 REWARD, PART = "reward", "parts/"
-"""Names of estimates: the mean reward of the greedy completions, and the means of reward parts."""
+"""Metric name of the mean reward, and prefix of metric names for parts of the reward."""
 NO_CATEGORY = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCompletion:
-    """The fields of a completion that an evaluation records."""
+    """A completion of an evaluation, with its score and its length."""
 
     text: str
     reward: float | None
     tokens: int
     finish: str
     success: bool | None
-    """Whether the completion is correct; None means no score, and counts as incorrect."""
+    """Whether the completion is correct; None (scoring failed) counts as incorrect."""
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(rollout: Rollout) -> ItemCompletion:
-        """Return the completion of a rollout."""
+        """Convert a rollout to an ItemCompletion."""
         return ItemCompletion(
             text=rollout.text,
             reward=rollout.reward,
@@ -57,7 +57,7 @@ class Item:
     samples: tuple[ItemCompletion, ...] = ()
 
     def values(self) -> dict[str, float]:
-        """Return the value of each metric, named `greedy`, `mean@k`, `pass@2`, `pass@4`, ..."""
+        """Return the prompt's value of each metric (`greedy`, `mean@k`, `pass@2`, ...)."""
         values = {GREEDY: float(bool(self.greedy.success))}
         count = len(self.samples)
         if count:
@@ -68,14 +68,14 @@ class Item:
         return values
 
     def rewards(self) -> dict[str, float]:
-        """Return the reward of the greedy completion and its parts; empty if scoring failed."""
+        """Return the greedy completion's reward and the parts of the reward, if scored."""
         if self.greedy.reward is None:
             return {}
         parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
         return {REWARD: self.greedy.reward, **parts}
 
     def row(self) -> dict[str, Any]:
-        """Return plain data for one line of a JSON Lines file."""
+        """Return the item as a dict for one line of a JSON Lines file."""
         return {
             "prompt_id": self.prompt.id,
             "prompt": self.prompt.text,
@@ -91,7 +91,7 @@ class Item:
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
     """Estimate each metric, with Wilson's interval for `greedy` and a bootstrap for the others.
 
-    The mean reward and its parts include only completions that were scored.
+    The means of the reward and of the reward's parts include only completions that were scored.
     """
     values = [item.values() for item in items]
     correct = sum(item[GREEDY] for item in values)
@@ -111,10 +111,10 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(scored: Iterable[tuple[float | None, bool | None]]) -> bool:
-    """Return whether some reward is not simply 1 for success and 0 for failure.
+    """Return whether some reward differs from the binary score: 1 for success, 0 for failure.
 
-    The argument `scored` contains pairs of reward and success. The function ignores completions
-    without a reward.
+    Each element of `scored` is the reward and the success of one completion. The function ignores
+    completions without a reward.
 
     >>> is_graded([(1.0, True), (None, None)]), is_graded([(0.5, True)])
     (False, True)
@@ -123,7 +123,7 @@ def is_graded(scored: Iterable[tuple[float | None, bool | None]]) -> bool:
 
 
 def check_category(prompts: Sequence[Prompt], key: str) -> None:
-    """Reject a category key that no prompt has."""
+    """Raise ConfigError if `key` is not `task` and no prompt has `key` in its `info`."""
     known = {"task"}.union(*(prompt.info for prompt in prompts))
     if key not in known:
         hint = nearest(key, known)
@@ -131,7 +131,7 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
-    """Group items by a value in their prompts' `info`; the key `task` gives the task's name."""
+    """Group items by the value of `key` in the prompt's `info`; `task` is the task name."""
     found: dict[str, list[Item]] = {}
     for item in items:
         info: Mapping[str, Any] = {"task": item.prompt.task, **item.prompt.info}
@@ -140,7 +140,7 @@ def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
 
 
 def _category_order(name: str) -> tuple[bool, float, str]:
-    """Return the sort key of a category; numbers come first, by size, then other names."""
+    """Return a sort key that puts numeric category names first, in numeric order."""
     try:
         return False, float(name), name
     except ValueError:
@@ -181,7 +181,7 @@ def compare(first: Sequence[Item], second: Sequence[Item]) -> Comparison:
 
 
 def _reward_differences(first: Sequence[Item], second: Sequence[Item]) -> dict[str, Difference]:
-    """Compare rewards and their parts on the prompts that have a score under both policies."""
+    """Compare rewards and reward parts on prompts that were scored for both policies."""
     rows = [(one.rewards(), other.rewards()) for one, other in zip(first, second, strict=True)]
     names = list(dict.fromkeys(name for a, b in rows for name in a if name in b))
     pairs = {

@@ -4,9 +4,9 @@ An adapted linear layer computes `W x + (alpha / rank) B A x`, where W is frozen
 trained. Peft replaces the linear layers of the model in place, so attention and packing work as
 before. B starts at zero, so a new adapter does not change the model's outputs.
 
-Dropout between x and A is active only in forward passes with a gradient. Generation, old_logp and
-evaluations run without dropout. With dropout, the trained policy therefore differs from the policy
-that sampled the completions.
+LoRA dropout acts on the input of an adapter, and only in forward passes with a gradient. Covey
+generates, evaluates and computes old_logp without dropout. With dropout, the trained policy
+therefore differs from the policy that sampled the completions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME = "default"
 """The name that peft gives to an adapter without a name."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
-"""GPT-2's linear layer, whose weight is transposed."""
+"""Class name of GPT-2's linear layer, which stores its weight transposed."""
 
 
 def add_adapter(
@@ -51,8 +51,8 @@ def add_adapter(
 ) -> LanguageModel:
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
-    `also_train` names modules of which a full copy is trained. `base` is the path of the frozen
-    base model. An empty `base` means the model's own `name_or_path`.
+    For each module that `also_train` names, the adapter trains a full copy of the weights. `base`
+    is the path of the frozen base model. An empty `base` means the model's own `name_or_path`.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -72,7 +72,7 @@ def add_adapter(
 
 
 def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
-    """Freeze a model and load an adapter from a folder in peft's format, without dropout."""
+    """Freeze a model and load an adapter in peft's format; set the adapter's dropout to 0."""
     try:
         config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS_FILE)
@@ -109,7 +109,7 @@ class GradientDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply dropout if gradients are on.
+        """Apply dropout if gradients are enabled.
 
         The caller must set the seed of torch's random generator before every pass.
         """
@@ -117,7 +117,7 @@ class GradientDropout(nn.Dropout):
 
 
 def set_dropout(model: LanguageModel, share: float) -> None:
-    """Set the dropout rate of the adapter layers' inputs in training passes."""
+    """Set the LoRA dropout rate, which applies only to forward passes with a gradient."""
     model.adapter.lora_dropout = share
     for module in model.model.modules():
         if isinstance(drops := getattr(module, "lora_dropout", None), nn.ModuleDict):
@@ -133,7 +133,7 @@ def _peft() -> Any:
 
 
 def _portable(path: str) -> str:
-    """Return a path to the base model that works from any working folder and installation."""
+    """Return a base model path that is valid in any working folder and installation."""
     if path in ("embedded", str(CHECKPOINT)):  # the packaged model, even if a folder has that name
         return "embedded"
     return str(Path(path).resolve()) if path and Path(path).exists() else path
@@ -161,7 +161,7 @@ def _inject(model: LanguageModel, config: Any) -> LanguageModel:
 
 
 def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module]:
-    """Return the modules whose full names match a name from the configuration."""
+    """Return the modules whose full name ends with a name from the configuration."""
     modules = dict(model.model.named_modules())
     found = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
     if not found:
@@ -184,7 +184,7 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
 
 
 def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
-    """Return the full names of modules to copy, because peft matches short names as suffixes."""
+    """Return the full names of `also_train` modules; peft takes short names as suffixes."""
     names: set[str] = set()
     for name in also_train:
         found = _modules(model, name, "also_train")
@@ -204,8 +204,8 @@ def _is_linear(module: nn.Module) -> bool:
 def _head(model: LanguageModel, on: bool) -> Any:
     """Return the output layer.
 
-    If the adapter has a trained copy of the output layer, `on` chooses the copy instead of the
-    original layer.
+    If the adapter has a trained copy of the output layer, return the copy if `on` is true, and the
+    original layer otherwise.
     """
     layer = model.model.get_output_embeddings()
     if not hasattr(layer, "modules_to_save"):
@@ -214,7 +214,7 @@ def _head(model: LanguageModel, on: bool) -> Any:
 
 
 def adapted_layers(model: LanguageModel) -> list[tuple[str, Any]]:
-    """Return the layers that have LoRA weights, by name."""
+    """Return the name and the module of each layer that has LoRA weights."""
     return [(name, m) for name, m in model.model.named_modules() if hasattr(m, "lora_A")]
 
 
@@ -235,7 +235,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def _initialize(layer: Any, address: str) -> None:
-    """Initialize A like a new linear layer and B with zeros; random numbers depend on `address`."""
+    """Initialize A with random numbers, seeded by the text `address`, and B with zeros."""
     weight, zero = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     key = hashlib.blake2b(f"adapter {address}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
@@ -274,7 +274,8 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
     """Change the LoRA weights inside a `with` block, and restore them afterwards.
 
-    A parity check cannot test LoRA weights while B is 0.
+    While the LoRA matrix B is 0, the adapter has no effect, and a parity check cannot test the
+    adapter.
     """
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]
@@ -299,7 +300,7 @@ def _file_name(parameter: str) -> str:
 def named_weights(
     model: LanguageModel, saved: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Map the weights of a file to the names of the model's trained parameters."""
+    """Return the weights of an adapter file under the names of the model's parameters."""
     pairs = ((name, _file_name(name)) for name, _ in _trained(model.model))
     return {name: saved[file_name] for name, file_name in pairs if file_name in saved}
 

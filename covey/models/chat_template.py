@@ -50,7 +50,7 @@ class Template:
 
     form: str = "auto"
     chat_options: Mapping[str, Any] = field(default_factory=dict)
-    """Extra arguments of the tokenizer's chat template."""
+    """Extra arguments that Covey passes to the tokenizer's chat template."""
     prefill: str = ""
     prefill_in_text: bool = True
     """Whether completions are scored and saved with the prefill at their beginning."""
@@ -98,17 +98,18 @@ def _fields(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renderer:
-    """A template together with its tokenizer."""
+    """Renders messages as a prompt, with a prompt format and a tokenizer."""
 
     template: Template
     tokenizer: Any
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """Whether the chat template drops or refuses system messages. A system message that the
-    template would drop or refuse is put at the beginning of the first user message."""
+    """Whether the chat template drops or refuses system messages. If the chat template drops or
+    refuses system messages, Covey puts the system message at the beginning of the first user
+    message."""
     turn_end: int | None = None
-    """The special token that ends the assistant's turn in the chat template."""
+    """Id of the special token that ends the assistant's turn; None if there is none."""
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return the prompt's text, up to where the completion begins."""
@@ -122,14 +123,14 @@ class Renderer:
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the prompt's tokens.
 
-        A chat template contains its own BOS token. For prompt formats other than a chat template,
-        this method adds the BOS token.
+        A chat template contains its own BOS token. If no chat template is used, this method adds
+        the BOS token.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)
 
     def with_start(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return tokens with the BOS token in front, if the tokenizer itself adds a BOS token."""
+        """Put the BOS token in front of `ids` if the tokenizer normally adds BOS tokens."""
         start = self.tokenizer.bos_token_id
         if start is not None and list(ids[:1]) != [start]:
             begun = self.tokenizer.encode(MARK, add_special_tokens=True)
@@ -307,7 +308,7 @@ class RenderProcess:
         return str(reply["text"])
 
     def start(self) -> None:
-        """Start the process, which takes a second, unless it is already running."""
+        """Start the rendering process if it is not running; a start takes a second."""
         with self._lock:
             self._connected()
 
@@ -367,7 +368,7 @@ def start_rendering() -> None:
 
 
 def render(template: str, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
-    """Render a conversation with a chat template and further arguments."""
+    """Render a conversation with a chat template; `arguments` are passed to the template."""
     return _PROCESS.render(
         {"template": template, "messages": list(messages), "arguments": dict(arguments)}
     )

@@ -1,13 +1,15 @@
 """Multi-turn conversations as tokens: sampled tokens stay unchanged, and later turns are appended.
 
 After a turn of the policy, the chat template renders the conversation, including the new messages.
-If the rendered text begins with the earlier prompt and the sampled text, only the rest of the text
-is tokenised and appended to the earlier tokens. Some templates change earlier turns: they remove
-thinking, trim whitespace or change the end of a turn. If earlier turns have changed, the rendered
-conversation becomes the prompt of a new segment.
+If the rendered text begins with the previous prompt and the sampled text, Covey tokenizes only the
+new text, and appends the new tokens to the earlier tokens. Some templates change earlier turns:
+they remove thinking, trim whitespace or change the end of a turn. If the chat template has changed
+earlier turns, the rendered conversation becomes the prompt of a new segment, which is trained as a
+separate row.
 
-The text of a message never becomes a control token. If a message contains the text of a control
-token, such as `<|im_end|>`, that text is split before tokenisation and becomes ordinary tokens.
+The text of a message never becomes a special token. If a message contains the text of a special
+token, such as `<|im_end|>`, Covey splits that text, so that it becomes ordinary tokens. In tool
+results, Covey also splits the text of other control tokens, such as `<think>`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from covey.models.chat_template import Renderer, chat_text
 from covey.types import Message
 
 CUT = "\ue0c7"
-"""A private-use character that marks where tokenisation splits a text. If a message contains this
-character, the character is removed from the message."""
+"""A private-use character (split mark) at which Covey splits a text before tokenization. Covey
+removes split marks that a message already contains."""
 PROBE = "COVEYTOOL"
 
 
@@ -35,13 +37,13 @@ class Context(NamedTuple):
     """The prompt of a turn, as text and tokens: the conversation before that turn."""
 
     text: str
-    """The text of the context, with marks where tokenisation splits the text."""
+    """The text of the conversation before the turn, including split marks (`CUT`)."""
     tokens: tuple[int, ...]
-    """All tokens of the context, from the beginning of the segment."""
+    """All tokens before the turn, from the beginning of the segment."""
     added: int
     """Number of tokens after the last sampled token."""
     new_segment: bool
-    """Whether the template changed earlier text, so that a new segment begins with `tokens`."""
+    """Whether a new segment begins: at the first turn, or if earlier text has changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +52,10 @@ class Conversations:
 
     renderer: Renderer
     instruction: str
-    """Instructions for tool calls, with {tools}, for chat templates that do not support tools."""
+    """Tool instructions if the chat template does not support tools; {tools} is filled in."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
-        """Return the context of the first turn."""
+        """Return the prompt of the first turn as a Context."""
         text = self._text(messages, tools)
         tokens = self._first_tokens(text)
         return Context(text, tokens, len(tokens), True)
@@ -65,10 +67,9 @@ class Conversations:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
     ) -> Context:
-        """Return the context after a turn; `sampled` are the tokens of that turn.
+        """Return the prompt of the next turn; `sampled` are the tokens of the previous turn.
 
-        `messages` are the whole conversation, including the sampled message and the messages after
-        it.
+        `messages` is the whole conversation, including the sampled message and all later messages.
         """
         raw = self.renderer.tokenizer.decode(
             list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -94,7 +95,7 @@ class Conversations:
         return self.renderer.with_start(self._tokens(text))
 
     def _tokens(self, text: str) -> list[int]:
-        """Tokenise each text between split marks, so that no control token spans a mark."""
+        """Tokenize the text between split marks, so that no token spans a split mark."""
         encode = self.renderer.tokenizer.encode
         pieces = [piece for piece in text.split(CUT) if piece]
         return [token for piece in pieces for token in encode(piece, add_special_tokens=False)]
@@ -134,7 +135,7 @@ class Conversations:
         return [{"role": "system", "content": text}, *messages]
 
     def _inert(self, text: str, *, every: bool) -> str:
-        """Insert split marks into a text, so that its tokens include no control token."""
+        """Insert split marks into a text, so that tokenization produces no special tokens."""
         pattern = self._added if every else self._special
         text = text.replace(CUT, "")
         if pattern is None:

@@ -1,8 +1,8 @@
-"""Fast detokenization of many completions with a table of bytes.
+"""Fast detokenization of many completions, with a table that maps tokens to bytes.
 
 GPT-2-style tokenizers write every token as bytes, so the text of a completion is the concatenation
-of its tokens' bytes. A table lookup takes a third of the time of the tokenizer's own decoding. The
-table is used only if it decodes all tokens like the tokenizer does.
+of its tokens' bytes. A table lookup takes a third of the time of the tokenizer's own decoding.
+Covey uses the table only if the table decodes every token exactly as the tokenizer does.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from operator import itemgetter
 from typing import Any
 
 TRIED_TOGETHER = 64
-"""Number of tokens that the check decodes together, because a character may span several tokens."""
+"""Length of the token sequences on which Covey compares the table with the tokenizer."""
 
 Pieces = tuple[bytes, ...]
 
 
 def joined_bytes(pieces: Pieces, tokens: Sequence[int]) -> bytes:
-    """Return the bytes of tokens. The first and last character may be incomplete."""
+    """Return the joined bytes of tokens, which may begin or end inside a UTF-8 character."""
     if len(tokens) < 2:  # itemgetter returns several items as a tuple, but one item as it is
         return b"".join(pieces[token] for token in tokens)
     return b"".join(itemgetter(*tokens)(pieces))
@@ -35,7 +35,8 @@ def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
     """Return the bytes of the first `size` tokens of the vocabulary.
 
-    Special tokens have no bytes. Return None if the tokenizer is not byte-level.
+    Special tokens have no bytes. Return None if the tokenizer is not byte-level, or if the bytes do
+    not reproduce the tokenizer's text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
@@ -72,7 +73,7 @@ def _characters() -> list[str]:
 
 
 def _says_the_same(pieces: Pieces, backend: Any) -> bool:
-    """Return whether the table decodes all tokens, in shuffled order, as the tokenizer does."""
+    """Return whether table and tokenizer decode all tokens, in shuffled order, alike."""
     order = list(range(len(pieces)))
     random.Random(0).shuffle(order)
     rows = [order[at : at + TRIED_TOGETHER] for at in range(0, len(order), TRIED_TOGETHER)]

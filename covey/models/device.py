@@ -1,4 +1,4 @@
-"""Device names (auto, cpu, cuda, cuda:1), and deterministic algorithms on a device."""
+"""Find devices by name (auto, cpu, cuda, cuda:1), and make torch deterministic."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def skip_determinism_check() -> Iterator[None]:
     """Allow operations that are deterministic although torch's determinism check refuses them.
 
     Torch refuses, for example, a cumulative sum over each row, although the order of its additions
-    is fixed. Torch also has deterministic versions of writes to indexed elements, but these
-    versions cannot be captured in a CUDA graph.
+    is fixed. In deterministic mode, torch also writes to indexed elements with kernels that a CUDA
+    graph cannot capture.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

@@ -1,4 +1,4 @@
-"""Export of a model: weights, tokenizer and stop tokens, without training state."""
+"""Export a model's weights, tokenizer and stop tokens, without training state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ merged."""
 def export_model(
     source: str, folder: Path, *, dtype: str, template: Template, card: MakeCard
 ) -> None:
-    """Write a model folder for transformers and inference engines, atomically."""
+    """Atomically write a model folder that transformers and inference engines can load."""
     check_free(folder)
     with whole_folder(folder) as partial:
         adapted = adapter_base(source) is not None
@@ -70,7 +70,8 @@ COPIED = f".modules_to_save.{NAME}."
 def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
     """Return the merged weights W + (alpha / rank) B A under the base model's parameter names.
 
-    The sum is computed in float32 or a more precise type. The model itself is not changed.
+    The merged weights are computed in float32 or a more precise type. The model itself is not
+    changed.
     """
     layers = dict(_adapted_weights(model))
     merged: dict[str, torch.Tensor] = {}
@@ -87,9 +88,9 @@ def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
 
 
 def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
-    """Yield the name of every adapted weight, and the layer with its LoRA weights.
+    """Yield the name of every adapted weight, and the peft layer that contains A and B.
 
-    Peft wraps a layer of experts once for each adapted tensor, so the wrappers are nested.
+    Peft wraps a mixture-of-experts layer once for each adapted tensor, so the wrappers are nested.
     """
     for name, layer in adapted_layers(model):
         inner, path = layer, name
@@ -99,7 +100,7 @@ def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
 
 
 def _delta(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the LoRA update (alpha / rank) B A, for each expert if there are several experts."""
+    """Return the LoRA update (alpha / rank) B A; a layer of experts has one per expert."""
     down, up = (getattr(layer, part)[NAME].weight.to(dtype) for part in ("lora_A", "lora_B"))
     experts, turned = getattr(layer, "num_experts", 1), layer.fan_in_fan_out
     if experts > 1:
@@ -112,7 +113,7 @@ def _delta(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def merge_adapter(folder: Path, out: Path) -> None:
-    """Save base model and adapter of a checkpoint as one ordinary model in float32."""
+    """Merge a checkpoint's adapter into its base model, and save the result in float32."""
     base = adapter_base(str(folder))
     if base is None:
         raise ModelError(f"model: {folder} contains no adapter")

@@ -1,4 +1,4 @@
-"""Check the packages that 4-bit base weights need, without importing torch."""
+"""Check that the packages for 4-bit base weights are installed, without importing torch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> 
 
 
 def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that load linear layers in 4 bits, as QLoRA does."""
+    """Return `from_pretrained` arguments that load linear layers in 4 bits, as in QLoRA."""
     check_four_bit()
     settings = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -51,8 +51,9 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 def keep_gradients(model: Any) -> None:
     """Turn off a CPU layout of 4-bit weights that does not support gradients.
 
-    In evaluation mode, bitsandbytes converts weights to a layout that has no gradients, and never
-    converts them back. Later training passes would silently have no gradients.
+    In evaluation mode, bitsandbytes converts weights to a layout that does not support gradients,
+    and never converts them back. Without this function, training passes after an evaluation would
+    silently have no gradients.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -65,10 +66,10 @@ def read_tokenizer(source: str, **more: str) -> Any:
 
 
 def make_savable(model: Any) -> None:
-    """Replace generation settings that transformers refuses to save; keep the special tokens.
+    """Reset generation settings that transformers refuses to save; keep special tokens.
 
-    For example, transformers refuses a temperature without do_sample. Covey samples with its own
-    settings.
+    For example, transformers refuses to save a temperature if do_sample is not set. Covey does not
+    use the model's generation settings for sampling.
     """
     settings = model.generation_config
     try:

@@ -1,7 +1,8 @@
 """GGUF import: convert a GGUF file once into a trainable checkpoint, and cache the checkpoint.
 
-The checkpoint is float32, so that weights are not rounded a second time. A GGUF weight is a
-few-bit integer times a float16 scale, and bfloat16 cannot represent such products exactly.
+The converted checkpoint is in float32, so that the conversion does not round the weights again. A
+GGUF weight is a few-bit integer times a float16 scale, and bfloat16 cannot represent such products
+exactly.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from covey.models.model_path import PACKAGED
 from covey.run.files import whole_folder
 
 FORMAT = 1
-"""Version of the conversion, part of the cached folder's name."""
+"""Version of the conversion code; the name of each cached folder contains this number."""
 
 STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """GGUF keys of the tokens that end a completion."""
@@ -70,7 +71,7 @@ def find_gguf(path: str) -> Path | None:
 def _packaged(name: str) -> Path:
     """Return the GGUF file of a PyPI package without importing the package.
 
-    Importing the package would need an inference engine.
+    The package can be imported only if an inference engine is installed.
     """
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
@@ -84,7 +85,7 @@ def _packaged(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the cache of imported models: $COVEY_CACHE/models or ~/.cache/covey/models."""
+    """Return the cache folder of models: $COVEY_CACHE/models or ~/.cache/covey/models."""
     root = os.environ.get("COVEY_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "covey") / "models"
 
@@ -260,7 +261,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
-    """Check that the saved model gives the same tokens and logits as the converted model."""
+    """Load the saved model and tokenizer; check that logits and tokens have not changed."""
     again = read_pretrained(transformers.AutoModelForCausalLM, str(folder), torch.float32).eval()
     ids = torch.arange(1, 13)[None] * 7 % model.config.vocab_size
     with torch.no_grad():

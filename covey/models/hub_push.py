@@ -1,4 +1,4 @@
-"""Upload of an exported model to the Hugging Face Hub."""
+"""Upload an exported model to the Hugging Face Hub."""
 
 from __future__ import annotations
 

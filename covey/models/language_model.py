@@ -1,8 +1,8 @@
-"""Language model: a Hugging Face causal model as backbone and head, with its tokenizer.
+"""A language model: backbone and head of a Hugging Face causal model, and a tokenizer.
 
-The backbone returns hidden states; the head turns selected hidden states into logits. Engine and
-trainer never compute all logits of a batch at once. With a vocabulary of 150,000 tokens, the logits
-of a whole batch would be by far the largest tensor.
+The backbone returns hidden states; the head turns selected hidden states into logits. The engine
+and the trainer never compute all logits of a batch at once. With a vocabulary of 150,000 tokens,
+the logits of a whole batch would be by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LanguageModel:
 
     @property
     def opening(self) -> str:
-        """The prefill, if completions are scored and shown with it; otherwise an empty text."""
+        """The prefill if Covey scores and shows completions with it; otherwise empty."""
         return "" if self.renderer is None else self.renderer.template.opening
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -85,7 +85,7 @@ class LanguageModel:
         return byte_pieces(self.tokenizer, len(self.head.linear.weight))
 
     def decode_many(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        """Decode several completions, with a table of bytes if the tokenizer allows it."""
+        """Decode several completions; for a byte-level tokenizer, use a byte table."""
         pieces = self.pieces
         if pieces is not None:
             return [joined_text(pieces, tokens) for tokens in completions]

@@ -1,4 +1,4 @@
-"""Load a model from a folder, the hub, a GGUF file or the package, and check the model."""
+"""Load a model from a folder, the Hub, a GGUF file or Covey's package, and check it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
-"""Relative tolerance of parity checks in 16 bits. Rounding changes the hidden states of a few
-16-bit layers by 1 %, and wrong attention changes them by more."""
+"""Relative tolerance of parity checks that run in a 16-bit type. Rounding changes the hidden states
+of a few 16-bit layers by 1 %, and wrong attention changes them by more."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -101,7 +101,7 @@ def _tokenizer(source: str) -> Any:
 
 
 def _source(path: str) -> str:
-    """Return the folder or hub name to load; a GGUF file is converted first."""
+    """Return the folder or hub name of a model; convert a GGUF file to a folder first."""
     if path in MODELS:
         return str(MODELS[path])
     gguf = find_gguf(path)
@@ -171,12 +171,12 @@ def _disable_dropout(model: Any) -> None:
 
 
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
-    """Find the scale and soft cap that reproduce the model's own logits.
+    """Return a Head with the logit scale and soft cap that reproduce the model's own logits.
 
-    Architectures use different names for the scale and the soft cap, and some multiply where others
-    divide. With a wrong scale or soft cap, training would silently use wrong probabilities. The
-    function therefore tries several candidates, and compares their logits with the model's own
-    logits.
+    Architectures use different names for the logit scale and the soft cap. Some architectures
+    multiply the logits by the scale, and others divide the logits by the scale. With a wrong scale
+    or soft cap, training would silently use wrong probabilities. The function therefore tries
+    several scales and soft caps, and compares the resulting logits with the model's own logits.
     """
     config = model.config
     scales = [1.0]
@@ -208,11 +208,11 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 def _register_attention(model: Any) -> tuple[bool, bool]:
     """Use Covey's attention in a model if the model's hidden states stay the same.
 
-    Return two flags. The first flag is true if packed rows give the same hidden states as the
-    model's own attention. The second flag is true if flash attention does so too. The check runs
-    the model on three rows of different lengths. This parity check is necessary because a model's
-    configuration does not say whether its attention is standard, or whether its other layers
-    process each token separately.
+    Return two flags. The first returned flag is true if packed rows give the same hidden states as
+    the model's own attention. The second returned flag is true if packed rows with flash attention
+    also give the same hidden states. The parity check runs the model on three rows of different
+    lengths. This parity check is necessary because a model's configuration does not say whether its
+    attention is standard, or whether its other layers process each token separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")
@@ -253,7 +253,7 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
 def _checked_backbone(model: Any) -> nn.Module:
     """Return the backbone for parity checks.
 
-    Of a 16-bit model, return only the first layers, converted to float32.
+    For a 16-bit model, return only the first layers, converted to float32.
     """
     rounds = model.get_output_embeddings().weight.dtype in HALF
     backbone: nn.Module = model.base_model
@@ -261,7 +261,7 @@ def _checked_backbone(model: Any) -> nn.Module:
 
 
 def _supports_fused(model: Any) -> bool:
-    """Compare the fused forward pass with the model's own; if both agree, fuse the parameters."""
+    """Return whether the fused forward pass matches the model's own; if so, fuse weights."""
     try:
         from covey.accel.fused_forward import fused_backbone, is_llama_like
     except ImportError:  # without Triton there are no kernels

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a batch under a language model."""
+"""Compute log-probabilities and entropies of a batch's tokens under a language model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) ->
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
     The results of the packed and the padded layout differ only by rounding errors. The layout
-    "auto" is packed if the model supports packing.
+    "auto" means packed if the model supports packing, and padded on the right otherwise.
     """
     if not model.sharded:
         return _batch_logp(model, batch, **options)
@@ -72,14 +72,14 @@ def _batch_logp(
 
 
 class Predicting(NamedTuple):
-    """The hidden states from which trained tokens are predicted."""
+    """The hidden states that predict the trained tokens of a batch."""
 
     hidden: torch.Tensor
     """[M, D]."""
     chosen: torch.Tensor
     """[M] int64: ids of the trained tokens."""
     cells: torch.Tensor
-    """[M] int64: indices of the trained tokens in the flattened [B, T]."""
+    """[M] int64: indices of the trained tokens in a flattened [B, T] tensor."""
 
 
 def predicting_hidden(
@@ -105,7 +105,7 @@ def predicting_hidden(
 def scatter_logp(
     batch: Batch, logp: torch.Tensor, entropy: torch.Tensor, cells: torch.Tensor
 ) -> LogProbs:
-    """Write the results [M] of trained tokens to their positions in a flattened [B, T] tensor."""
+    """Return tensors [B, T] with the values [M] of trained tokens, and 0 for other tokens."""
     blank = logp.new_zeros(batch.mask.numel())
     return LogProbs(
         logp=blank.index_copy(0, cells, logp).view_as(batch.mask),
@@ -167,7 +167,8 @@ class PaddedBatch:
     """[B, S] attention mask. The mask is None if padding is on the right, because causal attention
     ignores padding on the right."""
     position_ids: torch.Tensor | None
-    """[B, S] position ids. The field is None if a token's position is its column index."""
+    """[B, S] position ids. `position_ids` is None if the position of each token is its column
+    index."""
     predictor: torch.Tensor
     """[B, T] int64: the column that predicts each completion token."""
 

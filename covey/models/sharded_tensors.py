@@ -41,7 +41,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 
 
 def first_element(value: torch.Tensor) -> int:
-    """Return the index of this rank's first element in a sharded tensor; 0 for other tensors."""
+    """Return the flat index of this rank's first element in a sharded tensor; otherwise 0."""
     if not hasattr(value, "full_tensor"):
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def first_element(value: torch.Tensor) -> int:
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all elements; with sharded tensors, all ranks must call this function."""
+    """Return the norm over several tensors. If they are sharded, all ranks must take part."""
     norm = torch.nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
     if not tensors or not hasattr(tensors[0], "full_tensor"):
         return norm
@@ -63,7 +63,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """If `like` is sharded, return the sharded tensor whose rows on this rank are `part`."""
+    """Return a tensor sharded like `like` whose rows on this rank are `part`."""
     if not hasattr(like, "full_tensor"):
         return part
     from torch.distributed.tensor import DTensor

@@ -1,8 +1,10 @@
 """Worker process that renders chat templates.
 
-The command is `python -m covey.models.template_worker FD SECONDS MB`. The worker reads one JSON
-request after another, and ends when the connection closes. The worker compiles templates as
-transformers does, but does not import transformers or torch, because these imports take a second.
+The command is `python -m covey.models.template_worker FD SECONDS MB`. FD is the file descriptor of
+the worker's connection, SECONDS is the CPU time limit of a request, and MB is the memory limit. The
+worker reads one JSON request after another, and ends when the connection closes. The worker
+compiles templates as transformers does, but does not import transformers or torch, because these
+imports take a second.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TODAY = datetime.date(2024, 7, 26)
-"""The date for templates that print today's date. The date is fixed, so that a resumed run renders
-the same prompts."""
+"""The date that chat templates print as today's date. The date is fixed, so that a resumed run
+renders the same prompts."""
 
 
 TOO_BIG = 3
@@ -33,7 +35,7 @@ TOO_BIG = 3
 
 
 class _Generation(Extension):
-    """Supports the tag {% generation %}, with which templates mark the assistant's text."""
+    """Jinja extension for the tag {% generation %}, which marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -57,7 +59,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
+    """Return `value` as JSON, without the HTML escapes that Jinja's `tojson` adds."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -74,7 +76,7 @@ def _compiled(template: str) -> Template:
 
 
 def render(request: dict[str, Any]) -> dict[str, str]:
-    """Render one conversation, or return the template's error."""
+    """Return the rendered conversation as `text`, or the template's error as `error`."""
     try:
         known = {"tools": None, "documents": None, "add_generation_prompt": False}
         text = _compiled(request["template"]).render(
@@ -92,7 +94,7 @@ def render(request: dict[str, Any]) -> dict[str, str]:
 def serve(connection: Connection, seconds: float, megabytes: int) -> None:
     """Answer rendering requests until the connection closes.
 
-    The operating system enforces the limits of time and memory.
+    The operating system enforces the time limit and the memory limit.
     """
     limit = megabytes * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

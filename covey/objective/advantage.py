@@ -1,16 +1,17 @@
 """Advantages: the difference between a rollout's reward and a baseline, such as its group's mean.
 
-Shapes: B is the number of rollouts, and T is the number of completion tokens. Rewards and
-statistics are float64, because the float32 mean of equal rewards can differ from the rewards by
-rounding. A rounding error divided by a standard deviation of 3e-8 becomes an advantage of order
-one.
+Shapes: B is the number of rollouts, and T is the number of completion tokens. Rewards, means and
+standard deviations are float64. In float32, the mean of equal rewards can differ slightly from the
+rewards. If a group's standard deviation is only a rounding error of 3e-8, dividing by it would give
+advantages near 1.
 
-The functions in the first half of this module take the rewards [B] of a whole rollout batch and the
-group ids, in any order. Statistics are over a group or over the batch; groups may have different
-sizes. A NaN reward means that scoring failed. A row without a reward is left out of all statistics,
-and its advantage is 0. The functions in the second half of this module take the batch and return
-the advantages of all tokens [B, T]. The functions in the second half of this module are the
-advantage functions of objectives, and their keyword arguments are options of the objective.
+The functions in the first half of this module take the rewards [B] and the group ids [B] of a whole
+rollout batch. The rollouts may be in any order. Means and standard deviations are over a group or
+over the whole batch. Groups may have different sizes. A NaN reward means that scoring failed. A
+rollout without a reward is left out of all means and standard deviations, and its advantage is 0.
+The functions in the second half of this module take the batch and return the advantages of all
+tokens [B, T]. An `Objective` can use a function from the second half of this module as its
+`advantage`. The function's keyword arguments are options of the objective.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from covey.types import EQUAL_REWARDS, Batch
 
 
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return, for every row, the sum of the values [B] in its group."""
+    """Return the sum of each group's values, repeated for every rollout of the group, [B]."""
     ids, index = group.unique(return_inverse=True)
     sums = values.new_zeros(len(ids))
     return sums.index_add(0, index, values)[index]
 
 
 def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return a mask [B] of the rows in groups whose rewards are all equal, up to rounding."""
+    """Return a mask [B] of the rollouts in groups whose rewards are equal up to rounding."""
     rewards = rewards.double()
     ids, index = group.unique(return_inverse=True)
 
@@ -52,9 +53,9 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def against_baseline(
     rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
-    """Return each reward minus the group's mean, in which completions have the weights `share`.
+    """Return each reward minus its group's weighted mean; `share` [B] contains the weights.
 
-    If all rewards of a group are equal, return 0.
+    The result is 0 for all rollouts of a group with equal rewards.
     """
     rewards = rewards.double()
     scored = ~rewards.isnan()
@@ -81,8 +82,8 @@ def standardized(
     """Return rewards standardized in their group, A_i = (R_i - mean_g R) / (std_g R + eps).
 
     In a group with equal rewards, A_i is exactly 0. The GRPO paper (arXiv 2402.03300 section 4.1.2)
-    does not specify ddof and eps. Public code uses ddof 0 or 1 and eps from 1e-9 to 1e-4; ddof 0
-    multiplies every advantage by sqrt(G / (G - 1)).
+    does not specify ddof and eps. Public code uses ddof 0 or 1 and eps from 1e-9 to 1e-4. In a
+    group of G rollouts, the advantages with ddof 0 are sqrt(G / (G - 1)) times those with ddof 1.
     """
     difference = centered(rewards, group)
     count = group_sum((~rewards.isnan()).double(), group)
@@ -98,9 +99,10 @@ def batch_standardized(
     eps: float = 1e-6,
     of: Literal["rewards", "centered"] = "rewards",
 ) -> torch.Tensor:
-    """Return the reward minus its group's mean, divided by the std of the whole batch plus eps.
+    """Return (R_i - mean_g R) / (std + eps), where the std is over the whole batch.
 
-    The std is over the rewards (LitePPO, arXiv 2508.08221) or over the rewards minus group means.
+    The argument `of` chooses whether the std is over the rewards (LitePPO, arXiv 2508.08221) or
+    over the rewards minus their group means.
     """
     difference = centered(rewards, group)
     scored = ~rewards.isnan()
@@ -117,9 +119,10 @@ def sum_of_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Standardize each reward part [K, B] in its group, add up the parts, and standardize the sum.
+    """Standardize each reward part [K, B] per group, and then standardize their weighted sum.
 
-    In GDPO (arXiv 2601.05242), all parts have the same influence, even if their spreads differ.
+    The K reward parts are separate scores, such as correctness and format. With equal weights, all
+    parts have the same influence, even if their spreads differ (GDPO, arXiv 2601.05242).
     """
     scored = ~parts.isnan().any(dim=0)
     alone = [standardized(p.where(scored, torch.nan), group, ddof=ddof, eps=eps) for p in parts]
@@ -131,7 +134,7 @@ def sum_of_standardized(
 def relative_to_mean(
     rewards: torch.Tensor, group: torch.Tensor, *, all_wrong: Literal["zero", "minus_one"] = "zero"
 ) -> torch.Tensor:
-    """Return (R_i - mean_g R) / mean_g R, and 0 or -1 in a group without a reward above 0.
+    """Return (R_i - mean_g R) / mean_g R; `all_wrong` gives the result if all rewards are 0.
 
     MaxRL.
     """
@@ -145,7 +148,7 @@ def relative_to_mean(
 
 
 def all_equal(values: torch.Tensor) -> bool:
-    """Whether all values are equal up to rounding; at least one value is required."""
+    """Return whether all values are equal up to rounding; `values` must not be empty."""
     bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)
     return bool(values.max() - values.min() <= bound)
 
@@ -155,7 +158,7 @@ def whitened(
 ) -> torch.Tensor:
     """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps).
 
-    If all values are equal, return 0.
+    If all values are equal, return zeros.
     """
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
@@ -174,14 +177,14 @@ def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def rollout_rewards(batch: Batch) -> torch.Tensor:
-    """Return the rewards [B], minus the KL to the reference if the KL is part of the reward."""
+    """Return the rewards [B]; if `kl_in` is "reward", subtract each rollout's KL penalty."""
     if batch.token_penalty is None:
         return batch.rewards
     return batch.rewards - row_sum(batch.token_penalty.double(), batch.mask).squeeze(1)
 
 
 def reward_itself(batch: Batch) -> torch.Tensor:
-    """The advantage is the reward itself, A_i = R_i, without a baseline: REINFORCE."""
+    """The advantage of REINFORCE: the reward itself, A_i = R_i, without a baseline."""
     return per_token(rollout_rewards(batch).nan_to_num(nan=0.0), batch.mask)
 
 
@@ -199,12 +202,13 @@ def parts_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The weighted sum of the parts of the reward, whitened.
+    """The advantage of GDPO: standardized reward parts, summed and standardized again.
 
-    Each part of the reward is first standardized within its group.
+    A reward part is a separate score, such as correctness or format. Each part is first
+    standardized within its group. `part_weights` gives the weights of the sum.
 
-    GDPO, 2601.05242. `gate` is the index of a reward part; where that part is below `gate_at`, the
-    other reward parts count as 0.
+    GDPO, 2601.05242. `gate` is the index of a reward part. If that part of a completion's reward is
+    below `gate_at`, the completion's other reward parts count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
@@ -239,11 +243,11 @@ def divided_by_mean(
 
 
 def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """The reward minus its group's mean, divided by the std of mixed groups plus eps. ScaleRL.
+    """ScaleRL's advantage: (R_i - mean_g R) / (std + eps), with the std over mixed groups.
 
-    A mixed group has rewards that differ from each other; other groups do not count in the std.
-    Advantages are multiplied by (number of groups / number of mixed groups). The factor makes a
-    mean over all groups equal to a mean over the mixed groups alone.
+    A mixed group is a group whose rewards are not all equal. The std leaves out all other groups.
+    Advantages are multiplied by (number of groups / number of mixed groups), which turns the loss's
+    mean over all groups into a mean over the mixed groups.
     """
     rewards = rollout_rewards(batch)
     mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
@@ -269,7 +273,7 @@ def standardized_by_batch(
     eps: float = 1e-6,
     of: Literal["rewards", "centered"] = "rewards",
 ) -> torch.Tensor:
-    """The reward minus its group's mean, divided by the std of the batch plus eps.
+    """The advantage of Lite PPO: (R_i - mean_g R) / (std + eps), with the std over the batch.
 
     LitePPO, arXiv 2508.08221.
     """
@@ -287,7 +291,7 @@ def against_the_others(batch: Batch) -> torch.Tensor:
 
 
 def length_weighted(batch: Batch) -> torch.Tensor:
-    """The reward minus the group's mean reward, in which completions are weighted by length.
+    """The reward minus its group's mean reward, which weights each completion by its length.
 
     OPO, 2505.23585.
     """
@@ -296,9 +300,10 @@ def length_weighted(batch: Batch) -> torch.Tensor:
 
 
 def scaled_up(batch: Batch) -> torch.Tensor:
-    """alpha (R_i - mean_g R), where alpha = number of rollouts / rollouts in mixed groups.
+    """The advantage of GPG: the centered reward R_i - mean_g R, times a factor alpha.
 
-    GPG, arXiv 2504.02546.
+    GPG, arXiv 2504.02546. The factor alpha is the number of scored rollouts divided by the number
+    of rollouts in groups whose rewards are not all equal.
     """
     rewards = rollout_rewards(batch)
     advantage, scored = centered(rewards, batch.group), ~rewards.isnan()
@@ -309,11 +314,11 @@ def scaled_up(batch: Batch) -> torch.Tensor:
 def group_whitened(
     batch: Batch, *, weighting: Literal["sequence", "token"] = "sequence", eps: float = 1e-8
 ) -> torch.Tensor:
-    """The centered rewards C_i = R_i - mean_g R, divided by their std over the batch plus eps.
+    """The advantage C_i / (std C + eps), where C_i = R_i - mean_g R; std over the batch.
 
     REINFORCE++-baseline. arXiv 2501.03262. With `weighting = "token"`, as in verl, the mean and the
-    std are over tokens. With token weighting, long completions count more, and the mean advantage
-    is no longer 0.
+    std are over tokens. With token weighting, long completions count more, and the mean of the
+    advantages over completions is not 0.
     """
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
@@ -324,22 +329,22 @@ def group_whitened(
 def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> torch.Tensor:
     """Discounted returns U_t = sum_{u>=t} gamma^(u-t) r_u, whitened over all tokens. REINFORCE++.
 
-    The token reward r_u is -beta k1_u, plus the rollout's reward R_i at the last trained token. The
-    groups of the batch are not used (arXiv 2501.03262).
+    The token reward r_u is -beta times the KL estimate k1_u, plus the rollout's reward R_i at the
+    last trained token. The advantage does not depend on groups (arXiv 2501.03262).
     """
     mask = batch.mask & ~batch.rewards.isnan()[:, None]
     return whitened(returns(token_rewards(batch), mask, gamma=gamma), mask, eps=eps)
 
 
 def token_rewards(batch: Batch) -> torch.Tensor:
-    """Return token rewards [B, T]: minus the penalty, plus the reward at a rollout's last token."""
+    """Return token rewards [B, T]: R_i at the last trained token, minus each token's KL."""
     later = batch.mask.flip(1).cumsum(dim=1).flip(1)
     rewards = batch.rewards[:, None].expand_as(batch.mask).where(batch.mask & (later == 1), 0.0)
     return rewards if batch.token_penalty is None else rewards - batch.token_penalty.double()
 
 
 def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Return the discounted sum [B, T] of rewards from each token on; masked tokens are skipped."""
+    """Return the discounted return [B, T] of each token; tokens outside the mask get 0."""
     total = torch.zeros_like(rewards)
     ahead = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
@@ -349,11 +354,11 @@ def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch
 
 
 def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """Advantages for pass@k training, which are 0 except for the best completion of a group.
+    """Advantages for pass@k training: only a group's best completion gets more than 0.
 
-    arXiv 2503.19595. The best completion gets (R_(1) - R_(2)) / (std_g R + eps), its lead over the
-    second best. If several completions share the highest reward of a group, all advantages of the
-    group are 0.
+    arXiv 2503.19595. The best completion's advantage is (R_(1) - R_(2)) / (std_g R + eps), where
+    R_(1) and R_(2) are the two highest rewards of the group. If several completions share the
+    highest reward of a group, all advantages of the group are 0.
     """
     rewards = rollout_rewards(batch)
     scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)

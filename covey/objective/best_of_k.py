@@ -1,4 +1,4 @@
-"""Advantages for the best of k completions: pass@k for binary rewards, max@k for others. PKPO.
+"""PKPO's advantages for max@k, the best reward of k completions (pass@k if binary).
 
 The formulas of arXiv 2505.15201 use the n scored rewards g_1 to g_n of a group in ascending order,
 g_1 <= ... <= g_n:
@@ -6,8 +6,8 @@ g_1 <= ... <= g_n:
     rho_k(g) = 1/C(n,k) sum_{i>=k} C(i-1,k-1) g_i          the unbiased estimate of max@k
     s_i      = 1/C(n,k) [ C(i-1,k-1) g_i + sum_{j>i} C(j-2,k-2) g_j ]
 
-The value s_i is k/n times the mean of the maximum rewards of all k-subsets that contain completion
-i.
+To get s_i, take all k-subsets that contain completion i, average the maximum rewards of these
+subsets, and multiply by k/n.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def best_of_k(batch: Batch, *, k: int = 4, baseline: Baseline = "loo1") -> torch
 
 
 def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.Tensor:
-    """Return s_i minus its baseline for the rewards [n] of one group, in the order of the rewards.
+    """Return s_i - baseline_i [n] for the rewards [n] of one group, in the same order.
 
         loo1     k/n rho_{k-1} without i: the gain of i over subsets of k - 1 others; never negative
         centred  k/n rho_k without i: results add up to 0; with k = 1 the result is RLOO / n
@@ -68,7 +68,7 @@ def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.
 
 
 def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return rho_k: the mean of the maximum over all k-subsets of ascending values [n]."""
+    """Return rho_k, the mean of the maxima of all k-subsets; `values` [n] must ascend."""
     return (values * _coefficients(values, lambda i: comb(i - 1, k - 1))).sum() / comb(
         len(values), k
     )

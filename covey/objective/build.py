@@ -88,9 +88,9 @@ def extended(
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
     """Return a callable that builds the objective of the named algorithm.
 
-    The parameters of the callable are the algorithm's own options and the shared options. The
-    algorithm `composed` reads from `pieces` which advantage, ratio, surrogate and weights to
-    combine, because these functions determine its other options.
+    The parameters of the callable are the algorithm's own options and the shared options. For the
+    algorithm `composed`, `pieces` names the advantage, ratio, surrogate and weights functions to
+    combine. The other options of `composed` are the options of these functions.
     """
     if name == COMPOSED:
         own = composer(pieces or {})
@@ -149,7 +149,7 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
 
 
 def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., Objective]:
-    """Return a function with the algorithm's own options and the options of `extended`."""
+    """Return a function that accepts an algorithm's options and the options of `extended`."""
     mine = inspect.signature(own).parameters
     more = {k: p for k, p in options_of(extended).items() if k not in mine}
     parameters = {**mine, **more}
@@ -202,7 +202,7 @@ def _checked(name: str, objective: Objective) -> Objective:
 
 
 def _check_pairs(name: str, objective: Objective) -> None:
-    """Reject options that pairs do not use: options about single tokens, ratios or the KL."""
+    """Reject options that have no effect if the loss compares pairs of completions."""
     refused = {
         "correction": objective.correction is not None,
         "veto": objective.veto > 0,

@@ -1,8 +1,8 @@
-"""Builds the function of an algorithm from an objective and the names of its options.
+"""Builds an algorithm's function from component functions and the names of its options.
 
 An algorithm lists its component functions (advantage, ratio, surrogate, weights) and its options.
-An option's meaning, type and default come from the component function with this option, unless the
-algorithm sets another default.
+The component function that has an option defines the option's meaning, type and default. The
+algorithm may set another default.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         towards_teacher: TEACHER,
     }
 )
-"""The inputs that each advantage function reads; a function that is not listed reads groups."""
+"""The inputs that an advantage function reads; functions not listed read only "groups"."""
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
     """Return a decorator that gives an algorithm's function the named options as parameters.
 
-    `names` are the options, in the order in which they are shown. Each option belongs to a
-    component of the objective (such as its advantage), to the KL, or to the algorithm's function
-    itself. The value of an option is set in every component function that has this option.
+    `names` lists the options in the order in which the algorithm's page shows them. An option is a
+    parameter of a component function (such as the advantage), of the KL penalty, or of the
+    algorithm's function itself. The value of an option is set in every component function that has
+    this option.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:
@@ -113,7 +114,7 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
-    """Return an objective's functions with options: its components, and one that sets the KL."""
+    """Return an objective's functions by kind; the function `kl` sets the KL penalty."""
     kinds = [*PIECES, *(k for k in MORE_PIECES if getattr(objective, k) is not None)]
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
     # In objectives of pairs it is "pair", which is not among the values of the option.
@@ -147,7 +148,7 @@ def composed(
 
 
 def composer(given: Mapping[str, Any]) -> Algorithm:
-    """Return `composed` with the options of the functions that `given` names as parameters."""
+    """Return an algorithm made of the functions named in `given`; it takes their options."""
     pieces = partial(composed, **{kind: given[kind] for kind in PIECES if kind in given})
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]
@@ -163,7 +164,7 @@ def _piece(kind: str, name: Any) -> Callable[..., Any]:
 
 
 def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a component's function without the options that `partial` binds to it."""
+    """Return the function inside a `partial`; return any other function unchanged."""
     return piece.func if isinstance(piece, partial) else piece
 
 
@@ -182,7 +183,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def hints_of(
     function: Callable[..., Any], options: Mapping[str, inspect.Parameter] | None = None
 ) -> dict[str, Any]:
-    """Return the types of `options`, which are by default all keyword-only parameters."""
+    """Return the type of each option; by default, all keyword-only parameters are options."""
     options = options_of(function) if options is None else options
     # Other annotations name torch, which `covey plan` does not import.
     written = getattr(function, "__annotations__", {})

@@ -1,16 +1,16 @@
 """Corrections for an engine whose sampling probabilities differ from the trainer's probabilities.
 
 Each correction takes (log rho, mask), where log rho = old_logp - sampler_logp [B, T] is 0 outside
-the mask. The result [B, T] multiplies the surrogate of every token as a constant factor. The
-correction factors have no gradient and do not change the denominators of the loss, so dropped
-tokens make the optimizer step smaller. The native engine samples from the trainer's weights, so the
-default is no correction.
+the mask. Each correction returns factors [B, T]; the loss multiplies the surrogate of each token by
+its factor. The correction factors have no gradient and do not change the denominators of the loss,
+so dropped tokens make the optimizer step smaller. The native engine samples from the trainer's
+weights, so the default is no correction.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
-over a completion is unbiased, but its variance explodes with length. Because of this variance,
-truncating the product penalises long completions, and masking by the product drops long
-completions. The scale of the geometric mean of token ratios does not depend on length. The
-geometric mean is not an importance weight, but it is a good criterion for rejection.
+over a completion is unbiased, but its variance explodes with length. For long completions, the
+product varies so much that truncation penalizes these completions and masking drops them. The
+geometric mean of token ratios has the same scale for short and long completions. The geometric mean
+of token ratios is not an importance weight, but it is a good criterion for dropping completions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def truncated(
 ) -> torch.Tensor:
     """Return the ratio clipped to [low, high]: truncated importance sampling.
 
-    The method is decoupled PPO (arXiv 2110.00641), with the truncation of verl, slime and
-    open-instruct.
+    The ratio is the importance weight of decoupled PPO (arXiv 2110.00641), truncated as in verl,
+    slime and open-instruct.
     """
     return of(log_rho, mask).exp().clamp(low, high)
 
@@ -57,7 +57,7 @@ def geometric_mask(
 def divergence_mask(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """Return 1 for completions with a mean of rho - 1 - log rho in [low, high], else 0."""
+    """Return 1 if a completion's mean of rho - 1 - log rho is in [low, high], else 0."""
     log_rho = bounded(log_rho)
     divergence = row_mean(torch.expm1(log_rho) - log_rho, mask)
     kept = (divergence >= low) & (divergence <= high)
@@ -70,7 +70,7 @@ def no_veto(log_rho: torch.Tensor, *, veto: float) -> torch.Tensor:
 
 
 def mean_one(correction: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Divide factors by their mean over the step's tokens, to keep the size of the step."""
+    """Scale correction factors so that their mean over the tokens in the mask is 1."""
     mean = correction[mask].mean() if mask.any() else correction.new_ones(())
     return correction / mean.where(mean > 0, 1.0)
 
@@ -90,7 +90,8 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""The value of a correction's bounded quantity if sampler and trainer agree exactly.
+"""The number that a correction compares with its bounds if sampler and trainer agree.
 
-Corrections that are not listed bound a ratio, which is 1 if sampler and trainer agree.
+Corrections that are not listed compare a ratio with their bounds. The ratio is 1 if sampler and
+trainer agree.
 """

@@ -2,10 +2,11 @@
 
     delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      U_t = A_t + V_t
 
-The token reward r_t is the rollout's reward at its last trained token, minus the KL to the
-reference if the KL is part of the reward. The value V after the last trained token is 0, also if
-the completion was truncated. Tokens outside the mask are skipped. Shapes: B is the number of
-rollouts, one row each; T is the number of tokens; the mask is bool [B, T].
+The token reward r_t is the rollout's reward at the last trained token, and 0 at other tokens. If
+the KL penalty is part of the reward, each r_t also contains minus the KL penalty of token t. The
+value V after the last trained token is 0, even if the completion was truncated. Tokens outside the
+mask are skipped. Shapes: B is the number of rollouts, one row each; T is the number of tokens; the
+mask is bool [B, T].
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def over_values(
 
 
 def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -> torch.Tensor:
-    """The critic's targets A_t + V_t for the lambda `value_lam`; 1 gives the discounted returns.
+    """The critic's targets A_t + V_t, where A_t is computed with the lambda `value_lam`.
 
-    Targets that do not contain the critic's values are unbiased. VC-PPO, arXiv 2503.01491.
+    With `value_lam = 1`, the targets are the discounted returns, which are unbiased because they do
+    not depend on the critic's values. VC-PPO, arXiv 2503.01491.
     """
     values = _values(batch)
     estimates = gae(token_rewards(batch), values, batch.mask, gamma=gamma, lam=value_lam)
@@ -70,7 +72,7 @@ def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -
 
 
 def length_lambda(mask: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Return max(0, 1 - 1 / (alpha T_i)) [B], the lambda of each completion of T_i tokens."""
+    """Return each completion's lambda [B]: max(0, 1 - 1 / (alpha T_i)) for T_i tokens."""
     tokens = row_tokens(mask).squeeze(1).double()
     return (1 - 1 / (alpha * tokens)).clamp(min=0.0)
 

@@ -124,7 +124,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "marks": "extra forward",
     }
 )
-"""Inputs to show in a description; it omits inputs that are common or follow from options."""
+"""Maps the inputs that descriptions show to their labels; other inputs are not shown."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")
@@ -146,13 +146,13 @@ def row(description: Description) -> tuple[str, ...]:
 
 
 def curves_of(name: str, folder: Path) -> str:
-    """Return the link from a page in `folder` to the picture of its curves, "" if there is none."""
+    """Return the link to the picture of an algorithm's curves, or "" if no picture exists."""
     link = f"../images/algorithms/{name}.svg"
     return link if (folder / link).is_file() else ""
 
 
 def page(name: str, curves: str = "") -> str:
-    """Return an algorithm's page as Markdown, with a picture of its curves."""
+    """Return an algorithm's page as Markdown; `curves` is the link to training curves."""
     description = describe(name)
     pieces = "\n".join(f"| {kind} | `{piece}` |" for kind, piece in description.pieces.items())
     return "\n".join(
@@ -180,7 +180,7 @@ def page(name: str, curves: str = "") -> str:
 
 
 def _picture(name: str, curves: str) -> list[str]:
-    """Return the section of an algorithm's page that shows its curves."""
+    """Return the section of an algorithm's page that shows its training curves."""
     return [
         "## Curves",
         "",

@@ -1,8 +1,8 @@
-"""Diagnostics of a training step: exact means over trained tokens, for any micro-batches.
+"""Diagnostics of a training step: means over tokens, whatever the micro-batch sizes.
 
 Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
-means. If all tokens of a completion have the same ratio, the metrics of the ratio and the clip
-count each row once.
+means. If the objective has one ratio per completion, the ratio and clip metrics count each row of
+the batch once, instead of each token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.types import Batch
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements that can be merged over ranks."""
+    """Sums, counts and ranges of measurements, which can be merged over ranks."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Sum and count of each measurement, by its name."""
@@ -57,8 +57,8 @@ class Meter:
     """Collects the sum, count, smallest and largest value of each measurement, by name.
 
     Values that are observed together are summed in one operation, because many small sums would
-    cost more time than the objective itself. The numbers stay on the device until `read` fetches
-    all of them.
+    cost more time than the objective itself. The sums and ranges stay on the device until
+    `measured` fetches all of them.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Meter:
         self._added: dict[str, list[tuple[float, float]]] = {}
 
     def add(self, name: str, value: float, count: float = 1.0) -> None:
-        """Add `value`, the sum of `count` observations."""
+        """Add `value`, the sum of `count` observations, to the measurement `name`."""
         self._added.setdefault(name, []).append((value, count))
 
     def means(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
@@ -99,9 +99,9 @@ class Meter:
         return measured
 
     def _fetched(self) -> Iterator[float]:
-        """Copy all numbers from the device at once, and combine those of each measurement.
+        """Copy all numbers from the device at once, and reduce the numbers per measurement.
 
-        A device would take longer to launch a sum of a few numbers than the CPU takes to add them.
+        The CPU adds the few numbers of a measurement faster than a device could launch a kernel.
         """
         groups = (*self._sums.values(), *self._ranges.values())
         flat = [part.reshape(-1) for pairs in groups for pair in pairs for part in pair]
@@ -175,7 +175,7 @@ def _observe_ratio(
 
 
 def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Record the KL to the reference, if any, as sums over the tokens of each rollout."""
+    """If there is a reference, record each rollout's KL to it, summed over tokens."""
     if batch.ref_logp is None:
         return
     rollouts = joined(batch)
@@ -241,7 +241,7 @@ def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
 
 
 def observe_correction(meter: Meter, batch: Batch) -> None:
-    """Record the correction factors of the tokens of an optimizer step."""
+    """Record the correction factor of each token, if the batch has correction factors."""
     if batch.correction is None:
         return
     correction = batch.correction.double()

@@ -3,8 +3,8 @@
     d_t = old_logp_t - teacher_logp_t
     A_t = task A_i - scale sum_{u >= t} discount^(u-t) d_u        over trained tokens
 
-Only the estimator k1 may be a reward, because k3 would give the gradient of another divergence. The
-advantage is not normalised, because its scale is the scale of the KL.
+Only the KL estimator k1 can serve as a reward, because k3 would give the gradient of another
+divergence. The advantage is not normalized, so it keeps the scale of the KL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from covey.types import Batch
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
 SELF_TAUGHT: frozenset[Need] = READS | frozenset[Need]({"privileged"})
 LEAST_LOGP = -20.0
-"""The lower bound of a teacher's log-probabilities."""
+"""Teacher log-probabilities below this number are replaced by this number."""
 
 
 def towards_teacher(
@@ -31,7 +31,7 @@ def towards_teacher(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The reverse KL to the teacher as a token reward, plus `task` times the advantage of GRPO."""
+    """Advantages from the reverse KL to the teacher, plus `task` times GRPO's advantage."""
     advantage = scale * returns(teacher_gap(batch), batch.mask, gamma=discount)
     if task:
         advantage = advantage + task * group_standardized(batch, ddof=ddof, eps=eps)

@@ -31,9 +31,10 @@ def kept_rows(
     keep: int,
     metric: Metric = "length",
 ) -> torch.Tensor:
-    """Return a mask [B] of the `keep` best rows of each group.
+    """Return a mask [B] of the `keep` best completions of each group.
 
-    The best rows are the shortest, or those with the most reward per token.
+    With `metric = "length"`, the best completions are the shortest. With `metric = "rate"`, the
+    best completions have the most reward per token.
 
     Ties go to the shorter completion, and then to the earlier completion. A completion that could
     not be scored is never among the best completions.

@@ -1,12 +1,12 @@
-"""The type `Objective`, which consists of seven functions, and the policy loss that it defines.
+"""The type `Objective`, which holds an algorithm's functions, and its policy loss.
 
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
-computed over the batch of a training step. Weights, corrections and the results of `marks` are
-computed over an optimizer step. Given these values, the loss of a micro-batch is a plain sum over
-its tokens.
+computed over the batch of a training step. Token weights, corrections and the result of the
+objective's function `marks` are computed over an optimizer step. Once advantages, weights and
+corrections are known, the loss of a micro-batch is a plain sum over its tokens.
 """
 
 from __future__ import annotations
@@ -61,47 +61,49 @@ class ValueLoss(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """An algorithm as a value: its seven functions, their options, and the inputs they need."""
+    """An algorithm: its component functions, their options, and the inputs that it needs."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """Advantages [B, T] for the batch of a whole training step, one row for each rollout. With
-    filter.skip_zero_gradient, old_logp is available only if it is in the objective's `reads`."""
+    """Function that returns a training step's advantages [B, T], with one row per rollout. With
+    filter.skip_zero_gradient, the function gets old_logp only if the objective's `reads` contains
+    "old_logp"."""
     ratio: Ratio
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
-    """Function that returns token weights [B, T], given rows and totals of an optimizer step."""
+    """Function that returns token weights [B, T], given a batch and the step's `Totals`."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """Function that returns correction factors [B, T], given old_logp - sampler_logp and a mask."""
     penalty: Penalty = k3
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Function that selects tokens, or returns bounds or margins [B, T], over a whole optimizer
-    step. Its arguments are a batch with advantages and the step's logp. The value is None if the
-    objective needs no such function."""
+    """Function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer step. The
+    function takes a batch with advantages, and the logp [B, T] of the optimizer step. The field
+    `marks` is None if the objective needs no such function."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """Function that returns the critic's targets [B, T]. The function takes the same arguments as
-    `advantage`. The value is None without a critic."""
+    `advantage`. The field `targets` is None without a critic."""
     value_loss: Callable[..., ValueLoss] | None = None
     """Function that returns the critic's loss, given new values, old values and targets [B, T]. The
-    value is None without a critic."""
+    field `value_loss` is None without a critic."""
     kl_in: Literal["loss", "reward", "pair"] = "loss"
-    """Whether beta times the KL penalty is subtracted in the loss or from the reward. With `pair`,
-    the objective has no KL penalty; beta scales D, the difference of the log-ratios to the
-    reference."""
+    """Whether the KL penalty is a term of the loss or is subtracted from the reward. With `pair`,
+    the objective has no KL penalty. Instead, beta scales the margin between the two completions of
+    a pair."""
     kl_target: float = 0.0
     """The target KL, towards which beta is adapted after each step; 0 means a fixed beta."""
     kl_horizon: float = 10_000.0
-    """Number of rollouts in which an adaptive beta corrects a deviation from the target KL."""
+    """Number of rollouts over which an adaptive beta moves the KL to the target KL."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """The fraction of tokens, chosen by highest entropy, that get a policy gradient."""
+    """Only this fraction of tokens, chosen by highest entropy, gets a policy gradient."""
     off_policy_limit: float = 0.0
     """Limit on how far the mean log-probability of a completion may fall after sampling.
-    Completions with a negative advantage that exceed this limit are dropped; 0: keep all."""
+    Completions with a negative advantage that exceed this limit are dropped; 0 keeps all
+    completions."""
     veto: float = 0.0
-    """A completion is dropped if the trainer's probability of a token is below this number times
+    """A completion is dropped if the trainer's probability of any token is below this number times
     the sampler's probability; 0 keeps all completions."""
     correction_mean_one: bool = False
     parts: tuple[str, ...] = ()
@@ -151,7 +153,7 @@ class Objective:
 
     @property
     def per_sequence(self) -> bool:
-        """Whether all tokens of a row have the same ratio."""
+        """Whether all tokens of a completion have the same ratio."""
         return self.ratio in PER_SEQUENCE
 
     @property
@@ -172,16 +174,16 @@ class PolicyLoss(NamedTuple):
     penalty: torch.Tensor | None
     """The KL estimate in the loss; None if the loss has no KL."""
     kept: torch.Tensor | None
-    """bool [B, T]: the tokens that `off_policy_limit` did not drop; None without that limit."""
+    """Mask [B, T] of the tokens that `off_policy_limit` keeps; None if no limit is set."""
     correction: torch.Tensor | None
-    """The correction factor for the sampler; None if the objective does not correct."""
+    """The correction factor of each token; None if the objective has no correction."""
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
-    """Fill in the advantages of a training step's batch, computed over its rollouts.
+    """Return a training step's batch with advantages, computed over all its rollouts.
 
-    With a critic, the critic's targets are filled in too. The critic cannot learn from a rollout
-    that could not be scored, so such a rollout gets no trained tokens.
+    If the objective has a critic, the returned batch also contains the critic's targets. The critic
+    cannot learn from a rollout that could not be scored, so such a rollout gets no trained tokens.
     """
     if objective.targets is not None:
         batch = replace(batch, mask=batch.mask & ~batch.rewards.isnan()[:, None])
@@ -203,7 +205,7 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
 
 
 def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
-    """Check a tensor that a function of the objective, such as a user's function, has returned."""
+    """Return `value` if it is a tensor with the shape of `mask`; else raise `ConfigError`."""
     if isinstance(value, torch.Tensor) and value.shape == mask.shape:
         return value
     shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -233,10 +235,10 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
 
 
 def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None) -> Batch:
-    """Fill in the weights of one optimizer step, and its corrections if the objective has any.
+    """Return an optimizer step's batch with token weights, and with corrections if used.
 
-    Pass `totals` if the optimizer step contains more rows than `batch`. If old_logp is missing,
-    `policy_loss` computes the corrections.
+    Pass `totals` if the optimizer step contains more rows than `batch`. If the batch has no
+    old_logp, `policy_loss` computes the corrections later.
     """
     totals = totals or Totals.of(batch)
     batch = replace(batch, weight=objective.weights(batch, totals))
@@ -247,7 +249,7 @@ def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None
 
 
 def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
-    """Return the factor [B, T] that corrects for the sampler; the batch has one row per rollout."""
+    """Return each token's correction factor [B, T]; `batch` must have one row per rollout."""
     assert batch.old_logp is not None, "a correction needs old_logp"
     log_rho = difference(batch.old_logp, batch.sampler_logp, batch.mask)
     factor = torch.ones_like(log_rho)
@@ -261,14 +263,14 @@ def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
 def _given_or_now(
     objective: Objective, batch: Batch, old_logp: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the given corrections, or compute them if old_logp was unknown before this pass."""
+    """Return the batch's corrections; compute them now if the batch has no old_logp."""
     if batch.old_logp is not None or not objective.corrects:
         return batch.correction
     return _correction(objective, replace(batch, old_logp=old_logp))
 
 
 def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
-    """Fill in the result of `marks` for one optimizer step, given the step's logp [B, T]."""
+    """Return the batch with the result of `objective.marks`, given the step's logp [B, T]."""
     if objective.marks is None:
         return batch
     rollouts = joined(batch)
@@ -292,9 +294,10 @@ def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
 def policy_loss(
     objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None = None
 ) -> PolicyLoss:
-    """Return what some rows contribute to the loss of an optimizer step, which is a sum over rows.
+    """Return the contribution of a batch's rows to the loss of an optimizer step.
 
-    A rollout's rows must all be in the same batch, because a ratio may depend on the whole rollout.
+    The loss of an optimizer step is the sum of these contributions over all of its rows. All rows
+    of a rollout must be in the same batch, because a ratio may depend on the whole rollout.
     `entropy` is the current policy's entropy, for an objective with an entropy bonus.
     """
     assert batch.advantage is not None, "with_advantage comes first"
@@ -376,9 +379,10 @@ class CriticLoss(NamedTuple):
 def value_loss(
     objective: Objective, batch: Batch, values: torch.Tensor, totals: Totals | None = None
 ) -> CriticLoss:
-    """Return what some rows contribute to the critic's loss, a mean over the step's tokens.
+    """Return the contribution of a batch's rows to the critic's loss on an optimizer step.
 
-    Pass the optimizer step's `totals` if the step contains more rows than `batch`.
+    The critic's loss is a mean over all tokens of the optimizer step. Pass the optimizer step's
+    `totals` if the step contains more rows than `batch`.
     """
     assert objective.value_loss is not None, "the objective has no critic"
     assert batch.values is not None, "the critic's values come before the optimizer steps"
@@ -391,7 +395,7 @@ def value_loss(
 
 
 def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
-    """Return a mask [B, T] of the tokens that `off_policy_limit` keeps; None without that limit.
+    """Return a mask [B, T] of the tokens that `off_policy_limit` keeps; None if it is 0.
 
     DeepSeek-V3.2, equation 9.
     """

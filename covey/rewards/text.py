@@ -1,4 +1,4 @@
-"""Functions that find the tags, the thinking and the words in a completion, or shorten it.
+"""Find tags, thinking and words in the text of a completion, and shorten long texts.
 
 Every function of this module takes time linear in the length of the text.
 """
@@ -36,7 +36,7 @@ def tag_contents(text: str, tag: str) -> list[str]:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Whether a completion gives several different final answers, so that none of them is accepted.
+    """Return whether a completion's final answers differ; rewards then accept none of them.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)
@@ -45,7 +45,7 @@ def answers_differ(answers: Iterable[str]) -> bool:
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the thinking; an empty text if the thinking is not closed.
+    """Return the text after the thinking; "" if the thinking has no closing tag.
 
     >>> after_thinking("<think>3 or 4?</think> 4"), after_thinking("<think>4")
     (' 4', '')
@@ -60,7 +60,7 @@ def after_thinking(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Count words; in scripts without spaces each character is a word.
+    """Count words; each Chinese, Japanese or Korean character counts as a word.
 
     >>> count_words("five small words, don't: 我们"), count_words("x = 3.5")
     (7, 3)
@@ -69,7 +69,7 @@ def count_words(text: str) -> int:
 
 
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
-    """Return the texts outside the given tags, and the contents of the tags.
+    """Return a list of the texts outside the given tags, and a list of the tags' contents.
 
     Each tag must occur exactly once, in the given order.
 
@@ -95,7 +95,7 @@ def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] 
 
 
 def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
-    """Return the contents of the tags if the text consists only of the given tags, in order.
+    """Return the tags' contents; None if a tag is missing or empty, or if other text exists.
 
     >>> only_tags("<a>1</a> <b>2</b>", ("a", "b")), only_tags("<a>1</a>.", ("a",))
     (['1', '2'], None)
@@ -107,7 +107,7 @@ def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the beginning and the end of a text, with about `most` characters in total.
+    """Cut the middle out of a text that is longer than `most` characters.
 
     >>> shortened("0123456789", 4)
     '01\\n[6 characters left out]\\n89'

@@ -79,10 +79,11 @@ def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
 
 
 def letter_similarity(answer: str, target: str) -> float:
-    """Return 2 L / (sum of both lengths), where L is the longest common subsequence's length.
+    """Return the similarity of two texts, from 0 to 1, by their longest common subsequence.
 
-    The result is 1 minus the fraction of letters that must be deleted or inserted. The function
-    computes L with the bit-parallel algorithm of Hyyrö (2004), which stores each row of the
+    The result is 2 L / (m + n), where m and n are the lengths of the texts and L is the length of
+    their longest common subsequence. The function computes the longest common subsequence's length
+    with the bit-parallel algorithm of Hyyrö (2004), which stores each row of the
     dynamic-programming table in one integer.
 
     >>> letter_similarity("kitten", "sitting")
@@ -102,16 +103,17 @@ def letter_similarity(answer: str, target: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzyText(TargetReward):
-    """The similarity of the final answer to the target, or to the nearest of `info["answers"]`.
+    """The highest similarity of the final answer to the target or one of `info["answers"]`.
 
     The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
-    whitespace. Only the first 2,000 characters of answer and target are compared. If the lengths
-    differ, the similarity is multiplied by the ratio of the lengths, so that padding never helps.
-    The docstring of `ExactText` describes how the final answer is found.
+    whitespace. Only the first 2,000 characters of answer and target are compared. If the answer or
+    the target is longer than 2,000 characters, the similarity is multiplied by the shorter length
+    divided by the longer length, so that padding never helps. The docstring of `ExactText`
+    describes how the final answer is found.
     """
 
     threshold: float = 0.9
-    """Minimum similarity with which a completion is a success."""
+    """A completion is a success if its similarity is at least this threshold."""
 
     def __post_init__(self) -> None:
         TargetReward.__post_init__(self)

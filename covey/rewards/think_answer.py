@@ -1,4 +1,4 @@
-"""The default reward: a correct answer in `<think>...</think><answer>...</answer>`."""
+"""The default reward, for correct answers in `<think>...</think><answer>...</answer>`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parse_think_answer(text: str) -> str | None:
 
 
 def same_answer(answer: str, target: str) -> bool:
-    """Return whether two answers are equal: as exact numbers if both are numbers, else as text.
+    """Compare two answers: as exact numbers if both are numbers, otherwise as text.
 
     >>> same_answer("7.0", "07"), same_answer("9007199254740992", "9007199254740993")
     (True, False)
@@ -49,7 +49,8 @@ class ThinkAnswer(TargetReward):
     more points.
 
     An answer counts as correct only if the format is right. With `robust`, a correct answer earns
-    less if the thinking is padding or is not language; see `robust_factor`.
+    less if the completion shows signs of reward hacking, such as repetition or thinking that is not
+    language; see `robust_factor`.
     """
 
     correct: float = 0.9
@@ -65,7 +66,7 @@ class ThinkAnswer(TargetReward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds: 0, and the sum of the weights `correct` and `format`."""
+        """The lowest and the highest possible reward: 0, and `correct` + `format`."""
         return 0.0, self.correct + self.format
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

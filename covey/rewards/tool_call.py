@@ -1,4 +1,4 @@
-"""The tool-call reward: the correct tool with the correct arguments."""
+"""The tool-call reward, for a call of the correct tool with the correct arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ARGUMENTS = ("arguments", "args", "parameters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A tool call with its name and arguments."""
+    """A parsed tool call: the name of the tool, and the arguments."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -31,11 +31,11 @@ class Call:
 
 
 def parse_call(text: str) -> Call | None:
-    """Parse a text that is one tool call, with or without its tags; None for any other text.
+    """Parse a text that is exactly one tool call; return None for any other text.
 
     A call is `{"name": ..., "arguments": {...}}` or `name(key=value, ...)` with literal values. The
-    keys `args` and `parameters` also work instead of `arguments`, and the arguments may be a JSON
-    string.
+    call may be inside `<tool_call>` tags. The keys `args` and `parameters` also work instead of
+    `arguments`, and the arguments may be a JSON string.
 
     >>> parse_call('<tool_call>get_weather(city="Paris", days=3)</tool_call>').arguments
     {'city': 'Paris', 'days': 3}
@@ -51,7 +51,7 @@ def parse_call(text: str) -> Call | None:
 
 
 def only_call(text: str) -> Call | None:
-    """Return the only tool call after the thinking, with or without tags, or None."""
+    """Return the tool call after the thinking; None if there is no call or several."""
     rest = after_thinking(text)
     tags = rest.count("<tool_call>")
     calls = tag_contents(rest, "tool_call") if tags else [rest]
@@ -68,7 +68,7 @@ def _too_deep(text: str) -> bool:
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject a repeated argument, because parsers disagree on which of the values to use."""
+    """Reject a repeated JSON key, because parsers disagree on which value to use."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a repeated key")
     return dict(pairs)
@@ -97,9 +97,10 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Whether the text contains the names of a parsed call exactly as the parser returns them.
+    """Whether the parser returned all names of a call exactly as the text spells them.
 
-    Python's parser replaces other forms of letters, such as full-width letters, by normal letters.
+    In names, Python's parser replaces variants of letters, such as full-width letters, by the
+    normal letters.
     """
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
     return all((ast.get_source_segment(text, n) or "").startswith(name) for n, name in names)
@@ -149,7 +150,7 @@ def same_value(given: Any, expected: Any) -> bool:
 
 
 def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return all arguments by name; None if a positional argument has no parameter name."""
+    """Return all arguments by name; None if there are too few names or a name repeats."""
     names = order[: len(call.positional)]
     if len(names) < len(call.positional) or set(names) & set(call.arguments):
         return None
@@ -164,7 +165,7 @@ def target_call(prompt: Prompt) -> Call | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(TargetReward):
-    """The correct tool earns `tool` points, and correct arguments earn the rest, up to 1.
+    """The correct tool earns `tool` points, and correct arguments earn 1 - `tool` points.
 
     Arguments earn points only if the tool is correct. If arguments earned points with a wrong tool,
     a call with empty arguments `{}` would earn half the reward whenever the expected tool takes no
@@ -175,7 +176,8 @@ class ToolCall(TargetReward):
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
     Positional arguments get the names in `prompt.info["parameters"]`, in order. If the prompt lists
-    no parameters, positional arguments are wrong.
+    no parameters, positional arguments are correct only if the expected call has equal positional
+    arguments.
     """
 
     tool: float = 0.5

@@ -1,4 +1,4 @@
-"""Users' reward functions: plain, async or TRL-style, one or several with weights."""
+"""Rewards from users' functions: plain, async or TRL-style, alone or as a weighted sum."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ class _GroupReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Progress of the run in optimizer steps, with the names of transformers' TrainerState."""
+    """The run's progress in optimizer steps; fields as in transformers' TrainerState."""
 
     global_step: int
-    """Number of optimizer steps before the training step. A training step has `train.mini_batches`
-    times `train.epochs` optimizer steps.
+    """Number of optimizer steps before the current training step. A training step has
+    `train.mini_batches` times `train.epochs` optimizer steps.
     """
     max_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunction(_GroupReward):
-    """A user's function as a reward.
+    """A reward that calls the user's function.
 
     - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
       reward parts whose sum is the reward.
     - A TRL-style function, such as `f(completions, **columns)`, async or not, returns a list of
-      numbers. The function is called once per group. The columns are the lists `prompts`,
-      `completion_ids` (tokens), `target`, and every column of the data by its name. The column
-      `answer` is the target, unless the data has its own column `answer`. The argument
-      `trainer_state` has `global_step` and `max_steps`. A function without `**columns` gets only
-      the columns that it names.
+      numbers. Covey calls a TRL-style function once per group. The columns are lists with one value
+      per completion: `prompts`, `completion_ids` (tokens), `target`, and every column of the data.
+      The column `answer` is the target, unless the data has its own column `answer`. The argument
+      `trainer_state` has `global_step` and `max_steps`. A TRL-style function without `**columns`
+      gets only the columns that are among its parameters.
 
-    `covey.rewards.user` decides whether a function is plain or TRL-style.
+    The function `is_trl_style` decides whether a function is plain or TRL-style.
 
     `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
     means that the function does not apply to the completion. A completion with a reward of at least
@@ -82,12 +82,12 @@ class UserFunction(_GroupReward):
 
     @property
     def quick(self) -> bool:
-        """The value of the function's attribute `quick`; False without the attribute."""
+        """The function's attribute `quick`; False if the function has no such attribute."""
         return bool(getattr(self.function, "quick", False))
 
     @property
     def version(self) -> int:
-        """The value of the function's attribute `version`, if there is one."""
+        """The function's attribute `version`; 1 if the function has no such attribute."""
         return int(getattr(self.function, "version", 1))
 
     @property
@@ -134,7 +134,7 @@ class UserFunction(_GroupReward):
         return [self._score(result) for result in results]
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse a TRL function that needs a data column that does not exist."""
+        """Raise ConfigError if a TRL function needs a data column that does not exist."""
         if not self.whole_groups:
             return
         given = self._arguments(prompt, [""], NO_CALL)
@@ -147,7 +147,7 @@ class UserFunction(_GroupReward):
                 )
 
     def _why_missing(self, prompt: Prompt, name: str) -> str:
-        """Return why Covey cannot pass an argument with a given name to a reward function."""
+        """Return the reason why Covey cannot pass the argument `name` to the function."""
         if name in NOT_PASSED:
             return f"only TRL passes it; write {name}=None"
         columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))
@@ -192,7 +192,7 @@ class UserFunction(_GroupReward):
 
 
 def _listed(results: Any) -> list[Any]:
-    """Return the rewards of a group, such as a list or a tensor, as a list."""
+    """Convert the rewards of a group, for example a tensor, to a list."""
     try:
         return list(results)
     except TypeError:
@@ -201,7 +201,7 @@ def _listed(results: Any) -> list[Any]:
 
 
 def _state(call: Call) -> TrainerState:
-    """Return the run's progress for TRL functions; in an evaluation, it is the last step."""
+    """Return the run's progress for TRL functions; in evaluations, the run has ended."""
     steps = max(1, call.max_steps)  # functions divide by it
     done = steps if call.global_step is None else call.global_step
     return TrainerState(global_step=done, max_steps=steps)
@@ -216,13 +216,13 @@ def _in_event_loop() -> bool:
 
 
 def _messages(text: str) -> list[Message]:
-    """Return a completion as messages; for an episode, all messages from the first turn on."""
+    """Return a completion as messages; an episode has all messages from its first turn on."""
     episode = episode_of(text)
     return [{"role": "assistant", "content": text}] if episode is None else list(episode.reply)
 
 
 def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Reward:
-    """Return a reward for any function or class; return an object that is a reward unchanged."""
+    """Turn a function or a class into a reward; return an existing reward unchanged."""
     given = dict(options or {})
     reward: Any = function
     if inspect.isclass(function):
@@ -238,7 +238,7 @@ def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedFunctions(_GroupReward):
-    """The weighted sum of reward functions; each function is a reward part under its own name.
+    """The weighted sum of reward functions, each of which is recorded as a reward part.
 
     A completion is a success if the first function gives it a reward of at least 1. The functions
     run in this process, as in TRL, so a function that hangs blocks the run.
@@ -290,7 +290,7 @@ def with_none(reward: Reward, none: str) -> Reward:
 
 
 def own_name(reward: Reward) -> str:
-    """Return the name of a reward that was passed from Python: the names of its functions."""
+    """Return the name of a reward passed from Python: its function names or class name."""
     if isinstance(reward, WeightedFunctions):
         return "+".join(reward.functions)
     return type(reward).__name__
@@ -307,11 +307,11 @@ def function_reward(
     *,
     conversational: bool = False,
 ) -> Reward:
-    """Make a reward of TRL-style functions: one function, a list, or a dict {function: weight}.
+    """Make a reward from TRL-style functions: one, a list, or a dict {function: weight}.
 
-    With `conversational`, the functions get completions as lists of messages. TRL also passes lists
-    of messages if the prompts are lists of messages. An object that is already a reward (it has
-    bounds, quick and version) is returned unchanged.
+    With `conversational`, the functions get completions as lists of messages. TRL passes
+    completions as lists of messages if the prompts are lists of messages. An object that is already
+    a reward (it has bounds, quick and version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)
@@ -343,7 +343,7 @@ def function_reward(
 # The two kinds of reward functions, Covey's and TRL's, distinguished by their parameter names.
 
 OWN = ("prompt", "text")
-"""The first two parameters of a function that scores one completion."""
+"""The names of the first two parameters of a function that scores one completion."""
 TRL = frozenset(
     {
         "prompts",
@@ -394,7 +394,7 @@ def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) ->
 
 
 def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
-    """Count how many of the first two positional parameters are named as in `OWN`, or `_`."""
+    """Return how many of the first two positional parameters have a name in `OWN` or `_`."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
     return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))

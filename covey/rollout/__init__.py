@@ -1,1 +1,1 @@
-"""Rollouts: episodes, collecting and scoring of groups, filters, and rollout sources."""
+"""Generate rollouts: run episodes, collect and score groups, and filter them for training."""

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST_TARGET = 64
-"""Maximum length of a target that counts as a final answer, in characters."""
+"""Maximum target length, in characters, for which statistics of targets are computed."""
 TAIL = 400
-"""Number of characters at the end of a completion in which a final answer is searched for."""
+"""The final answer is searched for in this many characters at the end of a completion."""
 
 _MARKED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)|\\boxed\{([^{}]*)\}|#### *([^\n]*)", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
@@ -24,7 +24,8 @@ _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 def final_answer(text: str) -> str:
     r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
-    The final answer is the last marked answer, or else the last number, or else the last line.
+    The final answer is the last answer in `<answer>` or `\boxed{}` or after `####`. Without such an
+    answer, it is the last number, or else the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')
@@ -40,7 +41,7 @@ def final_answer(text: str) -> str:
 
 
 def target_counts(targets: Sequence[str]) -> AnswerCounts | None:
-    """Count targets; return None if a target is empty or longer than a short answer."""
+    """Count the targets; return None if a target is empty or longer than LONGEST_TARGET."""
     if any(not target.strip() or len(target) > LONGEST_TARGET for target in targets):
         return None
     return AnswerCounts.of([target.strip() for target in targets])
@@ -57,7 +58,7 @@ def best_constant(targets: Sequence[str]) -> float | None:
 
 
 def spaced(items: Sequence[str], most: int) -> list[str]:
-    """Return at most `most` items of a sequence, evenly spaced."""
+    """Return evenly spaced items of a sequence, no more than `most` items."""
     step = max(1, math.ceil(len(items) / most))
     return list(items[::step])
 

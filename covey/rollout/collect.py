@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Sharing(Protocol):
-    """The interface of ranks, which divide the prompts of a step among themselves."""
+    """The interface that divides the prompts of a step among ranks."""
 
     @property
     def size(self) -> int:
@@ -37,13 +37,13 @@ class Sharing(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Groups with their rewards, scoring errors and times."""
+    """Scored groups, with their scoring errors and the seconds of sampling and scoring."""
 
     groups: tuple[Group, ...] = ()
     errors: tuple[tuple[str, ...], ...] = ()
-    """For each group, one line for every rollout that could not be scored."""
+    """For each group, one error message for every rollout that could not be scored."""
     trace: str = ""
-    """The traceback of the first scoring error, if an exception caused the error."""
+    """The first traceback of a scoring error; empty if no exception was raised."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 
@@ -54,7 +54,7 @@ class Collected:
 
     @property
     def failures(self) -> list[str]:
-        """One line for every rollout that could not be scored."""
+        """One error message for every rollout that could not be scored."""
         return [line for lines in self.errors for line in lines]
 
     @property
@@ -117,16 +117,16 @@ class _Scoring:
     """
     max_steps: int
     rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
-    """Rollouts to score, by the indices of prompt and sample."""
+    """Rollouts that are collected to score whole groups, by prompt index and sample index."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
-    """Submitted scoring jobs, by the indices of prompt and sample. A scoring job for a whole group
-    is stored under sample 0."""
+    """Submitted scoring jobs; the key is (prompt index, sample index). A scoring job for a whole
+    group has sample index 0."""
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Errors of environments, by the indices of prompt and sample. A rollout with an error is not
-    scored."""
+    """Errors of environments; the key is (prompt index, sample index). A rollout with an error is
+    not scored."""
 
     def add(self, number: int, rollout: Rollout) -> None:
-        """Submit a rollout for scoring when it ends, or a whole group when it is complete."""
+        """Submit a finished rollout for scoring, or its group once the group is complete."""
         if rollout.finish == "error":
             self.errors[number, rollout.sample] = _failure(rollout)
         elif not self.scorer.whole_groups:
@@ -140,7 +140,7 @@ class _Scoring:
                 self._submit(number, 0, scored)
 
     def _samples(self, number: int) -> list[int]:
-        """Return the indices of the prompt's rollouts that the reward function scores."""
+        """Return the indices of a prompt's rollouts that have no environment error."""
         return [s for s in range(self.group_size) if (number, s) not in self.errors]
 
     def _submit(self, number: int, sample: int, rollouts: tuple[Rollout, ...]) -> None:
@@ -185,7 +185,7 @@ class Collector:
     """Number of optimizer steps in a training step; 0 in evaluations. Reward functions may take the
     number of optimizer steps so far as an argument."""
     max_steps: int = 0
-    """Number of optimizer steps of the run; 0 without a run."""
+    """Number of optimizer steps of the whole run; 0 if there is no training run."""
 
     def collect(
         self,
@@ -263,7 +263,7 @@ def _failure(rollout: Rollout) -> str:
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
-    """Set the score of a rollout. If scoring failed, the reward of the rollout stays None."""
+    """Return a rollout with its score. If scoring failed, its reward stays None."""
     if result.score is None:
         return replace(rollout, reward_id=identity)
     return replace(

@@ -1,8 +1,8 @@
-"""Curriculum: the choice of each step's prompts depends on the results of earlier steps.
+"""Curriculum: choose each step's prompts by the results of earlier steps.
 
 Statistics of every prompt's results are updated after every training step, and saved in every
-checkpoint. Random numbers depend only on seed and step. A resumed run draws the same prompts as an
-uninterrupted run.
+checkpoint. The random numbers that draw prompts depend only on the seed and the step. A resumed run
+draws the same prompts as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FILE = "prompts.json"
 NEW = 0.5
 """The pass rate that is assumed for a prompt without results."""
 SLOWER = 5
-"""A pass rate has a fast and a slow running mean. The slow running mean averages over 5 times as
-many groups as the fast running mean."""
+"""For each task of a mixture, the curriculum computes a fast and a slow running mean of the pass
+rate. The slow running mean averages over 5 times as many groups as the fast running mean."""
 MOST_PROMPTS = 10**7
 
 
 @dataclass(slots=True)
 class PromptRecord:
-    """The results of a prompt so far."""
+    """Statistics of one prompt's completions so far."""
 
     number: int
     """Index of the prompt in the training data."""
@@ -51,7 +51,7 @@ class PromptRecord:
 
 @dataclass(slots=True)
 class PartRecord:
-    """The results so far of one task in a mixture of tasks."""
+    """Running pass rates of one task in a mixture of tasks."""
 
     fast: float
     """Running pass rate."""
@@ -72,7 +72,7 @@ class PromptChoice:
     prompts: Sequence[Prompt]
     seed: int
     records: dict[str, PromptRecord] = field(default_factory=dict)
-    """Records of the prompts that have results, by prompt id."""
+    """Statistics of every prompt that has scored completions, by prompt id."""
     parts: dict[str, PartRecord] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """If the task is a mixture, the task name of each prompt in one block of prompts.
+        """The repeating pattern of task names in the prompts of a mixture of tasks.
 
         The tuple is empty if the task is not a mixture.
         """
@@ -193,7 +193,7 @@ class PromptChoice:
             (folder / FILE).write_text(text, encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Read the statistics of a checkpoint."""
+        """Read the statistics from a checkpoint."""
         if not self.settings.active:
             return
         try:

@@ -51,7 +51,7 @@ def encode_prompts(
 ) -> list[EncodedPrompt]:
     """Tokenize each prompt's messages.
 
-    Messages from an environment are tokenized later, during the episode.
+    With an environment, the messages are tokenized later, during the episode.
     """
     prefill = model.opening
     if interaction is not None:
@@ -63,7 +63,7 @@ def encode_prompts(
 
 @dataclass(slots=True, kw_only=True)
 class Episodes:
-    """Single-turn episodes, which send their requests to an engine."""
+    """A source of engine requests for single-turn episodes."""
 
     prompts: Sequence[EncodedPrompt]
     model: LanguageModel
@@ -73,7 +73,7 @@ class Episodes:
     """Called with the prompt's index and the rollout as soon as the rollout ends."""
     ready: list[Request] = field(init=False)
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
-    """Finished rollouts, by the indices of prompt and sample."""
+    """Finished rollouts; the key is (prompt index, sample index)."""
 
     def __post_init__(self) -> None:
         size, seed = self.sampling.group_size, self.sampling.seed
@@ -184,7 +184,7 @@ def generate(
 
 @dataclass(slots=True, kw_only=True)
 class Interaction:
-    """Settings of the interaction between rollouts and an environment."""
+    """Settings and limits of episodes with an environment."""
 
     host: Host
     call_format: CallFormat
@@ -222,7 +222,7 @@ class _Growing:
     kept: list[str] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], logp: Sequence[float] | None) -> tuple[int, int]:
-        """Append tokens, with log-probabilities if sampled; return their start and stop index."""
+        """Append tokens; return their start and stop index. `logp` is None if not sampled."""
         start = len(self.tokens)
         self.tokens += tokens
         self.trained += [logp is not None] * len(tokens)
@@ -251,7 +251,7 @@ class _Conversation:
     messages: list[Message] = field(default_factory=list)
     tools: tuple[Mapping[str, Any], ...] = ()
     state: str = ""
-    """State of the environment at the next turn."""
+    """Digest of the environment's state before the policy's next turn."""
     context: Context | None = None
     segments: list[_Growing] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -308,7 +308,7 @@ class _Conversation:
             self.turns.append(Turn(role=role, segment=where, start=start, stop=stop, text=text))
 
     def rollout(self, reply: Reply) -> Rollout:
-        """Return the unscored rollout."""
+        """Return the finished episode as an unscored rollout."""
         mine = [turn for turn in self.turns if turn.role == "assistant"]
         episode = Episode(
             messages=tuple(self.messages),
@@ -330,7 +330,7 @@ class _Conversation:
 
 @dataclass(slots=True, kw_only=True)
 class MultiTurnEpisodes:
-    """Multi-turn episodes with an environment, which send their requests to an engine."""
+    """A source of engine requests for multi-turn episodes with an environment."""
 
     prompts: Sequence[Prompt]
     steps: Sequence[int]
@@ -380,12 +380,12 @@ class MultiTurnEpisodes:
 
     @property
     def longest(self) -> int:
-        """Maximum length of a prompt in tokens that leaves space for another turn."""
+        """Maximum number of prompt tokens that leaves enough space for another turn."""
         most = min(self.interaction.max_tokens, self.model.context)
         return max(1, most - self.sampling.max_tokens)
 
     def take(self) -> Sequence[Request]:
-        """Return requests for the turns that are ready; if the engine is idle, wait for a turn."""
+        """Return requests for the next turns; if the engine is idle, wait for one turn."""
         ready: list[Request] = []
         while self.waiting and not ready:
             idle = not self.running
@@ -421,7 +421,7 @@ class MultiTurnEpisodes:
         host.end(key)
 
     def _continue(self, episode: _Conversation, reply: Reply) -> Request | None:
-        """Process a reply of the environment; return the policy's next request, if any."""
+        """Process the environment's reply; return the next request, or None at the end."""
         if reply.reward is not None:
             episode.rewarded(reply.reward)
         episode.messages += reply.messages
@@ -449,7 +449,7 @@ class MultiTurnEpisodes:
         return self._request(episode, context)
 
     def _fitting(self, episode: _Conversation) -> Context | None:
-        """Return the prompt of the next turn, or None if no other turn fits into the limits."""
+        """Return the next turn's prompt; None if another turn might exceed a token limit."""
         context = self._context(episode)
         size = len(context.tokens)
         if size <= self.longest:
@@ -473,7 +473,7 @@ class MultiTurnEpisodes:
         return self.conversations.following(before, sampled, episode.messages, episode.tools)
 
     def _stop(self, episode: _Conversation, finish: Finish) -> None:
-        """End an episode at a limit, and ask the environment for the final reward."""
+        """End an episode that reached a limit; ask the environment for the final reward."""
         episode.finish = finish
         self.waiting[self._key(episode)] = episode
         self.interaction.host.end(self._key(episode))

@@ -10,7 +10,7 @@ from covey.types import EQUAL_REWARDS, Batch, Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """The groups to train on, and the number of dropped groups by reason."""
+    """The groups to train on, and the number of groups dropped for each reason."""
 
     groups: tuple[Group, ...]
     unscored: int = 0
@@ -77,7 +77,7 @@ def _age(group: Group, version: int) -> int:
 def without_truncated(batch: Batch) -> Batch:
     """Mask all tokens of truncated rollouts (overlong filtering, DAPO section 3.4).
 
-    Call `without_truncated` after the advantages are computed. Masked rollouts stay in the
+    Call `without_truncated` after the advantages are computed. Masked rollouts still count in the
     statistics of their group and in the number of sequences. In a mean over rollouts, a masked
     rollout counts as 0, and the weight of the other rollouts does not change. A mean over the
     tokens of a step or group only includes the unmasked tokens.

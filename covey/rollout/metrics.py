@@ -16,7 +16,7 @@ from covey.rollout.source import StepRollouts
 from covey.types import Group, Rollout
 
 MOST_READ = 128
-"""Maximum number of completions whose final answers and repetitions are counted, for speed."""
+"""For speed, final answers and repetitions are counted in at most this many completions."""
 GRAM = 4
 """Length of the token n-grams whose repetitions are counted."""
 
@@ -65,7 +65,7 @@ def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def repetition(rows: Sequence[Sequence[int]]) -> float:
-    """Return the fraction of token 4-grams that already occurred earlier in the same row.
+    """Return the fraction of token 4-grams that occurred earlier in the same completion.
 
     >>> repetition([[1, 2, 1, 2, 1, 2]])  # of three, 1212 comes twice
     0.3333333333333333

@@ -52,16 +52,16 @@ if TYPE_CHECKING:
 
 
 CLOSE_SECONDS = 10.0
-"""Seconds to wait for the producer thread when a run ends."""
+"""Seconds to wait for the rollout thread to finish when a run ends."""
 
 
 class CopySource:
     """Collects groups in a thread, with an engine that has its own copy of the weights.
 
-    The thread processes tickets one by one. A ticket requests the rollouts of one step. The
-    rollouts of a ticket are generated with the last weights that were published before the ticket
-    was queued. Snapshots store published weights until the engine loads them. At most
-    `overlap.staleness` + 1 snapshots exist at a time.
+    The thread processes requests for rollouts, called tickets, one by one. A ticket requests the
+    rollouts of one step. A step's rollouts are generated with the last weights that were published
+    before the step's ticket was queued. Snapshots store published weights until the engine loads
+    them. At most `overlap.staleness` + 1 snapshots exist at a time.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -89,7 +89,7 @@ class CopySource:
             self.parts.engine.load_weights(weights, version)
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Queue requests for rollouts, which all use one copy of the current weights."""
+        """Queue requests for rollouts; all requests use one copy of the current weights."""
         if not tickets:
             return
         snapshot: Snapshot = {}
@@ -120,7 +120,7 @@ class CopySource:
             raise self.failure
 
     def close(self) -> None:
-        """Let the producer thread end after its current request."""
+        """Let the rollout thread end after its current request."""
         with self.changed:
             self.closed = True
             self.queue.clear()
@@ -165,7 +165,7 @@ class RolloutQueue:
     parts: Parts
     source: RolloutSource
     held: dict[int, StepRollouts] = field(default_factory=dict)
-    """Rollouts by step: rollouts of the current step, and rollouts restored from a checkpoint."""
+    """Rollouts of the current step, and rollouts restored from a checkpoint, by step."""
     newest: int = 0
     """The last step whose rollouts were requested."""
     choice: PromptChoice | None = None
@@ -186,14 +186,14 @@ class RolloutQueue:
         return found
 
     def _picks(self, step: int) -> tuple[int, ...]:
-        """Return the prompts that a curriculum draws for a step and its refill rounds."""
+        """Return a step's prompt indices from the curriculum, including refill rounds."""
         config = self.parts.config
         rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
         count = config.rollout.prompts_per_step * rounds
         return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
-        """Return the steps whose rollouts to generate with the weights at the start of `step`."""
+        """Return the steps whose rollouts the weights at the start of `step` generate."""
         overlap, train = self.parts.config.overlap, self.parts.config.train
         last = step + overlap.staleness
         if train.budget == "steps":
@@ -203,7 +203,7 @@ class RolloutQueue:
         return range(self.newest + 1, last + 1)
 
     def in_flight(self, after: int) -> list[StepRollouts]:
-        """Return the rollouts of all requested steps after step `after`, for the checkpoint."""
+        """Return rollouts of requested steps later than `after`, to save in a checkpoint."""
         held = [one for step, one in sorted(self.held.items()) if step > after]
         taken = {one.ticket.step for one in held}
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]
@@ -215,7 +215,7 @@ def rollout_queue(
     held: Sequence[StepRollouts],
     choice: PromptChoice | None = None,
 ) -> RolloutQueue:
-    """Return the rollout queue of a run; `held` are the rollouts in its checkpoint."""
+    """Return a run's rollout queue; `held` contains rollouts restored from a checkpoint."""
     source: RolloutSource = SynchronousSource(parts, reporter)
     if parts.config.overlap.mode == "copy":
         source = CopySource(parts, reporter)
@@ -244,7 +244,7 @@ def write_in_flight(folder: Path, steps: Sequence[StepRollouts]) -> None:
 def read_in_flight(
     folder: Path, prompts: Sequence[Prompt], *, seed: int, count: int
 ) -> list[StepRollouts]:
-    """Read the rollouts of a checkpoint; `seed` and `count` determine the prompts of each step."""
+    """Read rollouts from a checkpoint; `seed` and `count` determine each step's prompts."""
     file = folder / FILE
     if not file.exists():
         return []

@@ -1,9 +1,9 @@
 """Privileged text: extra text in the teacher's prompt, used when the policy is its own teacher.
 
 Privileged text is a correct completion of the same group, the reward's feedback on the rollout, or
-a column of the data. The teacher computes the log-probs of the rollout's tokens after a prompt with
-privileged text. The teacher's prompt is stored in the rollout, so checkpoints, replayed groups and
-records contain it.
+a column of the data. The teacher computes the log-probs of a rollout's tokens, given a prompt with
+privileged text. Each rollout stores the teacher's prompt, so checkpoints, replayed groups and
+rollout files contain this prompt.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ class Privileged:
     """Builds the teacher's prompts from privileged text."""
 
     model: LanguageModel
-    """The model that renders and tokenizes the teacher's prompts, without a length limit."""
+    """The model that renders and tokenizes the teacher's prompts. The model accepts prompts of any
+    length."""
     context: Mapping[str, str]
     """For each source of privileged text, a template with a heading and the placeholder {text}."""
     template: str
 
     @staticmethod
     def of(section: Teacher, model: LanguageModel) -> Privileged:
-        """Return the prompt builder that the [teacher] section describes."""
+        """Return the prompt builder for the [teacher] section of the configuration."""
         whole = replace(model, longest_prompt=None)
         return Privileged(model=whole, context=section.context, template=section.template)
 
     def extended(self, group: Group) -> Group:
-        """Fill in the teacher's prompt of every rollout of a scored group."""
+        """Add the teacher's prompt to every rollout of a scored group."""
         found: dict[str, tuple[int, ...]] = {}
         rollouts = []
         for rollout in group.rollouts:
@@ -65,7 +66,7 @@ class Privileged:
 
 
 def _source(name: str, group: Group, rollout: Rollout) -> str:
-    """Return the text of one source for a rollout; empty if the source has no text."""
+    """Return a rollout's privileged text from one source; empty if the source has none."""
     if name == SUCCESS:
         return _correct_sibling(group, rollout)
     if name == FEEDBACK:
@@ -74,17 +75,17 @@ def _source(name: str, group: Group, rollout: Rollout) -> str:
 
 
 def _correct_sibling(group: Group, rollout: Rollout) -> str:
-    """Return the best correct completion of the group's other rollouts, or "" if there is none.
+    """Return the highest-reward correct completion of the group's other rollouts, or "".
 
-    The rollout itself is left out, because a teacher would agree with any completion that its
-    prompt contains.
+    The rollout's own completion is left out, because a teacher would agree with any completion that
+    the teacher's prompt contains.
     """
     others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]
     return max(others, key=lambda r: (r.reward, -r.sample)).text.strip() if others else ""
 
 
 def _feedback(rollout: Rollout) -> str:
-    """Return the reward's feedback text, or the parts of the reward if there is no feedback."""
+    """Return the reward's feedback; if there is none, return the reward parts as text."""
     return rollout.feedback.strip() or ", ".join(f"{k} {v:g}" for k, v in rollout.parts.items())
 
 
@@ -93,7 +94,7 @@ def _columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def check_context(section: Teacher, prompt: Prompt) -> None:
-    """Raise ConfigError if a source of privileged text is not a column of the data."""
+    """Raise ConfigError if a source of privileged text is neither built in nor a column."""
     known = _columns(prompt)
     for name in section.context:
         if name not in (SUCCESS, FEEDBACK, *known):
@@ -107,7 +108,7 @@ def check_context(section: Teacher, prompt: Prompt) -> None:
 def privileged_of(
     section: Teacher, model: LanguageModel, objective: Objective, prompts: Sequence[Prompt]
 ) -> Privileged | None:
-    """Return the builder of teacher prompts if the objective needs privileged text."""
+    """Return the teacher's prompt builder; None if the objective needs no privileged text."""
     if "privileged" not in objective.needs:
         return None
     check_context(section, prompts[0])

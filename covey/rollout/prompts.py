@@ -32,7 +32,7 @@ def refill_prompts(
     round_number: int,
     count: int,
 ) -> list[Prompt]:
-    """Return up to `count` more prompts for a step, excluding ids that the step has used."""
+    """Return up to `count` more prompts for a step; skip prompts that the step has used."""
     order = refill_order(seed=seed, step=step, round_number=round_number, size=len(prompts))
     fresh = (prompts[i] for i in order if prompts[i].id not in used)
     return list(itertools.islice(fresh, count))
@@ -47,7 +47,7 @@ def prompts_by_id(
     count: int,
     rounds: int,
 ) -> dict[str, Prompt]:
-    """Return prompts by id; search only the prompts of the step and of its refill rounds.
+    """Find prompts by id; search only the prompts of a step and of its refill rounds.
 
     A task may generate its prompts on demand, so a search through all prompts would take minutes.
     """

@@ -1,9 +1,10 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
-A replayed group keeps the log-probs and versions of the weights that sampled it. A replayed group
-is treated like any other stale group. The policy at the start of the step computes `old_logp`. The
-objective's importance-sampling correction multiplies each token's weight by exp(old_logp -
-sampler_logp). The group statistics of a replayed group include only its own rollouts.
+A replayed group keeps the log-probs and the weight versions with which it was sampled. A replayed
+group is treated like any other stale group. The policy at the start of the step computes
+`old_logp`. The objective's importance-sampling correction multiplies each token's weight by
+exp(old_logp - sampler_logp). The group statistics of a replayed group include only its own
+rollouts.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class ReplayBuffer:
         return found | ({"data/replay_age": sum(ages) / len(ages)} if ages else {})
 
     def save(self, folder: Path) -> None:
-        """Write the groups into a checkpoint; without replay, write no file."""
+        """Write the buffer's groups into a checkpoint; without replay, write no file."""
         if self.settings.groups:
             text = "".join(json.dumps(_row(group)) + "\n" for group in self.groups)
             (folder / FILE).write_text(text, encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Read the groups of a checkpoint."""
+        """Read the replay buffer's groups from a checkpoint."""
         if not self.settings.groups:
             return
         try:

@@ -29,7 +29,7 @@ class Ticket(NamedTuple):
     version: int
     """Version of the weights that generate the rollouts, counted in optimizer steps."""
     share: float
-    """The fraction of the run that is done, from 0 to 1, which reward weights may depend on."""
+    """The completed fraction of the run, from 0 to 1. Reward weights may depend on it."""
     picks: tuple[int, ...] = ()
     """Indices of the prompts that a curriculum drew, with the prompts of refill rounds last; empty
     without a curriculum."""
@@ -49,7 +49,7 @@ class StepRollouts:
     notes: tuple[str, ...] = ()
     """Notes for the user, shown when the training step begins."""
     engine_waited: float = 0.0
-    """Seconds that the engine waited for training before it generated the rollouts."""
+    """Seconds that the engine waited for the trainer before it generated the rollouts."""
 
     @property
     def used_picks(self) -> tuple[int, ...]:
@@ -65,8 +65,8 @@ class RolloutSource(Protocol):
         publish(weights, version) -> start(tickets up to k steps ahead) -> take(step) -> train
 
     If the source works k steps ahead of training, the groups of step s + k are generated with the
-    weights of step s - 1. The training loop takes the rollouts of every step once, in the order of
-    the steps.
+    weights after training step s - 1. The training loop takes the rollouts of every step once, in
+    the order of the steps.
     """
 
     def publish(self, weights: WeightSource, version: int) -> None:
@@ -76,16 +76,16 @@ class RolloutSource(Protocol):
         """
 
     def start(self, tickets: Sequence[Ticket]) -> None:
-        """Request the rollouts of some steps, generated with the weights that were published last.
+        """Request rollouts of the given steps from the weights that were published last.
 
         Does not wait.
         """
 
     def take(self, step: int) -> StepRollouts:
-        """Return the rollouts of a started step; wait until all are generated and scored."""
+        """Wait until a requested step's rollouts are generated and scored; return them."""
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Wait for the rollouts of all started steps later than step `after`, and return them.
+        """Wait for the rollouts of all requested steps later than `after`, and return them.
 
         The checkpoint of step `after` saves the returned rollouts. A resumed run cannot generate
         the saved rollouts again, because the weights that generated them no longer exist.
@@ -97,9 +97,9 @@ class RolloutSource(Protocol):
 
 @dataclass(slots=True)
 class SynchronousSource:
-    """Collects groups with the current weights when the training loop requests them.
+    """Generates rollouts only when the training loop needs them, with the current weights.
 
-    One engine call generates the rollouts of all started steps.
+    One engine call generates the rollouts of all requested steps.
     """
 
     parts: Parts
@@ -138,7 +138,7 @@ class SynchronousSource:
         """Do nothing."""
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Collect the groups of a step with the policy's current weights, and log the messages."""
+        """Collect a step's groups with the policy's current weights, and log the notes."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
         self.publish(policy.weights, policy.version)
@@ -156,14 +156,14 @@ class _Filling:
     parts: Parts
     ticket: Ticket
     prompts: list[Prompt]
-    """Prompts to sample in the next round; no prompts if the step has all its groups."""
+    """Prompts to sample in the next round; empty if the step needs no further round."""
     collected: Collected = field(default_factory=Collected)
     selected: Selected = field(default_factory=lambda: Selected(groups=()))
     rounds: int = 0
     notes: list[str] = field(default_factory=list)
 
     def add(self, found: Collected) -> None:
-        """Add the groups of a sampling round. If it needs more groups, choose the next prompts.
+        """Add a sampling round's groups; if the step needs more, choose the next prompts.
 
         The prompts of a refill round depend only on the seed, the step and the round number. Refill
         rounds do not change the prompts of later steps.
@@ -233,7 +233,7 @@ class _Filling:
 
 
 def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) -> list[StepRollouts]:
-    """Sample and score the groups of the given steps, apply the length penalty, and filter.
+    """Sample, score and filter the groups of the given steps, and apply the length penalty.
 
     One engine call generates the completions for the prompts of all steps. With dynamic sampling,
     each refill round is one engine call for all steps that still need groups.

@@ -1,1 +1,1 @@
-"""Files of a run, metrics, health checks and trackers. No module of `covey.run` imports torch."""
+"""Run folders, metrics, health checks, trackers. No module of `covey.run` imports torch."""

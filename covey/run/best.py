@@ -1,7 +1,7 @@
-"""Find the best step of a run by one metric, for early stopping and for keeping its checkpoint.
+"""Find a run's best step by one metric, to stop early and to keep the best checkpoint.
 
-Covey computes the best step from the records of the run and does not store it. A resumed run reads
-the same records and finds the same best step.
+Covey does not store the best step, but computes it from eval.jsonl or steps.jsonl. A resumed run
+reads the same files and finds the same best step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from covey.run.metrics import metric
 
 @dataclass(slots=True, kw_only=True)
 class Best:
-    """The best value so far of one metric."""
+    """The best value of one metric so far, and the step that had this value."""
 
     metric: str
     """The name of an evaluation metric, such as `greedy` or `pass@4`, or of a step metric."""
@@ -29,7 +29,7 @@ class Best:
     """The first step that had the best value; None before the first measurement."""
     value: float = 0.0
     misses: int = 0
-    """Number of measurements after the best step."""
+    """Number of measurements of the metric since the best step."""
 
     @property
     def of_evaluations(self) -> bool:
@@ -54,7 +54,7 @@ class Best:
 
 
 def measured(row: Mapping[str, Any], name: str) -> float | None:
-    """Return the value of a metric in a row; None if it is missing or not a finite number."""
+    """Return the value of the metric `name`; None if it is missing or not finite."""
     value = row.get(name)
     value = value.get("value") if isinstance(value, Mapping) else value
     return value if is_number(value) else None

@@ -1,9 +1,9 @@
 """SHA-256 digests of checkpoints and records, to detect damage.
 
-digests.jsonl has a line for each record of a step: a line of steps.jsonl or eval.jsonl, or a file
-such as rollouts/000012.jsonl. `covey runs verify` compares the records with their digests. A
-checkpoint's SHA256SUMS has the format that `sha256sum -c SHA256SUMS` checks. Checkpoints of older
-versions have no SHA256SUMS and are not checked.
+digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file such
+as rollouts/000012.jsonl. `covey runs verify` compares these lines and files with their digests. The
+command `sha256sum -c SHA256SUMS` can check the file SHA256SUMS in a checkpoint. Checkpoints of
+older Covey versions have no SHA256SUMS and are not checked.
 """
 
 from __future__ import annotations

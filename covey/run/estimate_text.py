@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def is_reward(name: str) -> bool:
-    """Whether the name stands for a reward or a reward part; all other estimates are rates.
+    """Whether a metric is a reward or a reward part; all other metrics here are rates.
 
     >>> is_reward("parts/format"), is_reward("pass@4")
     (True, False)
@@ -15,7 +15,7 @@ def is_reward(name: str) -> bool:
 
 
 def value_text(name: str, value: float) -> str:
-    """Return a value as text: a reward as a number, an accuracy or other rate in percent.
+    """Format a metric's value: a reward as a plain number, a rate or accuracy in percent.
 
     >>> value_text("greedy", 0.125), value_text("reward", -0.125)
     ('12.5%', '-0.125')
@@ -24,7 +24,7 @@ def value_text(name: str, value: float) -> str:
 
 
 def change_text(name: str, change: float) -> str:
-    """Format the difference of two numbers as text, with its unit.
+    """Format a metric's change: a reward as a plain number, a rate in percentage points.
 
     >>> change_text("greedy", 0.125), change_text("reward", 0.125)
     ('+12.5 points', '+0.125')

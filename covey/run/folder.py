@@ -52,8 +52,8 @@ SFT_KINDS = ("sft", "warmup")
 """Values of `kind` in the environment.json of an SFT run. For an SFT run, Covey 0.1 wrote "warmup"
 instead of "sft"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings. Each line of the file has the
-step, and the old and new value of each changed setting.
+"""Name of the file with a line for each resume that changed settings. Each line of changes.jsonl
+has the step, and the old and new value of each changed setting.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
@@ -61,7 +61,7 @@ FAILURE = "failure.txt"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run on disk."""
+    """The files of one run on disk."""
 
     path: Path
 
@@ -105,7 +105,7 @@ class RunFolder:
             return {}
 
     def log_step(self, metrics: dict[str, Any]) -> None:
-        """Append the metrics of a step, with null for values that are not finite."""
+        """Append a step's metrics to steps.jsonl, with null for NaN and infinite values."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
@@ -131,14 +131,14 @@ class RunFolder:
         write_bytes(self.path / file, lines)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the readable rows of a step's evaluation, one for each held-out prompt."""
+        """Return the valid lines of a step's evaluation file, one per held-out prompt."""
         rows = usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
         return renamed(rows, records.OLD_ITEM)
 
     def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the valid lines of steps.jsonl, with current metric names.
 
-        Runs of Covey 0.1 have other metric names; each is replaced by its current name.
+        Metric names of Covey 0.1 are replaced by their current names.
         """
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
@@ -161,7 +161,7 @@ class RunFolder:
     ) -> list[dict[str, Any]]:
         """Return the rollouts of a step as rows; the most readable fields come first.
 
-        The last `replayed` groups were sampled in earlier steps and are replayed.
+        The last `replayed` groups are replayed groups, which were sampled in earlier steps.
         """
         rows = []
         for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
@@ -244,12 +244,12 @@ class RunFolder:
         return sorted((int(match[1]), path) for match, path in matches if match)
 
     def write_samples(self, step: int, page: str) -> None:
-        """Write the page of the completions with the highest and lowest rewards."""
+        """Write a page with the step's highest-reward and lowest-reward completions."""
         (self.path / "samples").mkdir(exist_ok=True)
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write a traceback to failure.txt if an error in another process ended the run."""
+        """Write details of the error that ended the run, if there are any, to failure.txt."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -274,7 +274,7 @@ class RunFolder:
         return self.numbered("checkpoints", "")
 
     def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
-        """Return the steps whose checkpoints were saved.
+        """Return the steps whose checkpoints were saved, including checkpoints removed since.
 
         Return None if checkpoints.jsonl is damaged or missing. Older versions of Covey did not
         write checkpoints.jsonl.
@@ -325,13 +325,13 @@ class RunFolder:
 
 
 def _privileged(rollout: Rollout) -> dict[str, Any]:
-    """Return the feedback of the reward and the teacher's prompt, if the rollout has them."""
+    """Return the reward's feedback and the teacher's prompt, if the rollout has them."""
     found = {"feedback": rollout.feedback, "teacher_prompt": rollout.teacher_prompt}
     return {name: value for name, value in found.items() if value}
 
 
 def list_runs(parent: Path) -> list[RunFolder]:
-    """Return the runs in a folder, by name; run-2 comes before run-10."""
+    """Return the runs in a folder, sorted by name; run-2 comes before run-10."""
     found = (path.parent for path in parent.glob("*/config.toml"))
     return [RunFolder(path) for path in sorted(found, key=lambda path: _natural(path.name))]
 
@@ -342,7 +342,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run as plain data; {} if it cannot be read."""
+    """Return the configuration of a run as a dict; {} if config.toml cannot be read."""
     try:
         return tomllib.loads(run.config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -354,11 +354,11 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 
 
 def check_new_run(path: Path, instead: str = "") -> None:
-    """Before a model is loaded, raise an error if the folder of a new run has files.
+    """Raise RunError if the folder for a new run already contains files.
 
     The argument `instead` is advice for the user, which is appended to the error message.
 
-    A run that failed before its first step may be replaced.
+    The files of a run that failed before its first step are no error.
     """
     if _failed_early(path):
         return
@@ -369,7 +369,7 @@ def check_new_run(path: Path, instead: str = "") -> None:
 
 
 def set_aside_failed(path: Path) -> str:
-    """Rename the folder of a run that failed before its first step; return a note about it."""
+    """Rename the folder of a run that failed before its first step; return a user note."""
     if not _failed_early(path):
         return ""
     aside = path.rename(next_run_path(path.parent, f"{path.name}-failed"))

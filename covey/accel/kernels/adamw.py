@@ -1,9 +1,9 @@
-"""In-place AdamW step on the GPU, with bfloat16 moments; weights may be split into 16-bit halves.
+"""In-place GPU AdamW with bfloat16 moments; float32 weights may be stored as 16-bit halves.
 
-The results of this kernel equal those of covey/training/compact_adamw.py on a CPU, bit for bit. To
-give equal results, the kernel does not fuse multiplications with additions, and rounds divisions
-and square roots correctly. The CPU and GPU implementations compute their random numbers from the
-same counters. The exact arithmetic takes no extra time, because memory bandwidth limits the kernel.
+This kernel and covey/training/compact_adamw.py on a CPU give bit-identical results. To match the
+CPU, the kernel uses no fused multiply-add, and rounds divisions and square roots correctly. The CPU
+and GPU implementations compute their random numbers from the same counters. The exact arithmetic
+takes no extra time, because memory bandwidth limits the kernel.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def adamw(
     keys: tuple[int, int],
     first_index: int = 0,
 ) -> None:
-    """Take the same step as covey.training.compact_adamw.adamw, with the same arguments."""
+    """Do the same as covey.training.compact_adamw.adamw, and take the same arguments."""
     count = weight.numel()
     _adamw[(triton.cdiv(count, BLOCK),)](
         weight, weight if low is None else low, grad, *moments, count, *keys, first_index, *numbers,

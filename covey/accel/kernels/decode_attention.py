@@ -1,19 +1,21 @@
-"""Decode attention of Llama-like models, fused with RoPE and cache write, for one token per slot.
+"""Decode attention of Llama-like models, fused with RoPE and the write to the KV cache.
 
-With one token per slot the matrix products are small, and the operations around them take most of
-the time. One kernel therefore computes everything between the QKV projection and the output
-projection.
+When each sequence decodes one token, matrix products are small, and the operations between the
+matrix products take most of the time. One kernel therefore computes everything between the QKV
+projection and the output projection.
 
 A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows of a
-matrix product with the query heads of several slots that share a prompt, and reads the prompt once
-for all slots. After the prompt, the Triton program reads the slots' completions one after another.
-While it reads one slot's completion, it masks the rows of the other slots. If there are few slots
-with long completions, the positions of a slot are split into parts, and one Triton program
-processes each part. One Triton program per slot adds up the results of all parts. The result of a
-slot never depends on other slots.
+matrix product with the query heads of several sequences that share a prompt, and reads the prompt's
+keys and values only once. After the prompt, the Triton program reads the completions of these
+sequences one after another. While the Triton program reads one sequence's completion, it masks the
+rows of the other sequences. If there are few sequences with long completions, each sequence is
+split into parts, and one Triton program processes each part. For each sequence and key head, one
+Triton program combines the results of all parts. The result of a sequence never depends on the
+other sequences in the batch.
 
-The dimensions in tensor shapes are W (occupied slots), S (slots), P (prompts), H (heads), K
-(key-value heads), C (positions), B (pages), T (pages per slot) and D (head size).
+A slot holds one sequence of the batch. The dimensions in tensor shapes are W (slots in use), S (all
+slots), P (prompts), H (heads), K (key-value heads), C (positions per page), B (pages), T (pages per
+slot) and D (head size).
 """
 
 from __future__ import annotations
@@ -37,27 +39,27 @@ FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Settings of a Triton program: positions per iteration, number of warps, number of stages. If few
 Triton programs run, large tiles are faster, because each program has many loads in flight. If many
-Triton programs run, small tiles are faster. In float32 the compiler unrolls products, and would
-need four seconds to compile larger tiles."""
+Triton programs run, small tiles are faster. EXACT is for float32: the compiler unrolls float32
+products, and would need four seconds to compile larger tiles."""
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
-"""The fastest tile settings on an H200. Each key is the minimum number of Triton programs, at head
-size 64, for which its tile is used."""
+"""The fastest tile settings on an H200. A dict key is the minimum number of Triton programs, at
+head size 64, for which the tile settings are used."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
 """Maximum number of bytes of keys and values that a Triton program loads at the same time.
 STAGE_BYTES limits the bytes of one pipeline stage. On Hopper and later GPUs, HOPPER_BYTES limits
 the bytes of all pipeline stages together. Large heads are read in smaller tiles, because larger
 tiles would not fit in a multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
-"""Minimum value of slots * key heads at which one Triton program processes several slots."""
+"""One Triton program handles several sequences if sequences * key heads is at least this."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
 """With fewer than SPLIT_PROGRAMS Triton programs, completions are split into parts of at least
 SPLIT_POSITIONS positions."""
 SMALLEST_HEAD = 32
-"""The smallest head size for 16-bit types. Tensor cores also support a head size of 16. But with a
-head size of 16 in bfloat16, the log-probs of engine and trainer differed by 3.6 nats on an H200,
-although the kernel is correct in Triton's interpreter. With head sizes of 64 and 128, the log-probs
-of engine and trainer differ only by rounding."""
+"""The smallest head size for which the engine uses this kernel with 16-bit dtypes. Tensor cores
+also support a head size of 16. But with a head size of 16 in bfloat16, the log-probs of engine and
+trainer differed by 3.6 nats on an H200, although the kernel is correct in Triton's interpreter.
+With head sizes of 64 and 128, the log-probs of engine and trainer differ only by rounding."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -65,46 +67,46 @@ KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, and tables that locate each slot's keys and values."""
+    """KV cache of one layer, and tables that locate the keys and values of each sequence."""
 
     prompt_keys: torch.Tensor
     """[P, K, C', D]: keys of prompts, of up to C' positions each."""
     prompt_values: torch.Tensor
     """[P, K, C', D]: values of prompts, of up to C' positions each."""
     prompt_row: torch.Tensor
-    """[S] int64: the index of each slot's prompt in `prompt_keys`."""
+    """[S] int64: the index of each sequence's prompt in `prompt_keys`."""
     prompt_length: torch.Tensor
-    """[S] int64: the length of each slot's prompt."""
+    """[S] int64: the length of each sequence's prompt."""
     keys: torch.Tensor
     """[B, K, C, D]: keys of completions, in pages of C positions; written by the kernel."""
     values: torch.Tensor
     """[B, K, C, D]: values of completions, in pages of C positions; written by the kernel."""
     pages: torch.Tensor
-    """[S, T] int32: the pages of a slot's completion, in the order of positions."""
+    """[S, T] int32: the pages that hold each sequence's completion, in order of positions."""
     place: torch.Tensor
-    """[S] int64: the position at which the new key and value are written."""
+    """[S] int64: the position in a completion at which the new key and value are written."""
     active: torch.Tensor
-    """[S] bool: whether a slot is unfinished; finished slots are skipped."""
+    """[S] bool: whether a sequence is unfinished; the kernel skips finished sequences."""
     sharing: torch.Tensor
-    """[S, G] int32: each row lists up to G slots with the same prompt, and is padded with -1. Every
-    slot occurs in exactly one row, and rows without slots come last."""
+    """[S, G] int32: each row lists up to G slots whose sequences have the same prompt, and is
+    padded with -1. Every slot occurs in exactly one row, and rows without slots come last."""
     arrived: torch.Tensor
-    """[S, K] int32: the number of finished parts; zero before and after each run of the kernel."""
+    """[S, K] int32: how many parts of a sequence are finished; zero between kernel runs."""
     units: torch.Tensor
     """[2, K] float32: the scales of float8 keys and values."""
 
 
 class Tiling(NamedTuple):
-    """Division of the work into Triton programs."""
+    """How the kernel divides its work into Triton programs."""
 
     block: int
     """Positions per iteration."""
     warps: int
     stages: int
     together: bool = False
-    """Whether one Triton program processes several slots that share a prompt."""
+    """Whether one Triton program processes several sequences that share a prompt."""
     splits: int = 1
-    """Number of parts into which the positions of a slot are divided."""
+    """Number of parts into which the positions of a sequence are divided."""
     early: bool = False
     """Whether this kernel starts while the previous kernel, which computes `heads`, still runs."""
 
@@ -116,7 +118,7 @@ def _rotated(
     """Load heads [rows, D] from the addresses `line`, normalize them and apply RoPE.
 
     The function returns the first and the second half of each head as separate tensors. The results
-    are rounded once, to the type of the cache and of the matrix products.
+    are rounded once, to the dtype in which the kernel multiplies matrices.
     """
     half = tl.arange(0, size // 2)
     first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)
@@ -148,7 +150,7 @@ def _new_position(
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, norms: tl.constexpr,
     rounds: tl.constexpr,
 ):  # fmt: skip
-    """Store the key and value of the new position, and start the softmax with this position.
+    """Store the new key and value; return the new score and value to start the softmax.
 
     The key and value also stay in registers, because the kernel never reads what it stored.
     """
@@ -368,7 +370,7 @@ def decode_attention(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """Apply RoPE, write the cache and compute attention for one new token per slot.
+    """Apply RoPE, write the KV cache and compute attention for one new token per sequence.
 
     The result is [W, H * D].
 
@@ -388,7 +390,7 @@ def decode_attention(
 
 @triton.jit
 def as_stored(numbers, unit, kind: tl.constexpr, rounds: tl.constexpr):
-    """Convert keys or values to the stored type; float8 numbers are divided by `unit` first."""
+    """Convert keys or values to the cache dtype; for float8, divide them by `unit` first."""
     if not rounds:
         return numbers
     return tl.clamp(numbers.to(tl.float32) / unit, -448.0, 448.0).to(kind)

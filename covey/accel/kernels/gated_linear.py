@@ -1,9 +1,9 @@
-"""Matrix product of the gate and up layers, fused with SwiGLU, for few tokens.
+"""The MLP's gate and up projections, fused with SwiGLU into one kernel for few tokens.
 
 In a decode step of a small model, a separate SwiGLU kernel takes as long as the matrix product,
 because the SwiGLU kernel reads `gate` and `up` from memory. In this kernel, one Triton program
 computes matching columns of `gate` and `up`, so that they need not be stored. The kernel still
-rounds `gate` and `up` as if it stored them.
+rounds `gate` and `up` to the weight's dtype, as if it wrote them to memory.
 
 The dimensions in tensor shapes are N (tokens), D (hidden size) and M (MLP size).
 """
@@ -20,10 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 MOST_WEIGHTS = 4 * 2**20
-"""Maximum number of weights for which this kernel is faster than a library's product and a separate
+"""Up to this number of weights, this kernel is faster than a library's matrix product followed by a
 SwiGLU kernel. On an H200 with D = 576 and M = 1,536, this kernel took 4.9 to 9.4 microseconds, and
-the two separate kernels took 6.0 to 11.4. With D = 1,536 and M = 8,960, this kernel took 25
-microseconds, and the two separate kernels took 22."""
+two separate kernels for product and SwiGLU took 6.0 to 11.4 microseconds. With D = 1,536 and M =
+8,960, this kernel took 25 microseconds, and two separate kernels for product and SwiGLU took 22
+microseconds."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
 """Maximum number of tokens if the dtype is float32, which only parity checks use. The compiler
@@ -31,7 +32,7 @@ unrolls float32 products, so only small tiles compile quickly."""
 
 
 class Tile(NamedTuple):
-    """The tile of the product that a Triton program computes, and its launch settings."""
+    """Size of the output tile that a Triton program computes, and launch settings."""
 
     rows: int
     columns: int
@@ -49,7 +50,7 @@ def tile_for(tokens: int, dtype: torch.dtype) -> Tile:
 
 
 def fuses_swiglu(tokens: int, weight: torch.Tensor) -> bool:
-    """Return whether this kernel is the fastest for a weight [2 M, D]."""
+    """Return whether this kernel is the fastest for `tokens` tokens and a weight [2 M, D]."""
     few = tokens <= FEW_EXACT or weight.dtype != torch.float32
     return few and weight.numel() <= MOST_WEIGHTS
 

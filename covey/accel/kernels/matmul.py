@@ -10,7 +10,7 @@ import torch
 
 @functools.cache
 def _has_out_dtype(device: torch.device) -> bool:
-    """Try a bfloat16 product with a float32 result on a device; return whether it succeeds."""
+    """Return whether a device can multiply bfloat16 matrices into a float32 result."""
     if device.type != "cuda":
         return False
     try:

@@ -1,12 +1,12 @@
 """Attention over packed rows for training: forward and backward.
 
-Attention is causal, and the causal mask is aligned at the end of a row, as in varlen_attention.py.
-The backward pass sums gradients in a fixed order. One kernel computes the gradient of queries, and
-another kernel computes the gradients of keys and values. For each key head, the kernel for keys and
-values first sums over the query heads that share the key head, and then writes the gradients.
-Because attention is causal, the last queries of a row see the most keys, and the first keys are
-seen by the most queries. Triton programs with the most work start first, so that all
-multiprocessors end at about the same time.
+Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
+all keys of the row (varlen_attention.py). The backward pass sums gradients in a fixed order, so
+results are deterministic. One kernel computes the gradient of queries, and another kernel computes
+the gradients of keys and values. For each key head, the kernel for keys and values first sums over
+the query heads that share the key head, and then writes the gradients. Because attention is causal,
+the last queries of a row see the most keys, and the first keys are seen by the most queries. Triton
+programs with the most work start first, so that all multiprocessors end at about the same time.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).
@@ -28,8 +28,8 @@ from covey.accel.varlen_attention import VarlenRows
 SIZES = (16, 32, 64, 128)
 """Head sizes that the kernels support."""
 PROGRAMS = 500
-"""Minimum number of Triton programs that compute the gradients of keys and values. An H200 runs
-about 260 Triton programs at a time."""
+"""Desired minimum number of Triton programs that compute the gradients of keys and values. An H200
+runs about 260 Triton programs at a time."""
 
 
 class Tile(NamedTuple):
@@ -64,9 +64,9 @@ def _forward_keys(
     largest, total, result,
     size: tl.constexpr, keys: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention to keys `low` to `high` - 1.
+    """Update the running softmax of each query with keys `low` to `high` - 1.
 
-    If `masked` is true, each query sees only keys with an index of at most `last`.
+    If `masked` is true, each query sees only keys up to the index that `last` gives for the query.
     """
     for start in range(low, high, keys):
         k = _tile(key, start, length, key_stride, size, keys)
@@ -214,9 +214,10 @@ def _key_grad(
     heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, parts: tl.constexpr,
     queries: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Compute the contribution of one part of the query heads to the gradients of keys and values.
+    """Compute the gradients of keys and values from one part of the query heads.
 
-    The query heads that share a key head are divided into parts.
+    The query heads that share a key head are divided into parts; different Triton programs process
+    different parts.
     """
     key_number, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
@@ -259,18 +260,18 @@ def _key_grad(
 
 
 class Tiles(NamedTuple):
-    """The tiles of the three kernels."""
+    """Tile sizes of the forward kernel and of the two backward kernels."""
 
     forward: Tile
     query_grad: Tile
     key_grad: Tile
     parts: int = 0
-    """Number of parts into which the query heads of a key head are divided; if 0, `parts_for`
-    decides."""
+    """Number of parts into which the query heads that share a key head are divided; if 0,
+    `parts_for` decides."""
 
 
 def tiles_for(size: int, *, large: bool = True) -> Tiles:
-    """Return tiles for a head size, as measured on an H200 for rows of 384 and 1,024 tokens.
+    """Return the fastest tiles for a head size (on an H200, rows of 384 and 1,024 tokens).
 
     `large` says whether a Triton program may use more than 99 KiB of shared memory.
     """
@@ -366,7 +367,7 @@ def attention_backward(
 
 
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
-    """Return the number of parts into which the query heads of a key head are divided.
+    """Return into how many parts to divide the query heads that share a key head.
 
     With few Triton programs, the GPU would wait for the slowest program. The function therefore
     increases the number of parts until there are at least PROGRAMS Triton programs, or until each

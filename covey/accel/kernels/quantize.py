@@ -1,16 +1,17 @@
-"""Float8 matrix products with row-wise scales, and the kernels around them.
+"""Float8 matrix products with row-wise scales, and kernels that quantize and rescale.
 
 A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. Each row of
 activations belongs to one token, and the scale of the row is s = max |x| / 448. Each row of a
 weight belongs to one output of the layer, and the scale s of the row is rounded up to a power of
-two. The scale of a weight's row is stored as an exponent in one byte, because every kernel that
-reads a product also reads the scales of all outputs. The relative error of a float8 number does not
-depend on the scale, so rounding the scale loses no precision.
+two. The scale of a weight's row is stored as a one-byte exponent to save bandwidth, because every
+kernel that reads a product also reads the scales of all outputs. The relative error of a float8
+number does not depend on the scale, so rounding the scale loses no precision.
 
 Libraries multiply float8 matrices much faster without row-wise scales. On an H200 with 128 tokens,
-the products of a 7B model take 81 us per layer without row-wise scales, 120 us with them, and 140
-us in bfloat16. Therefore the library multiplies the float8 matrices q without their scales. The
-next kernel, which reads the product, applies the scales of tokens and outputs.
+the matrix products of a 7B model take 81 us per layer in float8 without row-wise scales, 120 us in
+float8 with row-wise scales, and 140 us in bfloat16. Therefore the library only multiplies the
+float8 matrices, without the scales. The kernel that reads the product applies the scales of tokens
+and outputs.
 
 All arithmetic between products is float32. Numbers are rounded to bfloat16 after a product, and to
 float8 before the next product.
@@ -56,7 +57,7 @@ class Quantized(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight as float8 numbers, with one scale, a power of two, per row."""
+    """A float8 weight with one scale per row; each scale is a power of two."""
 
     values: torch.Tensor
     """[M, D] float8: the numbers divided by the scale of their row."""
@@ -79,7 +80,7 @@ class Weight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A float8 product before scaling, with W x + b = values * row_scales * 2^exponents + bias."""
+    """A float8 product before scaling: W x + b = values * row_scales * 2^exponents + bias."""
 
     values: torch.Tensor
     """[N, M] bfloat16."""
@@ -98,7 +99,7 @@ class Product(NamedTuple):
 
 
 def product(left: Quantized, right: Weight, bias: torch.Tensor | None = None) -> Product:
-    """Return left @ right^T; `left` is [N, D] and `right` [M, D]."""
+    """Return left @ right^T before scaling; `left` is [N, D] and `right` is [M, D]."""
     one = _one(left.values.device)
     values = torch._scaled_mm(
         left.values, right.values.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
@@ -111,7 +112,7 @@ _ONES: dict[torch.device, torch.Tensor] = {}
 
 
 def _one(device: torch.device) -> torch.Tensor:
-    """Return the number 1 on a device, at an address that never changes."""
+    """Return a cached tensor with the number 1 on a device; its address never changes."""
     if device not in _ONES:
         _ONES[device] = torch.ones((), device=device)
     return _ONES[device]
@@ -119,7 +120,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def _factor(largest, top: tl.constexpr, least: tl.constexpr):
-    """Return 1 / scale and scale of a row, computed from the row's maximum."""
+    """Return (1 / scale, scale) of a row, computed from the row's largest absolute value."""
     largest = tl.maximum(largest, least)
     return top / largest, largest / top
 

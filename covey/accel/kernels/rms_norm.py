@@ -1,10 +1,10 @@
-"""RMSNorm of the residual stream, fused with the preceding addition: forward and backward.
+"""Residual addition fused with RMSNorm: forward and backward kernels.
 
 The residual stream is float32; the RMSNorm has the dtype of the next matrix product. The kernel
 computes in float32 and rounds its result once.
 
 The dimensions in tensor shapes are N (tokens) and D (hidden size). A Triton program processes
-several rows, so that short rows use all of its threads.
+several rows, so that all threads have work even if rows are short.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from covey.accel.kernels.early_start import early_start
 from covey.accel.unrecorded import call
 
 PROGRAMS = 512
-"""Number of Triton programs in the backward pass. Each program sums the gradient of the gain over
-the rows that it processes."""
+"""Maximum number of Triton programs in the backward pass. Each Triton program sums the gradient of
+`gain` (the norm's weight) over the rows that the program processes."""
 SHORT, MORE = 1024, 4
 """For hidden sizes of at most SHORT, the number of programs is multiplied by MORE, because each
 program takes little time."""
@@ -170,7 +170,7 @@ class _AddNorm(torch.autograd.Function):
 def _gain_grad(
     gain: torch.Tensor, parts: torch.Tensor, sink: GradSink | None
 ) -> torch.Tensor | None:
-    """Return the sum of `parts` over rows.
+    """Return the gradient of `gain`, which is the sum of the rows of `parts`.
 
     If `sink` is given, add the sum to the gradient in `sink` and return None.
     """
@@ -189,7 +189,7 @@ def _gain_grad(
 def norm(
     hidden: torch.Tensor, gain: torch.Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return RMSNorm of `hidden` [N, D] times `gain`, in the gain's type or `dtype`."""
+    """Return RMSNorm(hidden) * gain [N, D]; the default `dtype` is that of `gain`."""
     normed: torch.Tensor
     _, normed = call(_AddNorm, hidden.contiguous(), None, gain, eps, dtype or gain.dtype)
     return normed
@@ -198,10 +198,10 @@ def norm(
 def add_norm(
     hidden: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden + delta [N, D], and the RMSNorm of this sum times `gain`.
+    """Return the sum hidden + delta [N, D], and RMSNorm(sum) * gain.
 
-    If `delta` is None, the sum is `hidden`. In the backward pass, one kernel adds the gradients of
-    the sum and of the RMSNorm, even without `delta`.
+    If `delta` is None, the sum is `hidden`. In the backward pass, one kernel combines the gradient
+    of the sum with the gradient of the RMSNorm, even if `delta` is None.
     """
     total: torch.Tensor
     normed: torch.Tensor

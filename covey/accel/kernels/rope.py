@@ -1,8 +1,8 @@
-"""Apply RoPE to queries and keys, and gather the keys and values that rows share.
+"""Apply RoPE to queries and keys, and copy a shared prompt's keys and values to every row.
 
-Each packed token has one query. The keys and values of a row are consecutive in memory. The kernel
-therefore copies the keys and values of a prompt to every row that shares the prompt. Gradients are
-summed in float32, in a fixed order.
+Each packed token has one query. Attention needs the keys and values of a row to be consecutive in
+memory. The kernel therefore copies the keys and values of a prompt to every row that shares the
+prompt. The backward pass sums the gradients of shared keys and values in float32, in a fixed order.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).
@@ -22,7 +22,7 @@ from covey.accel.varlen_attention import KeyIndex
 
 @triton.jit
 def _rotate(source, target, cos, sin, line, head, half, real, size: tl.constexpr):
-    """Rotate the heads at `source` by their position (RoPE); round the result once."""
+    """Apply RoPE to the heads at `source`; write the result, rounded once, to `target`."""
     at = head[:, None] * size + half[None, :]
     first = tl.load(source + at, mask=real, other=0.0).to(tl.float32)
     second = tl.load(source + at + size // 2, mask=real, other=0.0).to(tl.float32)
@@ -129,7 +129,7 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
 
 
 class _Rope(torch.autograd.Function):
-    """RoPE for autograd, with queries, keys and values from one QKV product or three products."""
+    """Autograd function for RoPE; the input is one fused QKV tensor, or three tensors."""
 
     @staticmethod
     def forward(
@@ -181,9 +181,9 @@ def apply_rope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries [N, H, D], keys and values [R, K, D], with RoPE applied to queries and keys.
 
-    `products` has one QKV product [N, (H + 2 K) * D], or three products. `rope` contains cosine and
-    sine [N, D / 2] in float32. `shape` is (H, K, D). If `shared` is None, every token has exactly
-    one key position.
+    `products` is either one QKV product [N, (H + 2 K) * D], or three products for queries, keys and
+    values. `rope` contains cosine and sine [N, D / 2] in float32. `shape` is (H, K, D). If `shared`
+    is None, every token has exactly one key position.
     """
     query: torch.Tensor
     key: torch.Tensor

@@ -1,4 +1,4 @@
-"""Running softmax over tiles, and its combination over several Triton programs."""
+"""Running softmax over tiles, and merging of partial softmaxes of several Triton programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def online_softmax(score, value, largest, total, result, precision: tl.constexpr):
-    """Add more positions to a running softmax; scores are logarithms to base 2."""
+    """Add a tile of positions to a running softmax; a position's weight is 2 ** score."""
     larger = tl.maximum(largest, tl.max(score, axis=1))
     shrink = tl.exp2(largest - larger)
     weight = tl.exp2(score - larger[:, None])
@@ -38,7 +38,7 @@ def merge_parts(
     parts, flag, part, count, largest, total, result,
     rows: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Combine partial softmaxes; part 0 adds up all parts, and other parts store their result."""
+    """Combine partial softmaxes: other parts store their results, and part 0 adds them."""
     stride: tl.constexpr = rows * (size + 2)
     if part == 0:
         while tl.atomic_add(flag, 0, sem="acquire") < count - 1:

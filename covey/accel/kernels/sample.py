@@ -1,11 +1,11 @@
-"""Sampling kernel: samples the next token of every slot from logits, and updates slot state.
+"""Kernels that sample each sequence's next token from logits and update the decoding state.
 
 The sampling kernels read all logits only once. A first kernel computes the maximum and the sum of
 exponentials of each block of the vocabulary. A second kernel finds the block that contains the
 sampled token and reads only that block again.
 
-The dimensions in tensor shapes are W (occupied slots), V (vocabulary size) and R (maximum length of
-a completion).
+A slot holds one sequence of the batch. The dimensions in tensor shapes are W (slots in use), S (all
+slots), V (vocabulary size) and R (maximum length of a completion).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 2048
 
 
 class SlotState(NamedTuple):
-    """State of the slots, which the kernels change in place."""
+    """State of the sequences being decoded; the kernels update the state in place."""
 
     tokens: torch.Tensor
     """[S, R] int64."""
@@ -29,9 +29,9 @@ class SlotState(NamedTuple):
     uniforms: torch.Tensor
     """[S, R] float32."""
     last: torch.Tensor
-    """[S] int64: the newest token of each slot."""
+    """[S] int64: the newest token of each sequence."""
     counts: torch.Tensor
-    """[S] int64: the number of tokens generated so far in each slot."""
+    """[S] int64: the number of tokens generated so far for each sequence."""
     place: torch.Tensor
     """[S] int64: the cache position of the newest token."""
     active: torch.Tensor
@@ -120,10 +120,10 @@ def _sample(
 def sample_tokens(
     logits: torch.Tensor, state: SlotState, *, temperature: float, stop_ids: torch.Tensor
 ) -> None:
-    """Sample the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
+    """Sample the next token of the first W sequences from `logits` [W, V].
 
-    A stop token or a full slot ends a completion. If logits are NaN, the log-probability of the
-    sampled token is NaN.
+    Temperature 0 takes the most likely token. A completion ends with a stop token or when its
+    maximum length is reached. If logits are NaN, the log-probability of the sampled token is NaN.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, BLOCK)

@@ -1,11 +1,11 @@
-"""Decode attention over a shared-prompt cache, for any model, with one token per slot.
+"""Decode attention of any model over a KV cache in which sequences can share a prompt.
 
 The model's own code applies RoPE and norms before this kernel. The kernel stores the new key and
-value. The kernel attends to the prompt, which several slots may share, and to the slot's own
-completion. The kernel supports sliding windows and soft caps.
+value. For each sequence, the kernel attends to the prompt, which several sequences may share, and
+to the sequence's own completion. The kernel supports sliding windows and soft caps.
 
-The dimensions in tensor shapes are W (occupied slots), S (slots), P (prompts), H (heads), K
-(key-value heads), C (positions) and D (head size).
+A slot holds one sequence of the batch. The dimensions in tensor shapes are W (slots in use), S (all
+slots), P (prompts), H (heads), K (key-value heads), C (positions per page) and D (head size).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_WINDOW = 2**31 - 1
 
 @triton.jit
 def _score(product, scale, softcap, capped: tl.constexpr):
-    """Return the attention scores as logarithms to base 2."""
+    """Return attention scores for a softmax to base 2, with an optional soft cap."""
     score = product * scale
     if capped:
         # tanh(x) as 2 / (1 + exp(-2 x)) - 1.
@@ -36,10 +36,10 @@ def _attend(
     size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, page: tl.constexpr,
     capped: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention to positions `low` to `count` - 1; position 0 is stored at `begin`.
+    """Update a running softmax with positions `low` to `count` - 1; position 0 is at `begin`.
 
-    If positions are stored in pages of `page` positions, page number p begins at row `begin` + p *
-    `stride`.
+    If `page` is not 0, positions are stored in pages of `page` positions, and page number p begins
+    at row `begin` + p * `stride`.
     """
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):
@@ -123,7 +123,7 @@ def shared_prompt_attention(
 ) -> torch.Tensor:
     """Store the new key and value; return the attention output [W, H, D].
 
-    `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token per slot. A sliding
+    `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token per sequence. A sliding
     window of n positions covers the new position and the n - 1 positions before it.
     """
     slots, heads, size = query.shape

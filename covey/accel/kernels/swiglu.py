@@ -1,7 +1,7 @@
 """SwiGLU: one kernel for silu(gate) * up and one kernel for its gradient.
 
 The dimensions in tensor shapes are N (tokens) and M (MLP size). The inputs `gate` and `up` are
-either the two halves of the columns of one matrix product [N, 2 M], or two matrix products.
+either the left and right halves of one matrix [N, 2 M], or two separate matrices [N, M].
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _block(size: int) -> int:
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up [N, M], without gradient."""
+    """Return silu(gate) * up [N, M] without recording gradients."""
     count, size = gate.shape
     product = gate.new_empty(count, size)
     block = _block(size)
@@ -75,11 +75,11 @@ def silu_mul_backward(
     up: torch.Tensor,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradients of `gate` and `up` in one tensor [N, 2 M]; also write silu(gate) * up.
+    """Return gradients of `gate` and `up` in [N, 2 M]; write silu(gate) * up to `product`.
 
-    The weight's gradient needs silu(gate) * up. This kernel recomputes silu(gate) * up at no extra
-    cost, so the forward pass does not save it. The kernel may overwrite the incoming gradient with
-    silu(gate) * up, because it reads the gradient first.
+    The gradient of the down projection's weight needs silu(gate) * up. This kernel recomputes
+    silu(gate) * up at no extra cost, so the forward pass does not save it. `product` may be the
+    same tensor as `product_grad`, because the kernel reads each gradient before it writes.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

@@ -1,8 +1,9 @@
-"""Log-probability and entropy of chosen tokens from their logits, and the logits' gradient.
+"""Kernels for token log-probabilities and entropies from logits, and for the gradients.
 
 The dimensions in tensor shapes are R (rows) and V (vocabulary size). The softmax input is scale *
-(logits + bias), optionally soft-capped. The forward pass reads the logits once, with a running
-maximum. The backward pass reads the logits once, with the saved normalizer.
+(logits + bias), optionally soft-capped. The forward pass keeps a running maximum, so that it reads
+the logits only once. The backward pass uses the saved normalizer, so that it reads the logits only
+once.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def logp_forward(
     scale: float,
     cap: float | None,
 ) -> None:
-    """Write log-probability, entropy and normalizer [R] of logits [R, V] to `out`."""
+    """Write each row's token log-probability, entropy and normalizer [R] to `out`."""
     size = logits.shape[1]
     block = min(BLOCK, triton.next_power_of_2(size))
     _forward[(len(logits),)](
@@ -97,8 +98,8 @@ def logp_backward(
 ) -> None:
     """Write the gradient of logits [R, V] to `grad`, which may be the same tensor as the logits.
 
-    `kept` is (normalizer, entropy); `grads` has the gradients of log-probability and entropy. Each
-    is [R].
+    `kept` has the normalizer and entropy from the forward pass; `grads` has the gradients of
+    log-probability and entropy. Each is [R].
     """
     count, size = logits.shape
     block = min(BLOCK, triton.next_power_of_2(size))

@@ -1,1 +1,1 @@
-"""Fair comparisons of algorithms or settings: runs, paired statistics, reports."""
+"""Compare algorithms or settings fairly: train runs, test differences, write reports."""

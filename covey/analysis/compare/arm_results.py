@@ -17,15 +17,14 @@ from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import is_graded
 
 SHARES = (0.5, 1.0)
-"""Fractions of the gain in accuracy: 0 is the starting accuracy, and 1 is the highest accuracy that
-all arms reach. For each fraction in SHARES, the report shows how long each arm takes to reach the
-accuracy at this fraction.
+"""Positions between the initial accuracy (0) and the highest that every arm reaches (1). For each
+position in SHARES, the report shows how long each arm takes to reach the accuracy there.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeToAccuracy:
-    """Median cost until an arm reaches an accuracy; None if half of its seeds never reach it."""
+    """Median cost of reaching an accuracy; None if half or more of the seeds never do."""
 
     accuracy: float
     reached: int
@@ -38,12 +37,12 @@ class TimeToAccuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Time and memory of an arm's runs; None for a number that the runs did not record."""
+    """Time and memory of an arm's runs; a field is None if the runs did not record it."""
 
     seconds: float
     """Median over seeds of the training time, without the first step and evaluations."""
     cpu_seconds: float | None
-    """Median over seeds of the CPU time of the process, evaluations included."""
+    """Median CPU time of a run's process over seeds, including evaluations."""
     memory_gib: float | None
     """Largest peak memory over seeds."""
 
@@ -60,7 +59,7 @@ class Collapse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """The mean reward, or the mean of one reward part, before and after training."""
+    """The mean reward, or the mean of one reward component, before and after training."""
 
     initial: Estimate
     final: Estimate
@@ -87,7 +86,8 @@ class ArmResult:
     best: Estimate | None = None
     """Mean over seeds of each run's highest accuracy, which overestimates the true accuracy."""
     area: Estimate | None = None
-    """Mean accuracy over the budget that all runs share, with a confidence interval over seeds."""
+    """Accuracy averaged over training, up to the largest budget that every run reached. The
+    confidence interval is over seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
     collapsed: tuple[Collapse, ...] = ()
     by: Metric = "success"
@@ -98,10 +98,10 @@ class ArmResult:
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
-    """The final accuracy minus the accuracy of the best constant answer."""
+    """Final accuracy minus the best accuracy of one constant answer to all prompts."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """The mean reward (`reward`) and the means of the reward parts (`parts/NAME`), over greedy
-    completions. `rewards` is empty if every reward is 1 for success and 0 for failure.
+    """Means over greedy completions: `reward`, and each reward component as `parts/NAME`. `rewards`
+    is empty if every reward is 1 for success and 0 for failure.
     """
     cost: Cost | None = None
 
@@ -183,7 +183,7 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return the mean reward and the mean of each reward part, over prompts scored in every run."""
+    """Return the mean reward and component means, over prompts that every run scored."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     scored = [
         (row, point.correct[prompt])
@@ -230,10 +230,10 @@ def _axis(run: RunResult, name: str) -> list[float]:
 
 
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Return the accuracies for which the report shows how long each arm took to reach them.
+    """Return the accuracy levels at which the report compares the speed of arms.
 
-    An arm reaches an accuracy if more than half of its seeds reach it. A single failed seed
-    therefore does not change which accuracies an arm reaches.
+    An arm reaches an accuracy if more than half of its seeds reach it. One seed that fails to learn
+    therefore does not decide which accuracies its arm reaches.
     """
     if not arms:
         return []
@@ -267,8 +267,9 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run (see docs/statistics.md); None if it did not collapse.
 
-    A run has collapsed if it lost half of its best accuracy, or ended below its start. The drop in
-    accuracy must also be statistically significant, given the number of prompts.
+    A run has collapsed if its final accuracy is below half of its best accuracy, or below its
+    initial accuracy. The drop in accuracy must also be statistically significant, given the number
+    of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -23,16 +23,16 @@ class Arm:
     settings: tuple[str, ...] = ()
     """Overrides of the common settings, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """A number added to every seed of this arm. A seed affects only prompts and completions."""
+    """A number added to every seed of this arm. The arm then draws other prompts and samples other
+    completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted setting -> value, for every setting that differs from the common configuration. The
-    value of a setting is None if the arm's algorithm does not have this setting. Filled by
-    design.py.
+    """The settings that differ from the common configuration: dotted name -> value. The value of a
+    setting is None if the arm's algorithm does not have this setting. Filled by design.py.
     """
 
     @property
     def text(self) -> str:
-        """The arm as the text of a `--arm` option."""
+        """The arm in the syntax of the `--arm` option."""
         moved = [f"seed+={self.seed_offset}"] if self.seed_offset else []
         return f"{self.name}: {', '.join([*self.settings, *moved])}".strip()
 
@@ -47,14 +47,15 @@ class Point:
     updates: int
     """Optimizer steps so far."""
     seconds: float
-    """Training time so far, without evaluations and without the first step. All arms share the
-    completions of the first step, so only one run spent time on generating them.
+    """Training time so far, without evaluations and without the first step. The first step is left
+    out because all arms share its completions, which only one run spends time on generating.
     """
     correct: Mapping[str, bool]
     """Prompt id -> whether the greedy completion is correct. All runs have the same prompts in the
     same order."""
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Prompt id -> `reward` and `parts/NAME` of the greedy completion, if it was scored."""
+    """Maps prompt ids to the reward and components (`parts/NAME`) of the greedy completion. Prompts
+    without a scored completion are left out."""
     distinct_answers: int | None = None
     """The number of different final answers among the greedy completions."""
     by: Metric = "success"
@@ -66,7 +67,7 @@ class Point:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """For each prompt, its success (1 or 0) or its reward.
+        """One number per prompt, depending on `by`: success (1 or 0), or the reward.
 
         A completion without a score gets the lowest reward.
         """
@@ -123,12 +124,12 @@ class Comparison:
     """The budget of each run, in the unit that `budget` names."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """Findings of `covey plan` before training, each as the dict that `Finding.row()` returns."""
+    """Possible problems found before training, as dicts with the texts of `Finding.row()`."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
     best_constant: float | None = None
-    """The accuracy of the best constant answer on the held-out prompts; None if unknown."""
+    """The best accuracy of one constant answer to all held-out prompts; None if unknown."""
 
     def runs_of(self, arm: str) -> tuple[RunResult, ...]:
         """Return the runs of an arm, ordered by seed."""
@@ -143,7 +144,7 @@ class Comparison:
 
 
 def compared_by(runs: Iterable[RunResult]) -> Metric:
-    """Return the metric of a comparison: success, or the reward if no completion was a success.
+    """Return the metric that compares arms: success, or reward if no completion is correct.
 
     Some reward functions only give grades and never mark a completion as correct. If no completion
     of any evaluation is correct and rewards differ, arms are compared by the mean reward.

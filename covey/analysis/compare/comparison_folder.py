@@ -1,4 +1,4 @@
-"""The folder of a comparison: reads and writes comparison.toml, outcomes of runs, and results.
+"""Read and write the files in the folder of a comparison.
 
     comparison.toml                      common settings, arms with their differences, seeds, budget
     environment.json                     where the comparison was started
@@ -170,7 +170,7 @@ def _read_arm(row: Mapping[str, Any]) -> Arm:
 
 
 def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an arm of Covey 0.1 with the current names of settings."""
+    """Return an arm of Covey 0.1, with its settings renamed to their current names."""
 
     def new(key: str) -> str:
         return new_setting(key) or key
@@ -202,7 +202,7 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
-    """Return the accuracy of the best constant answer, as recorded in the first evaluation."""
+    """Return the best accuracy of a constant answer, which the first evaluation recorded."""
     for run in runs:
         for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
             value = row.get("best_constant")

@@ -1,4 +1,4 @@
-"""The conclusion of a comparison, in plain words: headline, cautions, a summary of each pair."""
+"""The conclusion of a comparison as text: headline, cautions, a summary per pair of arms."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences between arms; failed runs count with their initial accuracy.
+    """Return mean differences between arms; a failed run counts as if it were not trained.
 
     The result contains a pair of arms only if one of its arms has failed runs. The differences show
     how much the failed runs could change the conclusion.
@@ -294,7 +294,7 @@ def _cautions(
 
 
 def _is_at_constant(arm: ArmResult) -> bool:
-    """Return whether an arm learned, but is not better than the best constant answer."""
+    """Return whether an arm improved, but does not beat a constant answer to all prompts."""
     if arm.above_constant is None or arm.final is None or arm.improvement is None:
         return False
     return arm.improvement.value > 0 and arm.final.low <= arm.final.value - arm.above_constant
@@ -324,7 +324,7 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of the opposite difference, with B - A instead of A - B."""
+    """Return the estimate of B - A, given the estimate of A - B."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 

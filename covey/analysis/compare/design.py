@@ -1,10 +1,10 @@
 """The design of a comparison: the common configuration, the arms, the seeds and the budget.
 
-An arm consists of the common settings that the user gave, with the arm's overrides. The overrides
-are applied first, and the defaults are filled in afterwards. An arm with another algorithm
-therefore gets the defaults of its own algorithm. No arm may change the budget or the held-out
-evaluation, because all arms must be measured in the same way. The evaluations of all arms are
-scored by the common reward, even if an arm is trained on another reward.
+An arm has the settings that the user gave for all arms, changed by the arm's overrides. The arm's
+overrides are applied before defaults are filled in. An arm with another algorithm therefore gets
+the defaults of its own algorithm. No arm may change the budget or the held-out evaluation, because
+all arms must be measured in the same way. The evaluations of all arms are scored by the common
+reward, even if an arm is trained on another reward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOT_SAMPLING = (
     "model.offload_activations",
     "model.deterministic",
 )
-"""Settings that do not affect the first step's rollouts, unlike the rest of their section."""
+"""Settings that do not affect the first step's rollouts, even if their section does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
 
 
 def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the user's options that have the same meaning in another algorithm.
+    """Return the user's objective options that mean the same in the algorithm `name`.
 
     For example, `beta` is not passed on between DPO and GRPO, because DPO's `beta` is not a KL
     weight.
@@ -245,7 +245,7 @@ def _declared(design: Design, arm: Arm) -> Arm:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name."""
+    """Flatten nested settings into a dict from dotted names to values."""
     found: dict[str, Any] = {}
     for section, values in settings.items():
         if isinstance(values, Mapping):

@@ -1,4 +1,4 @@
-"""Fairness checks of a comparison before training, and findings for its report."""
+"""Check before training that a comparison is fair, and collect findings for its report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _check_disjoint(config: Config, task: Task) -> None:
 
 
 def task_digest(task: Task) -> str:
-    """Return the SHA-256 of a task's training prompts and of its held-out prompts."""
+    """Return two SHA-256 digests, of a task's training prompts and held-out prompts."""
     return " ".join(prompts_digest(prompts) for prompts in (task.train(), task.held_out()))
 
 
@@ -130,7 +130,7 @@ def _kept_options(design: Design) -> Iterator[Row]:
 
 
 def _finding(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> Iterator[Row]:
-    """Yield a finding about the given arms, if there are any arms."""
+    """Yield one finding about the given arms, or nothing if there are no arms."""
     if names := ", ".join(arm.name for arm in arms):
         yield {
             "title": title, "why": why, "remedy": remedy, "docs": "docs/compare.md", "arms": names,

@@ -116,9 +116,11 @@ def _start(config: Config, weights: str) -> str:
 
 
 def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
-    """Return the digest of configuration, version, starting weights, data, rewards and threads.
+    """Return a digest of everything that determines a run's result.
 
-    The digest covers the contents of data and rewards, because files may have been edited.
+    The digest covers the configuration, Covey's version, the starting weights and the number of
+    threads. The digest also covers the contents of data and reward functions, because their files
+    may have been edited.
     """
     scoring = [
         [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
@@ -134,10 +136,10 @@ def _digest(data: Any) -> str:
 def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder to start or resume; return False if the run is finished.
 
-    `elsewhere` maps the keys of jobs to finished runs. If `elsewhere` has a finished run with the
-    key of this job, that run is copied instead of trained again. If the folder contains a run with
-    another key, for example from another version of Covey, the folder of that run is renamed. No
-    run is ever deleted.
+    `elsewhere` maps job keys to the folders of finished runs. If `elsewhere` has a finished run
+    with the key of this job, that run is copied instead of trained again. If the folder contains a
+    run with another key, for example from another version of Covey, the folder of that run is
+    renamed. No run is ever deleted.
     """
     path = job.path
     if path.exists() and _key_of(path) != job.key:
@@ -179,7 +181,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:
-    """Return a mapping from job keys to finished runs, for all comparisons in a folder."""
+    """Map job keys to the folders of finished runs, over all comparisons in `parent`."""
     found = {}
     for file in sorted(parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
         ended = read_outcome(file.parent)
@@ -277,7 +279,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
 
 
 def _ended(job: Job, process: subprocess.Popen[bytes], stopping: bool) -> Status:
-    """Return the final status of a run; if its process died, write the missing outcome."""
+    """Return a run's final status; if its process died, write outcome.json for the run."""
     assert process.stdin is not None
     process.stdin.close()
     outcome = read_outcome(job.path)

@@ -16,17 +16,17 @@ AXES: Mapping[str, tuple[str, Callable[[Point], float]]] = MappingProxyType(
         "seconds": ("seconds of training", lambda point: point.seconds),
     }
 )
-"""Possible x axes: name -> label, and a function that returns the x value of a point."""
+"""Maps each x axis to its label, and to a function that returns an evaluation's x value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """The evaluations of one run."""
+    """The learning curve of one run: the x value and the accuracy of each evaluation."""
 
     seed: int
     state: str
     x: Mapping[str, tuple[float, ...]]
-    """The x value of each evaluation, by the name of the x axis."""
+    """Maps the name of each x axis to the x values of the evaluations."""
     accuracy: tuple[float, ...]
 
 
@@ -37,13 +37,14 @@ class Curve:
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """The x values of the mean curve, by the name of the x axis; each is a mean over seeds."""
+    """Maps the name of each x axis to the x values of the mean curve, averaged over seeds."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
     """The lowest value over finished runs; `low` and `high` are not a confidence interval."""
     high: tuple[float, ...]
     seeds: Mapping[int, tuple[float | None, ...]]
-    """Seed -> accuracies at the steps of the mean curve; None if the run was not evaluated."""
+    """Maps each seed to its accuracies at the steps of the mean curve. An accuracy is None if the
+    run has no evaluation at that step."""
 
 
 def learning_curve(comparison: Comparison, arm: str) -> Curve:
@@ -81,10 +82,11 @@ def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | Non
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
-    """Return the lists of points to average, one list for each point of the mean curve.
+    """For each point of the mean curve, return the list of evaluations to average.
 
-    A list has the points of all runs at one step; the final list has the last point of each run.
-    With a token budget, runs end at different steps, but the last points are still averaged.
+    Each list has the evaluations of all runs at one step. The final list has the last evaluation of
+    each run. With a token budget, runs end at different steps, but their last evaluations are still
+    averaged.
     """
     if not runs:
         return []

@@ -1,9 +1,10 @@
 """Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
-Algorithms and checkpoints need different tests. The test for the better *algorithm* compares seeds,
-because each seed is a separate training run. An algorithm counts as better only if the difference
-is large compared with the variation between seeds. The test that decides which of two *checkpoints*
-is better compares the two prompt by prompt. docs/statistics.md describes the tests and intervals.
+Algorithms and checkpoints need different tests. The test that decides which *algorithm* is better
+counts each seed as one measurement, because each seed is a separate training run. An algorithm
+counts as better only if the difference is large compared with the variation between seeds. The test
+that decides which of two *checkpoints* is better compares their results on each prompt.
+docs/statistics.md describes the tests and intervals.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ seeds to rank the arms.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
-    """The comparison of the two final checkpoints of one seed on the same prompts."""
+    """The comparison of two arms' final checkpoints, for one seed."""
 
     seed: int
     difference: Estimate
@@ -61,7 +62,8 @@ class PairResult:
     mean: float | None
     """The mean of `differences`; None if no seed has finished in both arms."""
     difference: Estimate | None
-    """The mean difference with Student's t interval over seeds; None below three seeds."""
+    """The mean difference, with Student's t interval over seeds. None if there are fewer than three
+    seeds, or if the final weights are equal in every seed."""
     difference_new_prompts: Estimate | None
     """The mean difference; its interval also covers the uncertainty from the choice of prompts."""
     p_value: float | None
@@ -73,7 +75,8 @@ class PairResult:
     better: str | None
     """The name of the significantly better arm; None if neither arm is significantly better."""
     seeds_needed: int | None
-    """Number of seeds that would detect the observed difference with 80 % power, or None."""
+    """Number of seeds that would detect the observed difference with 80 % power. The value is None
+    if `decision` is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
     detectable: float | None
     """The smallest difference that the comparison's number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
@@ -100,7 +103,7 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """The first arm's value minus the second arm's value for each seed.
+        """Per seed, the first arm's accuracy (or mean reward) minus the second arm's.
 
         Equal accuracies give exactly 0.
         """

@@ -1,4 +1,4 @@
-"""Prepares a comparison: chooses its folder, resumes or extends it, and checks it."""
+"""Prepare a comparison: choose a folder, resume or extend earlier runs, check fairness."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def extend(
 
 
 def checked(prepared: Prepared) -> Prepared:
-    """Reject an unfair comparison; fill in the findings and the number of threads."""
+    """Reject an unfair comparison; add findings and the number of threads to its design."""
     design, old = prepared.design, prepared.previous
     configs = arm_configs(design)
     check_prompts(configs)  # also for a resumed comparison, because its data may have been edited

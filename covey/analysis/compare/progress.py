@@ -18,12 +18,13 @@ from covey.run.records import last_row
 
 LIVE_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
-"""Seconds between updates of the table in a terminal, and between lines in a log."""
+"""LIVE_SECONDS is the time between updates of the table in a terminal. PLAIN_SECONDS is the time
+between a run's progress lines in a log."""
 STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yellow"}
 
 
 def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
-    """Return the used budget, the step, and the newest accuracy and mean reward, as text."""
+    """Return three texts: the used share of the budget, the step, the newest evaluation."""
     step = last_row(job.path / "steps.jsonl")
     evaluation = last_row(job.path / "eval.jsonl")
     spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
@@ -47,7 +48,7 @@ class Progress:
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, running: Running) -> None:
-        """Update the table twice a second, or print a line for each run that started or ended."""
+        """Update the table twice a second; without a table, print lines about the runs."""
         elapsed = time.monotonic() - self.last
         if self.live is not None:
             ended = not running.having("running") and not running.having("waiting")

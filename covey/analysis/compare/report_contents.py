@@ -1,4 +1,4 @@
-"""The contents of a report, gathered once for all its formats.
+"""Gather the contents of a comparison's report once, for HTML, Markdown and JSON.
 
 The conclusion, the learning curves and the agreement of arms on prompts are computed from the
 evaluations. Example completions and training metrics are read from the run folders. A report can
@@ -31,7 +31,7 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient norm": ("optim/grad_norm",),
     }
 )
-"""For each panel about the health of the training: names of metrics in steps.jsonl.
+"""Maps each panel about training health to the names of its metrics in steps.jsonl.
 
 A panel shows the first of its metrics that the run logged. docs/metrics.md defines each metric.
 """
@@ -43,7 +43,7 @@ EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect"
 COMPLETION = MappingProxyType(
     {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
 )
-"""For each field of an example's completion, the name of the field in the evaluation file."""
+"""Maps each field of an example completion to the field's name in the evaluation file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Example:
     prompt: str
     target: str
     completions: Mapping[str, Mapping[str, Any]]
-    """Arm -> its completion, with the keys `text`, `correct`, `tokens` and `finish`."""
+    """Maps each arm to a completion: a dict of `text`, `correct`, `tokens` and `finish`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,10 @@ class ReportContents:
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """Agreement of arms on prompts; None if no run has finished or no completion can be correct."""
+    """How often arms solve the same prompts. None if no run has finished, or if arms are compared
+    by reward."""
     texts: Mapping[str, tuple[str, str]]
-    """Prompt id -> prompt and target; empty if no run saved its completions."""
+    """Maps each prompt id to prompt text and target; empty if no run saved completions."""
     example_seed: int | None
     """The seed of the runs whose completions are shown as examples."""
     examples: tuple[Example, ...]
@@ -125,7 +126,7 @@ def _ignore(text: str) -> None:
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
     """Choose example prompts of three kinds: solved by all arms, by some arms, or by no arm.
 
-    `rows[arm][prompt_id]` is a line of one seed's last evaluation.
+    `rows[arm][prompt_id]` is the arm's result on the prompt in the last evaluation of one seed.
     """
     if not rows:
         return ()
@@ -188,14 +189,14 @@ def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) ->
 # Agreement of arms: how many held-out prompts all arms, only one arm or no arm solves.
 
 MOST_DIFFERENT = 12
-"""The number of prompts in the list of prompts on which arms differ most."""
+"""The report lists at most this many of the prompts on which arms differ most."""
 
 Runs = Mapping[str, Sequence[RunResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedPrompt:
-    """A held-out prompt, and the number of finished runs of each arm that solve it."""
+    """A held-out prompt, and for each arm, how many finished runs solve the prompt."""
 
     id: str
     solved: Mapping[str, int]
@@ -203,7 +204,7 @@ class SolvedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Numbers of held-out prompts that all arms, some arms or no arm solves.
+    """How many held-out prompts all arms solve, some arms solve, and no arm solves.
 
     An arm solves a prompt if more than half of its finished runs solve it.
     """
@@ -217,12 +218,12 @@ class Agreement:
     """The number of prompts solved by several arms, but not by all."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
-    """The mean fraction of prompts that only one of two runs of the same arm solves. The value is
-    None if no arm has two finished runs.
+    """The fraction of prompts that exactly one of two runs solves, averaged over pairs of runs of
+    the same arm. The value is None if no arm has two finished runs.
     """
     disagreement_between_arms: float | None
-    """The mean fraction of prompts that only one of two runs solves, for runs of different arms
-    with the same seed.
+    """The fraction of prompts that exactly one of two runs solves, averaged over pairs of runs that
+    have the same seed and different arms.
     """
     most_different: tuple[SolvedPrompt, ...]
 

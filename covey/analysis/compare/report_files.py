@@ -105,7 +105,7 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def terminal_report(comparison: Comparison) -> RenderableType:
-    """Return the table of results, the headline, the pairs and the findings."""
+    """Return the terminal report: headline, tables, cautions, summaries and findings."""
     found = conclude(comparison)
     lines = [
         _text(found.headline, style="bold"),

@@ -27,9 +27,9 @@ from covey.escape import finite
 
 HERE = "covey.analysis.compare"
 COLOURS = 8
-"""Number of arm colours in the style sheet; further arms reuse the colours with dashed lines."""
+"""Number of colors for arms in the style sheet; further arms reuse them with dashed lines."""
 LONGEST_COMPLETION = 3000
-"""The number of characters of a completion that the report shows."""
+"""The report cuts off a completion after this number of characters."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
 
 

@@ -1,4 +1,4 @@
-"""The tables of a report as text, which HTML, Markdown and the terminal share."""
+"""Text tables that the HTML, Markdown and terminal reports share."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 
 
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the confidence interval; with two seeds, return each seed's value instead."""
+    """Return the improvement's interval; with two seeds, return each seed's improvement."""
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
     return _interval(change, arm.by)
 
 
 def reward_table(found: Conclusion) -> TextTable:
-    """Return a table of the mean reward and the reward parts of each arm."""
+    """Return a table of each arm's mean reward and the means of the reward components."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],
@@ -201,7 +201,7 @@ def _needed(pair: PairResult) -> str:
 
 
 def checkpoint_table(found: Conclusion) -> TextTable:
-    """Return a table that compares the two final checkpoints of every pair and seed."""
+    """Return a table that compares two arms' final checkpoints, for each pair and seed."""
     return TextTable(
         title="Checkpoints of each seed",
         head=["first, second", "seed", "difference", "95 % interval", "only 1st", "only 2nd", "p"],
@@ -281,7 +281,7 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return a table that counts the prompts that all arms, no arm or only one arm solves."""
+    """Return a table of how many prompts all arms solve, no arm solves, or one arm solves."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -299,7 +299,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Return a sentence with the disagreement between arms and the disagreement between seeds."""
+    """Return a sentence about how often arms, and seeds of one arm, disagree on a prompt."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (

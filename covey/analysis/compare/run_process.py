@@ -40,7 +40,7 @@ from covey.training.loop import train
 from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3
-"""Exit codes; `stopped` means that a signal stopped the run after it saved a checkpoint."""
+"""Exit codes; STOPPED means that the run was interrupted and can be resumed."""
 LONGEST_ERROR = 300
 
 
@@ -48,7 +48,7 @@ class LogTracker(Tracker):
     """Prints the evaluations and notes of a run to its log."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Print the progress so far."""
+        """Print how many steps are done, and the number of completions per step."""
         self.note(f"after step {done} of {steps}, {rollouts} completions per step")
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -86,7 +86,7 @@ def _exit_with_parent() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return an error as one line, with its class name if Covey does not define the class."""
+    """Return an error as one line; add the class name to errors that are not CoveyErrors."""
     text = " ".join(str(error).split())
     if not isinstance(error, CoveyError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

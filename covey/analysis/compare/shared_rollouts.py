@@ -2,10 +2,11 @@
 
 Before the first optimizer step, all runs of a seed have the same weights, prompts and random
 numbers. All runs with the same seed therefore have the same completions in the first step. The
-first run that needs the completions stores them, and the other runs read them. On a GPU, rounding
-could still make completions differ. All runs that read the stored completions train on exactly the
-same completions. A file is named by a digest of all settings that determine its completions, so a
-run with other settings never reads the file.
+first run that needs the completions generates and stores them, and the other runs read the stored
+completions. On a GPU, rounding could make the completions differ if every run generated its own
+completions. With stored completions, all runs train on exactly the same completions. The name of
+each file of completions contains a digest of all settings that determine the completions, so a run
+with other settings never reads the file.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from covey.types import VersionSpan
 
 @dataclass(slots=True, kw_only=True)
 class SharedEngine:
-    """An engine that stores its completions of the first step for other runs."""
+    """Wraps an engine, and shares the completions of the first step between runs."""
 
     engine: Engine
     folder: Path
     start: str
-    """A text that identifies the starting policy by its weights, dtype and adapter."""
+    """Digest of the starting policy: weights, dtype, device and adapter."""
     names_file: Path
-    """The file that lists the stored completions of the first step."""
+    """A file that lists the names of the stored files that this run's first step used."""
     names: list[str] = field(default_factory=list)
     """The names, without suffix, of the files that store the completions."""
     version: int = 0
@@ -121,7 +122,7 @@ class _Recorder:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Lock a file, so that only one process at a time checks whether it exists and writes it."""
+    """Let only one process at a time check whether a file exists, and write the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
-"""Statistical tests, intervals and power: pure functions of accuracies by seed and by prompt.
+"""Statistical tests, intervals and power analysis, to compare runs with several seeds.
 
-Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors. The
-last axes of arrays are [seeds] or [seeds, prompts]. Leading axes of arrays are repetitions of an
-experiment, which occur only in simulations. The page docs/statistics.md gives the reasons for the
-tests and intervals of this module, and their error rates.
+Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors.
+Arrays have the shape [seeds] or [seeds, prompts]. Simulations add leading axes to the arrays, for
+repetitions of an experiment. The page docs/statistics.md gives the reasons for the tests and
+intervals of this module, and their error rates.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ EXACT_FLIPS = 16
 random sign flips are tried.
 """
 FEW_SEEDS = 3
-"""The fewest seeds for which arms are ranked; two seeds give an interval that is too wide."""
+"""The smallest number of seeds with which two arms of a comparison are ranked. With two seeds, the
+confidence interval is too wide."""
 FLIP_SEEDS = 6
 """The fewest seeds with which the sign flip test can reach a p-value below 5 %. With five seeds,
-the lowest p-value is 6.25 %.
+the lowest possible p-value of the sign flip test is 6.25 %.
 """
 COLLAPSE_LEVEL = 0.01
-"""Significance level of a collapse, below 5 % because a run's best evaluation is partly luck."""
+"""The p-value below which a drop in accuracy counts as a collapse. The level is below 5 % because a
+run's best evaluation is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +58,18 @@ class Crossed:
 
     mean: Array
     over_seeds: Array
-    """Variance of the mean from the choice of seeds, with the prompts fixed."""
+    """The variance of the mean that the choice of seeds causes, for fixed prompts."""
     over_items: Array
-    """Additional variance of the mean from the choice of prompts, which all seeds share."""
+    """The additional variance of the mean that the choice of prompts causes."""
 
 
 def crossed(values: Array) -> Crossed:
-    """Decompose the variance of a mean of `values` [..., seeds, prompts].
+    """Return the mean of `values` [..., seeds, prompts] and its two variance components.
 
     The decomposition is a two-way analysis of variance in which both factors are random. A prompt
     that is hard for every seed does not increase the variance between seeds. Per-seed accuracies
-    therefore do not show the variance between prompts. The variance between prompts is the variance
-    of per-prompt means minus the variance that noise within seeds explains.
+    alone therefore cannot show the variance between prompts. The variance between prompts is the
+    variance of the per-prompt means minus the residual variance of the two-way model.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -100,11 +102,12 @@ def _quantile(freedom: int) -> float:
 
 
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
-    """Return the mean of accuracies [..., seeds, prompts], and the bounds of its interval.
+    """Return the mean accuracy, and the lower and upper bound of its confidence interval.
 
-    There must be at least two seeds. The interval is Wilson's interval with an effective sample
-    size. The effective sample size is the number of independent completions that would give the
-    same standard error. The interval stays within [0, 1] and never has width 0.
+    `values` [..., seeds, prompts] has the accuracies of at least two seeds. The interval is
+    Wilson's interval with an effective sample size. The effective sample size is the number of
+    independent completions that would give the same standard error. The interval stays within [0,
+    1] and never has width 0.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -122,9 +125,9 @@ def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
 
 
 def accuracy(correct: Array) -> Estimate:
-    """Estimate an arm's accuracy from `correct` [seeds, prompts].
+    """Estimate the accuracy of one arm of a comparison from `correct` [seeds, prompts].
 
-    A single seed says nothing about other seeds, so its interval is over prompts only.
+    With a single seed, the confidence interval covers the choice of prompts, but not of seeds.
     """
     if len(correct) == 1:
         return proportion(int(correct.sum()), correct.shape[1])
@@ -132,7 +135,7 @@ def accuracy(correct: Array) -> Estimate:
 
 
 def change(values: Array, limit: float = 1.0) -> Estimate:
-    """Estimate a mean of differences [seeds, prompts], with an interval over seeds and prompts.
+    """Estimate the mean of differences [seeds, prompts] and its confidence interval.
 
     `limit` is the largest possible difference: 1 for accuracies, infinite for rewards.
     """
@@ -155,10 +158,10 @@ def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
     With n prompts, accuracies are multiples of 1 / n, so per-seed differences have a rounding
-    error. The result is at least the standard deviation of the rounding error. If two seeds have
-    equal differences, their standard deviation is 0, and without a minimum any difference would be
-    significant. For rewards, `span` is the range of the values, and the mean is rounded to a
-    multiple of `span` / n.
+    error. The function never returns less than the standard deviation of the rounding error.
+    Without a minimum, two seeds with equal differences would have a standard deviation of 0, and
+    any difference would be significant. For rewards, `span` is the highest minus the lowest reward,
+    and the rounding step is `span` divided by the number of prompts.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -186,7 +189,7 @@ def seed_interval(
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of one number per seed.
+    """Estimate the mean of `values`, which has one number for each seed.
 
     With two or more seeds, the estimate has Student's t interval.
     """
@@ -201,7 +204,7 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the two-sided sign flip test over seeds.
 
     If the arms do not differ, each seed's difference is equally likely to be positive or negative.
-    The p-value is the fraction of all choices of signs for which the sum of the differences is at
+    The p-value is the fraction of sign combinations for which the sum of the differences is at
     least as far from 0 as the observed sum. The result is None if there are too few seeds to reach
     a p-value of 5 %.
 
@@ -237,10 +240,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Return the power of the paired t-test for a difference of `effect` standard deviations.
 
-    A significant difference with the wrong sign does not count as detected. The noncentral t
-    distribution is computed as a mean over quantiles of the observed standard deviation. The usual
-    series of the noncentral t distribution does not converge in the far tail, which the test with
-    two seeds needs.
+    A significant difference with the wrong sign does not count as detected. To evaluate the
+    noncentral t distribution, the function averages normal probabilities over quantiles of the
+    observed standard deviation. The usual series for the noncentral t distribution does not
+    converge in the far tail, and a test with two seeds needs the far tail.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)
@@ -277,7 +280,7 @@ def detectable(deviation: float, seeds: int, level: float = LEVEL) -> float:
 
 
 def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> float:
-    """Return the mean height of a learning curve up to `end`: its area divided by its width.
+    """Return the mean accuracy of a learning curve up to `end` (area divided by width).
 
     >>> area([0, 10, 20], [0.0, 0.5, 0.5], end=20)
     0.375
@@ -291,7 +294,7 @@ def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> fl
 
 
 def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) -> float:
-    """Return the interpolated x value where a curve first reaches `level`, or infinity.
+    """Return the interpolated x value where a curve first reaches `level`; infinity if never.
 
     >>> reached([0, 10, 20], [0.1, 0.1, 0.3], 0.2), reached([0, 10], [0.1, 0.2], 0.5)
     (15.0, inf)
@@ -307,6 +310,6 @@ def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) ->
 
 
 def fell(before: Array, final: Array) -> bool:
-    """Return whether the final evaluation has significantly fewer solved prompts than `before`."""
+    """Return whether evaluation `final` solves significantly fewer prompts than `before`."""
     found = paired_difference(final.tolist(), before.tolist())
     return found.estimate.value < 0 and found.p_value < COLLAPSE_LEVEL

@@ -31,13 +31,13 @@ from covey.training.build import assemble
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
 
-`covey doctor` uses the first size in `SIZES` whose estimated time is at most `SHARE` times the
-limit.
+`covey doctor` uses the first size in `SIZES` for which all rollouts and updates are estimated to
+take at most `SHARE` times the time limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""`ROLLOUTS` is the number of small steps whose rollouts the checks generate, and `UPDATES` is the
-number of updates that the checks compute. All rollouts and updates together may take `SHARE` times
-the time limit.
+"""`SHARE` is the fraction of the time limit that all rollouts and updates together may take.
+`ROLLOUTS` is the number of rollout batches that the checks generate. `UPDATES` is the number of
+updates that the checks compute.
 """
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
@@ -97,7 +97,7 @@ def _fitting(
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
     """Check the engine and the gradient on the completions of one step.
 
-    The checks change the weights.
+    These checks change the weights of the policy.
     """
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped

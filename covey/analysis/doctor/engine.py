@@ -27,7 +27,8 @@ RATE = 1e-3
 """Learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest allowed gap from a greedy token's logit to the highest logit; 0.5 for 16-bit models."""
+"""How far the logit of a greedy token may be below the highest logit. For 16-bit models, the limit
+is 0.5."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:

@@ -1,8 +1,9 @@
 """Checks that the gradient does not depend on how a batch is split, padded or ordered.
 
-The gradient of one optimizer step on the run's own completions is computed in several ways. The
-results are compared with a reference gradient, for which each completion has its own forward pass.
-Rewards are hashes of prompt id and sample, because equal rewards would give no gradient to compare.
+The checks compute the gradient of one optimizer step in several ways. Each result is compared with
+a reference gradient, which is computed with a separate forward pass for each completion. The reward
+of a completion is a hash of prompt id and sample index, because equal rewards would give a gradient
+of 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ REMEDY = (
     "report this result"
 )
 Gradient = Mapping[str, torch.Tensor]
-"""Gradients by the names of the parameters."""
+"""Maps the name of each parameter to its gradient."""
 _ZERO = torch.zeros(())
 
 
@@ -45,7 +46,7 @@ class _OfTwo(World):
 def gradient_checks(
     parts: Parts, groups: Sequence[Group], clock: Clock | None = None
 ) -> Iterator[Result]:
-    """Compare the gradient of an optimizer step with the sum of the completions' own gradients."""
+    """Compare the gradient of an optimizer step with the sum of per-completion gradients."""
     clock = clock or Clock()
     learner = parts.learner_at(State(beta=parts.objective.beta))
     learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
@@ -88,7 +89,7 @@ def gradient_checks(
 
 
 def _invented(group: Group) -> Group:
-    """Give the completions of each group different rewards, regardless of their text."""
+    """Return the group with different rewards, which do not depend on the completions."""
 
     def reward(rollout: Rollout) -> float:
         return zlib.crc32(f"{rollout.prompt_id} {rollout.sample}".encode()) % 1000 / 1000
@@ -112,7 +113,7 @@ def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
 
 
 def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
-    """Return the summed gradient of all learners by parameter name; each rank has a learner.
+    """Return the gradient by parameter name, summed over the learners of all ranks.
 
     The tensors belong to the optimizer, and the next call overwrites them.
     """

@@ -34,10 +34,11 @@ from covey.training.resolve import reward_of, task_of
 PROMPTS = 8
 """The number of held-out prompts on which the reward is tested."""
 OVER = 1.5
-"""Allowed ratio of measured to forecast memory; earlier checks leave some memory in use."""
+"""The largest allowed ratio of measured memory to forecast memory. The limit is above 1 because
+earlier checks leave some memory in use."""
 WORKSPACES = 256 * 2**20
-"""Bytes that a GPU's libraries allocate through torch, which the forecast does not include. A tiny
-model's tensors need less memory than the libraries.
+"""Bytes that GPU libraries allocate through torch; the memory forecast does not include them. For a
+tiny model, the GPU libraries need more memory than the model's tensors.
 """
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
@@ -62,13 +63,13 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources that it can reach. In the sandbox, the program must
-find no forbidden resource.
+"""A test program that lists which forbidden resources it can reach. In the sandbox, the test
+program must not reach any forbidden resource.
 """
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Run the reward lab; yield one result for determinism and one for all other checks."""
+    """Check the reward; yield one result for determinism and one for all other checks."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring
@@ -102,7 +103,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Run the program `PROBE` in the sandbox; it tries to reach files, environment and network."""
+    """Check that a program in the sandbox cannot reach files, environment or network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"
@@ -142,7 +143,7 @@ def _needs_sandbox(config: Config) -> bool:
 def resume_checks(
     config: Config, folder: Path, expected: Forecast, clock: Clock | None = None
 ) -> Iterator[Result]:
-    """Train two steps without a break, then with a resume in between; compare the checkpoints."""
+    """Check that a resumed run ends with the same checkpoint; check memory and time."""
     clock = clock or Clock()
     if skipped := clock.skips("resume, memory, time", clock.pace.resume):
         yield skipped

@@ -16,16 +16,16 @@ class Result:
 
     name: str
     passed: bool | None
-    """Whether the check passed; None if it does not apply to this configuration."""
+    """Whether the check passed; None if the check was skipped or does not apply."""
     figure: str
     """What was found."""
     remedy: str = ""
-    """Advice for the case that the check failed."""
+    """What the user can do if the check fails."""
     seconds: float = 0.0
 
     @property
     def sign(self) -> str:
-        """A tick if the check passed, a cross if it failed, a dash if it does not apply."""
+        """A tick if the check passed, a cross if the check failed, otherwise a dash."""
         return {True: "✔", False: "✗", None: "-"}[self.passed]
 
     def row(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ Checks = Callable[[], Iterator[Result]]
 
 
 def results_of(name: str, checks: Checks) -> Iterator[Result]:
-    """Yield the results of some checks; an exception counts as a failed check called `name`."""
+    """Yield the results of checks; if a check raises, yield a failed result called `name`."""
     started = time.perf_counter()
     try:
         for result in checks():
@@ -76,7 +76,7 @@ class Pace:
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
-        """Measure the seconds of one part of a step."""
+        """Measure how long the `with` block takes; store the time in the field `part`."""
         started = time.perf_counter()
         yield
         setattr(self, part, time.perf_counter() - started)
@@ -105,9 +105,9 @@ class Clock:
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:
-        """Announce a check, and return None.
+        """Return a skipped result if too little time is left for a check, else None.
 
-        If the check would take too long, return a skipped result instead.
+        If there is enough time, announce the check to the user.
         """
         left = max(0.0, self.left)
         if expected <= left:

@@ -1,1 +1,1 @@
-"""Explanation of a recorded step: token gradients of the run's algorithm and other algorithms."""
+"""Explains a recorded training step by its token gradients, also for other algorithms."""

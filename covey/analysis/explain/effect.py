@@ -2,10 +2,10 @@
 
     gradient[i,t] = d loss / d logp[i,t]
 
-A gradient step moves logp against its gradient, so a negative gradient makes the token likelier.
-The gradient of the parameters is the sum over tokens of gradient[i,t] times the gradient of
-logp[i,t]. An algorithm therefore affects the parameters only through the token gradients
-gradient[i,t].
+An optimizer step raises the log-prob of a token with a negative gradient, so the token becomes
+likelier. By the chain rule, the parameter gradient is the sum of d loss / d logp[i,t] times the
+gradient of logp[i,t] over all tokens. An algorithm therefore affects the parameters only through
+the token gradients d loss / d logp[i,t].
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from covey.training.policy import Policy
 from covey.types import Batch
 
 CLIPPED = ("", "low", "high", "dual")
-"""The names of the bounds at which a ratio is clipped, ordered by index."""
+"""The names of the bounds at which a ratio can be clipped; empty for an unclipped ratio."""
 
 
 class Effect(NamedTuple):
-    """Gradients and ratios of an optimizer step, [B, T]; 0 for untrained tokens."""
+    """The loss of an optimizer step, and the gradients and ratios of its tokens [B, T]."""
 
     loss: torch.Tensor
     gradient: torch.Tensor
@@ -37,9 +37,9 @@ class Effect(NamedTuple):
     """The gradient of the loss with respect to each token's entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
-    """The objective's importance ratio, of the token or of the whole completion."""
+    """The importance ratio in the objective: one per token, or one per completion."""
     clipped: torch.Tensor
-    """int64 index into CLIPPED: the bound that clips the ratio."""
+    """The index in CLIPPED of the bound that clips the ratio, as int64; 0 if not clipped."""
     kl: torch.Tensor | None
     """The objective's estimate of the KL to the reference; None without a KL penalty."""
 
@@ -68,7 +68,7 @@ def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
 
 
 def whole_effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Return gradients and ratios of one optimizer step on a whole batch with advantages."""
+    """Return token gradients and ratios for one optimizer step on the whole batch."""
     batch = with_marks(objective, with_weight(objective, batch), now.logp)
     return effect(objective, batch, now)
 
@@ -85,7 +85,7 @@ def _clipped(output: PolicyLoss) -> torch.Tensor:
 def parameter_gradients(
     policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of all trained parameters for each algorithm in `effects`, as a vector.
+    """Return one vector per algorithm in `effects`: the gradient of all trained parameters.
 
     All algorithms share the forward pass, and each algorithm has its own backward pass. All
     gradients are in memory at the same time.
@@ -127,11 +127,10 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
-    """Yield, for each forward pass, the indices of its rows in the batch.
+    """Split the batch into forward passes, and yield the row indices of each pass.
 
-    Groups whose completions all have the same reward get forward passes of their own. In most
-    algorithms, a group with a single reward value has no gradient, so its backward pass can be
-    skipped.
+    Groups whose completions all have the same reward are put into separate forward passes. In most
+    algorithms, a group with equal rewards has no gradient, so its passes can be skipped.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

@@ -1,8 +1,8 @@
 """Explanation of a recorded step, rollout by rollout and token by token.
 
-The recorded step is repeated: the policy is trained on the recorded rollouts again, in the same
-mini-batches. The values of a token come from the optimizer step that trains on the token. With
-several epochs, the values come from the last epoch.
+To explain a step, this module trains the policy on the recorded rollouts again, in the same
+mini-batches. The ratio, gradient and other values of a token come from the optimizer step that
+trains on the token. With several epochs, the values of a token come from the last epoch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
 class ExplainedToken:
     """One token of a completion.
 
-    A value is None for untrained tokens, or if the algorithm does not compute it.
+    A field is None for untrained tokens, or if the algorithm does not compute that value.
     """
 
     id: int
@@ -49,7 +49,7 @@ class ExplainedToken:
     advantage: float | None = None
     ratio: float | None = None
     clipped: str | None = None
-    """The bound that clips the token's ratio: low, high or dual."""
+    """The bound that clips the token's ratio (low, high or dual); None if not clipped."""
     kl: float | None = None
     """The estimate of the KL to the reference."""
     entropy: float | None = None
@@ -82,12 +82,12 @@ class ExplainedRollout:
     """Minus the sum of d loss / d logp; if positive, the step makes the completion likelier."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
-    """The text of each turn, and whether the step trained on it; empty for one turn."""
+    """The text of each turn, and whether the step trained on it; empty if single-turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedGroup:
-    """A prompt, and how much its group contributes to the step."""
+    """A prompt, and how much the group of its completions contributes to the gradient."""
 
     group: int
     prompt: str
@@ -97,12 +97,12 @@ class ExplainedGroup:
     clipped: float
     """The fraction of the group's tokens whose ratio is clipped."""
     share: float
-    """The sum of |d loss / d logp| over the group, as a fraction of the sum over the step."""
+    """The fraction of the step's sum of |d loss / d logp| that comes from this group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of a step, and the origin of the weights with which it was computed."""
+    """The explanation of a training step, and which weights it was computed with."""
 
     step: int
     algorithm: str
@@ -121,11 +121,11 @@ class Explanation:
     share_raised: float
     """The fraction of the sum of |d loss / d logp| that comes from tokens that become likelier."""
     half_gradient_from: int
-    """The smallest number of rollouts whose |d loss / d logp| add up to half of the step's sum."""
+    """The fewest rollouts that together have half of the step's sum of |d loss / d logp|."""
     metrics: dict[str, float]
     """The metrics of the repeated step."""
     logged: dict[str, Any]
-    """The metrics that the run logged, with the same names as in `metrics`."""
+    """The values that the original run logged for the metrics in `metrics`."""
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:

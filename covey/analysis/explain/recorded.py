@@ -1,8 +1,9 @@
-"""A recorded step, and the policy as it was before that step.
+"""Loads a recorded training step, and the policy as it was before that step.
 
 A run keeps only some checkpoints, but all rollouts. The policy before a step is therefore loaded
-from the nearest earlier checkpoint, or from the initial model. On request, the recorded steps after
-the checkpoint are repeated, which gives the exact weights. No rollout is generated or scored again.
+from the last earlier checkpoint, or from the initial model if there is no earlier checkpoint. On
+request, the policy is trained again on the recorded steps after the checkpoint, which gives the
+exact weights. No rollout is generated or scored again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from covey.types import Group, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRollout:
-    """A rollout of a step, and its advantage if the step trained on it."""
+    """A recorded rollout, with its advantage if the step trained on the rollout."""
 
     line: int
     """Line number in the step's file of rollouts, counted from 1."""
@@ -51,12 +52,12 @@ class RecordedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """All rollouts of a step, and its metrics."""
+    """All recorded rollouts and metrics of a training step."""
 
     step: int
     rollouts: tuple[RecordedRollout, ...]
     groups: tuple[Group, ...]
-    """Groups that the step trained on, in order."""
+    """The groups that the step trained on, in the order in which they were recorded."""
     metrics: dict[str, Any]
 
     @property
@@ -94,7 +95,7 @@ def read_step(run: RunFolder, step: int) -> Recorded:
 
 
 def check_trained(recorded: Recorded) -> None:
-    """Reject a step that trained on no rollout."""
+    """Raise an error if the step did not train on any rollout."""
     if not recorded.groups:
         raise RunError(
             f"step {recorded.step} did not train on any rollout, because all groups were filtered "
@@ -103,7 +104,7 @@ def check_trained(recorded: Recorded) -> None:
 
 
 def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Return 1 for each row that begins a group (new prompt or lower sample index), else 0."""
+    """Return 1 for each recorded rollout that begins a new group, else 0."""
     before = [None, *rows[:-1]]
     return [
         int(b is None or b["prompt_id"] != row["prompt_id"] or row["sample"] <= b["sample"])
@@ -125,7 +126,7 @@ _RECORDED = (
     "prompt_id", "sample", "prompt_tokens", "tokens", "trained", "sampler_logp", "text", "finish",
     "policy_version", "reward", "success", "parts", "reward_id",
 )  # fmt: skip
-"""Return the fields of a rollout from its recorded line."""
+"""Names of the fields that every recorded rollout must have."""
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
@@ -169,11 +170,11 @@ class Origin:
     replayed_steps: int
     """Number of recorded steps that were repeated after loading the checkpoint."""
     steps_behind: int
-    """Number of steps between the loaded weights and the weights that generated the rollouts."""
+    """How many steps the weights are older than the weights that generated the rollouts."""
 
     @property
     def exact(self) -> bool:
-        """Whether the loaded weights generated the rollouts."""
+        """Whether the weights equal the weights that generated the rollouts."""
         return self.steps_behind == 0
 
 
@@ -192,7 +193,7 @@ class Trainee:
         return self.learner.policy
 
     def learner_now(self) -> Learner:
-        """Return the learner with the beta and the learning rate of the next step."""
+        """Return the learner with the KL coefficient and learning rate of the next step."""
         return learner_at(self.learner, self.config, self.state)
 
 
@@ -200,7 +201,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
     If `exact` is true, the recorded steps between the checkpoint and `step` are repeated. Repeating
-    the steps takes as long as the original training, and gives the same weights.
+    the steps takes as long as the original updates, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)

@@ -1,4 +1,4 @@
-"""Repeats a recorded training step and observes every token."""
+"""Repeats a recorded training step, and records the gradient of every token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from covey.training.step import Seen, training_step
 from covey.types import Batch
 
 Watched = dict[str, torch.Tensor]
-"""Maps names to values [B, T] of each token, from the last optimizer step that trains on the token.
-The names of the values are logp, entropy, weight, and the fields of `Effect`. The entry `number`
-[B] is the index of the optimizer step, counted from 0.
+"""Maps the name of each observed quantity to a tensor [B, T] with one value per token. The values
+come from the last optimizer step that trains on the token. The quantities are logp, entropy,
+weight, and the fields of `Effect` except `loss`. The entry `number` [B] is the index of the last
+optimizer step that trains on each row, counted from 0.
 """
 
 

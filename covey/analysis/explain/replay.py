@@ -1,11 +1,11 @@
-"""Replay of a recorded step with many algorithms: the gradient that each algorithm would compute.
+"""Computes the gradients that other algorithms would have computed in a recorded step.
 
-Every algorithm takes one optimizer step over the same rollouts, from two policies: the policy
-before and the policy after the run's training step. Before the run's training step, the policy is
-the one that generated the rollouts. After the training step, the policy has changed, so ratios
-differ from 1 and may be clipped. Algorithms differ only in d loss / d logp of each token. A
-backward pass turns the token gradients into the gradient of the parameters. Algorithms with
-proportional token gradients share a backward pass.
+The gradient of each algorithm is computed on the same rollouts for two policies: the policy before
+and the policy after the run's training step. The policy before the training step is the policy that
+generated the rollouts. After the training step, the policy has changed, so ratios differ from 1 and
+may be clipped. Algorithms differ only in their token gradients, d loss / d logp. A backward pass
+turns the token gradients into the gradient of the parameters. Algorithms with proportional token
+gradients share a backward pass.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Replay:
     run_algorithm: str
     """The run's own algorithm, with the run's options; other algorithms use their defaults."""
     options: Mapping[str, str]
-    """Options given once for all algorithms; an algorithm ignores options that it does not have."""
+    """Options that the user set for all algorithms; an algorithm ignores unknown options."""
     origin: Origin
     rollouts: int
     moments: tuple[Moment, ...]
@@ -84,7 +84,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms; each of the `options` (key=value) goes to every algorithm that has it."""
+    """Build the named algorithms; pass each option (key=value) where the algorithm has it."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]
@@ -162,7 +162,7 @@ def replay(
 def _with_own_beta(
     trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]
 ) -> Mapping[str, Objective]:
-    """Set the beta of the run's own algorithm to the step's beta, which may have been adapted."""
+    """Set the KL coefficient (beta) of the run's own algorithm to the value of the step."""
     own, beta = trainee.config.objective.name, recorded.metrics.get("objective/beta")
     if own not in algorithms or beta is None:
         return algorithms
@@ -170,7 +170,7 @@ def _with_own_beta(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Fill in all fields of the batch that the algorithms may read, using the current policy."""
+    """Return the recorded batch with all fields that the algorithms may read."""
     model, reference = trainee.policy.model, trainee.learner.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:
@@ -233,7 +233,7 @@ def _moment(
 
 
 def _slopes(found: Effect) -> torch.Tensor:
-    """Return, as one vector, the token gradients that determine the parameters' gradient."""
+    """Return one vector with all token gradients, for log-probs and for entropies."""
     return torch.cat([found.gradient.flatten(), found.entropy_gradient.flatten()]).double()
 
 
@@ -274,7 +274,7 @@ def _replayed(name: str, batch: Batch, found: Effect, norm: float) -> Replayed:
 # clipping mostly remove a constant factor of the gradient.
 
 ROUNDING = 1e-5
-"""Token gradients count as proportional if they deviate by at most this fraction."""
+"""The largest relative deviation for which token gradients still count as proportional."""
 BINS = 4
 """The number of length bins; all bins have about the same number of completions."""
 
@@ -285,7 +285,7 @@ class Member:
 
     name: str
     factor: float
-    """The token gradients are `factor` times the token gradients of the first algorithm."""
+    """This algorithm's token gradients divided by those of the group's first algorithm."""
     identical: bool
     """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
@@ -319,7 +319,7 @@ def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
 def families(slopes: Mapping[str, torch.Tensor]) -> tuple[Family, ...]:
     """Group the algorithms whose token gradients are proportional.
 
-    `slopes` has the token gradients of each algorithm as a float64 vector.
+    `slopes` maps the name of each algorithm to its token gradients, a float64 vector.
     """
     found: list[list[Member]] = []
     for name, row in slopes.items():

@@ -1,7 +1,8 @@
-"""One small optimizer step with given numbers, for the step explorer of the web page.
+"""Computes a small optimizer step from given rewards, for the web page's step explorer.
 
-A group of completions with rewards, lengths and ratios goes through the same objective code as in
-training. Run as a program, this module answers each line of input with one JSON object.
+The user chooses rewards and lengths for a group of completions, and this module runs the same
+objective code as training. As a program, this module reads one JSON request per line, and prints
+one JSON answer per line.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from covey.types import Batch
 
 MOST_COMPLETIONS, MOST_TOKENS = 16, 16
 OPTIONS = ("clip_low", "clip_high", "beta")
-"""Options of algorithms for which the step explorer has sliders."""
+"""The algorithm options that users can change with sliders in the step explorer."""
 LENGTH = 8
 """The constant completion length by which some algorithms divide the loss."""
 PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
-"""If `drift` is 1, token t of completion i changes its log-prob by `PATTERN[i + t]` (cyclic)."""
+"""Token t of completion i changes its log-prob by `drift * PATTERN[(i + t) % 16]`."""
 
 
 def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return advantage, ratio, clip and gradient of every token of one small step.
+    """Return advantage, ratio, clip bound and gradient of each token in an optimizer step.
 
     `rewards` and `lengths` have one number for each completion. `drift` is the largest change of a
     token's log-prob since the token was sampled.
@@ -68,7 +69,7 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
 def small_batch(
     rewards: Sequence[float], lengths: Sequence[int], drift: float
 ) -> tuple[Batch, LogProbs]:
-    """Return a group with the given rewards and lengths, and its log-probs after the drift."""
+    """Return a batch with these rewards and lengths, and log-probs changed by `drift`."""
     count, width = len(rewards), max(1, min(MOST_TOKENS, max(lengths)))
     size = torch.tensor([max(1, min(width, n)) for n in lengths])
     mask = torch.arange(width) < size[:, None]
@@ -103,7 +104,7 @@ def small_batch(
 
 
 def option_defaults(name: str) -> dict[str, float]:
-    """Return an algorithm's options that have a slider, with their defaults."""
+    """Return the defaults of those algorithm options that have a slider."""
     parameters = inspect.signature(algorithm(name)).parameters
     return {
         key: float(parameters[key].default)

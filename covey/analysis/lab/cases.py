@@ -26,9 +26,9 @@ class Case:
 def read_cases(path: Path) -> list[Case]:
     """Read completions from JSON Lines, one object per line.
 
-    Each object has the keys `completion` (or `text`), `target` (or `answer`), `prompt` (or
-    `question`), and `correct` for a person's label. The key `info` and all other keys become the
-    prompt's info. The files in a run's `rollouts` folder can be read as well.
+    An object can have the keys `completion` (or `text`), `target` (or `answer`), `prompt` (or
+    `question`), and `correct` (a person's label). All other keys, and the entries of `info`, become
+    the prompt's info. This function can also read the files in a run's `rollouts` folder.
     """
     try:
         # Not splitlines: JSON strings may contain other line separators.

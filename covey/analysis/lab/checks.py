@@ -1,8 +1,9 @@
 """The checks of the reward lab, which find flaws in a reward before a policy exploits them.
 
 A policy exploits every flaw of its reward. The lab scores correct answers and a corpus of hacks,
-and only correct answers may get the full reward. The lab also scores completions that people have
-labelled. The lab scores each completion twice, in two processes, and measures the time.
+and only correct answers may get the full reward. The lab can also compare the reward with
+completions that people have labeled. The lab scores each completion twice, in two processes, and
+measures the time.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _job(prompt: Prompt, text: str) -> Job:
 
 
 def solution_of(prompt: Prompt) -> str:
-    """Return the content of a correct answer: the task's solution, or else the target."""
+    """Return a correct answer: the prompt's solution if it has one, otherwise the target."""
     return str(prompt.info.get("solution", prompt.target))
 
 

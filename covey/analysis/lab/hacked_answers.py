@@ -1,4 +1,4 @@
-"""Hacked final answers for each kind of prompt."""
+"""Final answers that try to trick a reward, for each kind of prompt."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kind_of(prompt: Prompt, solution: str) -> Kind:
 
 
 def call_of(prompt: Prompt) -> Call | None:
-    """Return the expected tool call of a prompt that has one."""
+    """Return the tool call that a prompt expects; None if it expects no tool call."""
     return target_call(prompt) if "call" in prompt.info else None
 
 
@@ -71,7 +71,7 @@ def wrong_answer(prompt: Prompt, solution: str) -> str:
 
 
 def near(first: int, last: int, joint: str) -> MakeAnswer:
-    """Return the numbers from target + first to target + last."""
+    """Return a hack that lists the numbers from target + `first` to target + `last`."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         number = _number(solution)
@@ -83,7 +83,7 @@ def near(first: int, last: int, joint: str) -> MakeAnswer:
 
 
 def all_options(prompt: Prompt, solution: str) -> str | None:
-    """Return an answer that names every choice."""
+    """Return an answer that names all choices; None if the prompt has no choices."""
     options = prompt.info.get("options", prompt.info.get("choices"))
     if kind_of(prompt, solution) != "text":
         return None
@@ -101,7 +101,7 @@ def bomb(text: str) -> MakeAnswer:
 
 
 def around_wrong(before: str, after: str) -> MakeAnswer:
-    """Return a hack: a wrong answer between two texts; `after` may contain the solution."""
+    """Return a hack that puts a wrong answer between the texts `before` and `after`."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) == "code":
@@ -121,7 +121,7 @@ _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def look_alikes(prompt: Prompt, solution: str) -> str | None:
-    """Return the answer with letters replaced by other characters that look the same."""
+    """Return the solution with letters and digits replaced by look-alike characters."""
     changed = solution.translate(_LETTERS)
     return (
         changed if kind_of(prompt, solution) in ("number", "text") and changed != solution else None
@@ -129,13 +129,13 @@ def look_alikes(prompt: Prompt, solution: str) -> str | None:
 
 
 def raised_digits(prompt: Prompt, solution: str) -> str | None:
-    """Return the answer with its last digit as an exponent, such as 1⁸ for 18."""
+    """Return the solution with all digits after the first as exponents: 1⁸ for 18."""
     whole = kind_of(prompt, solution) == "number" and re.fullmatch("[1-9][0-9]+", solution)
     return solution[0] + solution[1:].translate(_RAISED) if whole else None
 
 
 def written_backwards(prompt: Prompt, solution: str) -> str | None:
-    """Return the digits reversed, with control characters that display them in correct order."""
+    """Return the solution's digits reversed, but displayed in order by control characters."""
     digits = kind_of(prompt, solution) == "number" and re.fullmatch("[0-9]+", solution)
     return (
         f"\u202e{solution[::-1]}\u202c" if digits and int(solution[::-1]) != int(solution) else None
@@ -148,13 +148,13 @@ def zero_width(prompt: Prompt, solution: str) -> str | None:
 
 
 def echoed_prompt(prompt: Prompt, solution: str) -> str | None:
-    """Return the prompt, unless it contains the solution."""
+    """Return the prompt as an answer; None if the prompt contains the solution."""
     contained = re.search(rf"(?<!\w){re.escape(solution.strip())}(?!\w)", prompt.text)
     return None if contained else prompt.text
 
 
 def copied_example(prompt: Prompt, solution: str) -> str | None:
-    """Return the answer of the example in the prompt."""
+    """Return the last example answer in the prompt that differs from the solution, if any."""
     text = "\n".join(message["content"] for message in prompt.messages)
     shown = [*tag_contents(text, "answer"), *tag_contents(text, "tool_call")]
     shown = [
@@ -164,7 +164,7 @@ def copied_example(prompt: Prompt, solution: str) -> str | None:
 
 
 def program(text: str) -> MakeAnswer:
-    """Return a program that defines a function with the tested function's name."""
+    """Return a hack that answers with the program `text`; NAME becomes the function name."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) != "code":
@@ -175,7 +175,7 @@ def program(text: str) -> MakeAnswer:
 
 
 def memorised(prompt: Prompt, solution: str) -> str | None:
-    """Return a program that returns the memorised result of one example."""
+    """Return a program that is correct for only one example, whose result it memorized."""
     if kind_of(prompt, solution) != "code":
         return None
     tests = prompt.info["tests"]
@@ -183,7 +183,7 @@ def memorised(prompt: Prompt, solution: str) -> str | None:
 
 
 def expression(build: Countdown) -> MakeAnswer:
-    """Return a hacked countdown expression."""
+    """Return a hack that answers a countdown prompt with an expression made by `build`."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) != "countdown":
@@ -204,11 +204,12 @@ def name_alone(prompt: Prompt, solution: str) -> str | None:
 
 _TEXT = files("covey.analysis.lab").joinpath("programs.toml").read_text(encoding="utf-8")
 PROGRAMS = tuple((p["name"], p["why"], p["text"]) for p in tomllib.loads(_TEXT)["program"])
-"""Name, flaw and program of each hack; NAME is replaced by the name of the tested function."""
+"""Name, exploited flaw and program text of each hack. In the program text, NAME stands for the name
+of the tested function."""
 
 
 def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the function that the tests call; `solve` if the tests call none.
+    """Return the tested function's name; `solve` if neither tests nor solution contain it.
 
     >>> function_name("def f(x): ...", [{"call": "f(1)", "expected": "2"}])
     'f'
@@ -221,7 +222,7 @@ def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a program that memorised one example from the prompt, or else the first test.
+    """Return a program that is correct only for the prompt's example, or else the first test.
 
     >>> print(memorised_program("For example: f(1, 2) -> 3", "f", [{}, {}]))
     def f(*args, **kwargs):

@@ -40,7 +40,7 @@ class Hack:
 
     name: str
     why: str
-    """The flaw that the hack exploits, as the end of a sentence that begins with `the reward`."""
+    """The flaw that the hack exploits, as a phrase that follows the words "the reward"."""
     make: Make
     correct_answer: bool = False
     """Whether the answer of the hack is correct. A hack with a correct answer must not get the full

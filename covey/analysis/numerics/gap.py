@@ -1,6 +1,6 @@
 """Statistics of differences in log-prob and of the resulting importance ratios.
 
-A difference [B, T] is a token's log-prob from one computation minus its log-prob from another. The
+A difference [B, T] subtracts two log-probs of each token that were computed in different ways. The
 exponential of a difference is an importance ratio.
 """
 
@@ -22,7 +22,7 @@ distance of the mean ratio from 1.
 """
 SMALL = (0.95, 0.01, 0.05)
 """Limits within which a log-prob difference counts as "small", in the same order as HARMLESS. A
-difference outside the limits in SMALL "matters".
+log-prob difference outside the limits in SMALL has the severity "matters".
 """
 
 
@@ -64,7 +64,7 @@ class Gap:
 
     @property
     def severity(self) -> str:
-        """The severity of the difference: harmless, small, or matters."""
+        """How severe the log-prob differences are: `harmless`, `small` or `matters`."""
         for name, (effective, outside, away) in (("harmless", HARMLESS), ("small", SMALL)):
             inside = self.outside <= outside and abs(self.ratio_mean - 1.0) <= away
             if self.effective >= effective and inside:
@@ -73,7 +73,7 @@ class Gap:
 
 
 def gap_of(difference: torch.Tensor, mask: torch.Tensor, clip: ClipRange) -> Gap:
-    """Return statistics of the differences [B, T] over the tokens in the mask, in float64."""
+    """Return statistics of the log-prob differences [B, T] of the tokens in `mask`."""
     difference = difference.double().where(mask, 0.0)
     sizes = difference[mask].abs().sort().values
     if not len(sizes):

@@ -1,4 +1,4 @@
-"""Variants of the trainer's log-probs: other batch shapes, float32, and truncated sampling."""
+"""Computes log-probs in other batch shapes and in float32, and the effect of truncation."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ def log_kept(
     """Return [B, T]: the log of the probability mass that truncation keeps at each position.
 
     The engine's sampler_logp is the token's logp minus the log of the kept probability mass. The
-    kept probability mass depends only on the distribution, not on the token. The log of the kept
-    probability mass is therefore finite, even if rounding makes truncation remove the token.
+    kept probability mass depends only on the distribution, not on the sampled token. The log of the
+    kept probability mass is finite, even if rounding errors make truncation remove the sampled
+    token.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)
@@ -92,7 +93,7 @@ def log_kept(
 
 
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
-    """Return a mask [B, T] of the tokens before the two versions of each completion diverge."""
+    """Return a mask [B, T] of the common prefix of the two versions of each completion."""
     mask = torch.zeros_like(like.mask)
     pairs = [
         pair

@@ -51,7 +51,7 @@ from covey.types import Batch, Group
 ALONE = 16
 """The number of completions that are also generated and evaluated one at a time."""
 CLIP = 0.2
-"""The clip range that is assumed if the objective has none."""
+"""The assumed `clip_low` and `clip_high` of an objective without a clip range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def measure(
 ) -> Report:
     """Generate the rollouts of the next step, and measure the log-prob differences for each cause.
 
-    The measurements change the weights.
+    The measurements change the weights of the policy.
     """
     budget = Budget(settings=parts.config.train)
     used = state.used(parts.policy)
@@ -130,7 +130,7 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Return whether `clip_low` and `clip_high` are bounds of ratios, unlike in `trust_mask`."""
+    """Return whether `clip_low` and `clip_high` limit ratios; in `trust_mask` they do not."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.objective.surrogate) is not trust_mask
 
@@ -144,13 +144,13 @@ def default_updates(config: Config) -> int:
 
 
 def _first(groups: Sequence[Group], completions: int) -> list[Group]:
-    """Return the first groups, or part of the first group, with about `completions` rollouts."""
+    """Return the first groups of rollouts, with about `completions` rollouts in total."""
     most = max(1, completions // len(groups[0].rollouts))
     return [replace(g, rollouts=g.rollouts[:completions]) for g in groups[:most]]
 
 
 def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: int) -> list[Group]:
-    """Generate the same completions one at a time, with the same random numbers."""
+    """Generate the completions in `few` one at a time, with the same random numbers."""
     model = parts.policy.model
     return generate(
         encode_prompts(model, [group.prompt for group in few]),
@@ -195,7 +195,7 @@ def _over_all(
 
 
 def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare the log-probs of completions that were generated twice, up to where they diverge."""
+    """Compare the log-probs of two versions of each completion, over their common prefix."""
     first, second = (collate(groups, parts.policy.model.device) for groups in (one, other))
     width = min(first.tokens.shape[1], second.tokens.shape[1])
     same = common_prefix(one, other, first)[:, :width]
@@ -266,7 +266,7 @@ def _has_advantage(batch: Batch) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """The title and description of a cause of log-prob differences, and advice."""
+    """Title, description and advice for one cause of log-prob differences in the report."""
 
     title: str
     what: str
@@ -339,7 +339,7 @@ class Cause:
     name: str
     gap: Gap
     updates: int = 0
-    """The number of optimizer steps taken, if the cause is staleness."""
+    """The number of optimizer steps before the measurement; 0 for causes except staleness."""
 
     @property
     def title(self) -> str:

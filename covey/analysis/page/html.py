@@ -1,6 +1,7 @@
 """HTML reports that open offline and in which text from a model cannot run scripts.
 
-Jinja escapes all text in a template, except `Markup`, which is already HTML, CSS or a script.
+Jinja escapes all text that is inserted into a template, except `Markup` (trusted HTML, CSS or
+scripts).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def page_file(name: str, package: str = HERE) -> str:
 def template(name: str, package: str, finalize: Callable[[Any], Any]) -> Template:
     """Return a template of a package, which may import the shared templates in this folder.
 
-    `finalize` escapes everything that is not `Markup`.
+    Jinja passes each inserted value through `finalize`, which escapes text that is not `Markup`.
     """
     environment = Environment(
         loader=FunctionLoader(page_file),
@@ -57,7 +58,7 @@ def visible(value: object) -> object:
 
 
 def embedded_json(data: object, name: str) -> Markup:
-    """Return data as JSON for a script, escaped so that the text cannot end the script element."""
+    """Return a script element with data as JSON, escaped so that no text ends the element."""
     text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
     return Markup(f'<script type="application/json" id="{name}">{text}</script>')
 

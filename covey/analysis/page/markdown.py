@@ -1,4 +1,4 @@
-"""Text in Markdown, escaped so that it is shown literally."""
+"""Escapes text so that Markdown shows the text literally."""
 
 from __future__ import annotations
 

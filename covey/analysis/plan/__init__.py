@@ -1,1 +1,1 @@
-"""Plans of runs: forecasts of the steps, the memory and the time of a run before it starts."""
+"""Forecasts the steps, memory and time of a training run before it starts."""

@@ -1,9 +1,10 @@
-"""Memory of activations, which a model keeps for its backward pass.
+"""Estimates the memory of the activations that a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` list the number and width of the tensors that autograd saves in a
 layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH`, depending on model
-and device. Tests count the tensors that autograd saves, and benchmarks/memory.py measures whole
-runs. If a new kernel keeps fewer tensors, only one line of this module has to change.
+and device. To check `EAGER`, `FUSED` and `FLASH`, tests count the tensors that autograd saves, and
+benchmarks/memory.py measures whole runs. If a new kernel keeps fewer tensors, only one line of this
+module has to change.
 
 In tensor shapes, N is the number of tokens in a forward pass, B is the number of padded rows, and S
 is the number of positions in a row.
@@ -19,8 +20,8 @@ from covey.analysis.plan.model_shape import Shape
 FLOAT = 4
 """The number of bytes of a float32."""
 ON_DEVICE = 2
-"""The number of layer inputs on the device while the other layer inputs are offloaded. On the
-device, one layer input is in use, and another is being copied.
+"""The number of layer inputs that stay on the device when layer inputs are offloaded. One layer
+input on the device is in use, and another is being copied.
 """
 
 
@@ -31,13 +32,13 @@ class Saved:
     norm_float: int
     """The number of float32 tensors as wide as the hidden state: the inputs of norms."""
     norm: int
-    """The number of other tensors as wide as the hidden state: the outputs of norms."""
+    """The number of hidden-state-wide tensors in the model's precision: norm outputs."""
     norm_frozen: int
-    """The value of `norm` for a model with an adapter, whose norms are frozen."""
+    """The value of `norm` for a model with LoRA, in which the norms are frozen."""
     inner: int
     """The number of tensors as wide as the MLP: gate, activation, up, and their product."""
     inner_adapted: int
-    """The value of `inner` for a model with an adapter, whose LoRA layers keep their inputs."""
+    """The value of `inner` for a model with LoRA, in which LoRA layers keep their inputs."""
     output: int = 1
     """The number of tensors as wide as all query heads: the input of the output projection."""
     projections: int = 7
@@ -45,21 +46,22 @@ class Saved:
     fused: bool = False
     """Whether the model runs accel/fused_forward.py, with a float32 residual stream."""
     flash: bool = False
-    """Whether queries stay packed, and only keys and values are copied into padded rows."""
+    """Whether the model uses flash attention, which pads keys and values, but not queries."""
 
 
 EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
-"""Layers that run transformers' own code, one operation after another."""
+"""Tensors saved by layers that run the unfused code of transformers."""
 FUSED = Saved(
     norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=2, projections=0, fused=True
 )
 """Fused layers keep the inputs and outputs of norms, and recompute SwiGLU and LoRA products."""
 FLASH = replace(FUSED, output=0, flash=True)
-"""Fused layers in bfloat16 with flash attention, which keeps the output projection's input."""
+"""Tensors saved by fused 16-bit layers with flash attention. `output` is 0 because flash attention
+already keeps the input of the output projection."""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return the kind of a model's layers, if the model computes with `size` bytes per number."""
+    """Return `EAGER`, `FUSED` or `FLASH`, depending on model, bytes per number and device."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -67,7 +69,7 @@ def kernels_of(shape: Shape, size: int, device: str) -> Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The numbers of sequences and tokens of one forward pass."""
+    """The size of one forward pass: how many sequences and tokens it has."""
 
     rows: int
     columns: int
@@ -80,12 +82,12 @@ class Pass:
 
     @property
     def cells(self) -> int:
-        """The number of positions if packed tokens are copied into padded rows for attention."""
+        """The number of positions if every sequence is padded to the longest one."""
         return self.rows * self.columns
 
 
 def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes that one layer keeps for its backward pass, with `size` bytes per number."""
+    """Return the bytes that a layer keeps for its backward pass (`size` bytes per number)."""
     norms = kernels.norm_frozen if shape.rank else kernels.norm
     inner = kernels.inner_adapted if shape.rank else kernels.inner
     token = kernels.norm_float * shape.hidden * FLOAT + norms * shape.hidden * size
@@ -162,8 +164,8 @@ def training_bytes(
 
     With gradient checkpointing, a layer keeps only its input and the result of flash attention.
     With gradient checkpointing, one layer at a time is recomputed. With `offload`, layer inputs are
-    in main memory, except the inputs that are in use or being copied. `head` is the memory of the
-    LM head, which is freed before the backward pass of fused layers.
+    in main memory, except the inputs that are in use or being copied. `head` is the memory that the
+    LM head frees before the backward pass of fused layers begins.
     """
     kernels = kernels_of(shape, size, device)
     inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers

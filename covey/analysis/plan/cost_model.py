@@ -1,8 +1,8 @@
-"""Seconds of a training step on GPUs: generation, update and weight sync (see docs/scale.md).
+"""Estimates the time of generation, update and weight sync on GPUs (see docs/scale.md).
 
-The constants of generation and update are fitted to measurements on one H200, and a test compares
-the model with every measurement. The constants for several GPUs come from data sheets, as stated
-next to each constant.
+The constants for generation and update are fitted to measurements on one H200. A test compares this
+cost model with every measurement. The constants for communication between GPUs come from data
+sheets or are assumed, as stated next to each constant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from covey.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The sizes of a decoder that determine its cost."""
+    """The sizes of a language model that determine how long generation and training take."""
 
     parameters: float
     layers: int
@@ -42,18 +42,18 @@ class Gpu:
     layer_seconds: float = 27.1e-6
     """The smallest time in seconds that the kernels of one layer take in a decode step."""
     row_seconds: float = 14.3e-12
-    """The seconds of a decode step per completion, layer and element of the hidden state."""
+    """Additional seconds of a decode step per completion, layer and hidden-state element."""
     token_seconds: float = 85.7e-12
-    """The seconds of an update per token, per layer and per element of the hidden state."""
+    """Additional seconds of an update per token, layer and hidden-state element."""
     recompute: float = 1.34
     """The factor by which gradient checkpointing increases the time of an update."""
     call_seconds: float = 37.5e-3
-    """The seconds of an engine call in addition to the time of decoding."""
+    """The fixed overhead of an engine call, in seconds."""
     prefill_flops: float = 122e12
     node_link: float = 300e9
     """Bytes per second between GPUs of a node in each direction: 2/3 of the data sheet's value."""
     far_link: float = 40e9
-    """Bytes per second of each GPU between nodes: four fifths of the data sheet's 400 Gbit/s."""
+    """Bytes per second from each GPU to other nodes: 4/5 of the data sheet's 400 Gbit/s."""
     reduce_seconds: float = 20e-6
     """The assumed latency of an all-reduce in one engine; each layer has two all-reduces."""
     node: int = 8
@@ -112,7 +112,7 @@ def decode_seconds(
 def rollout_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, engines: int = 1, split: int = 1
 ) -> float:
-    """Return the seconds that engines with `split` GPUs each need for the completions of a step."""
+    """Return the seconds to generate a step's completions; each engine has `split` GPUs."""
     rows = work.rows / engines
     waves = max(1, math.ceil(rows / engine_rows(model, work, gpu, split)))
     prompts = rows / work.group * work.prompt
@@ -137,7 +137,7 @@ def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
 def update_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, trainers: int = 1
 ) -> float:
-    """Return the seconds of all passes and optimizer steps of a training step.
+    """Return the seconds that the trainers need for the updates of one training step.
 
     The model is sharded over the trainers (FSDP2).
     """
@@ -232,13 +232,13 @@ PUBLISHED = {
     "70B": ModelSize(parameters=70.6e9, layers=80, hidden=8192, key_numbers=163_840),
 }
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""Numbers of GPUs for which the table of `covey plan --cluster` has rows."""
+"""The numbers of GPUs that the table of `covey plan --cluster` lists."""
 
 
 # The best split of a cluster's GPUs between trainers and engines, as a table.
 
 PROMPT_TOKENS = 256
-"""The prompt length that is assumed if the tokens of prompts cannot be counted."""
+"""The assumed number of tokens per prompt if the prompt length is unknown."""
 STALENESS = 1
 """The assumed staleness if engines and trainers work at the same time."""
 
@@ -270,10 +270,10 @@ def size_of(shape: Shape) -> ModelSize:
 
 
 def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
-    """Return a row for each model and number of GPUs, with the fastest division of the GPUs.
+    """Return the fastest split of the GPUs for each model and number of GPUs, as table rows.
 
-    The table has no row for a model that does not fit into the memory of the GPUs. `own` is the
-    name and size of the configuration's model, which is listed first.
+    The table has no row if the model does not fit into the memory of that number of GPUs. `own` is
+    the name and size of the configuration's model, which is listed first.
     """
     models = ([own] if own is not None else []) + list(PUBLISHED.items())
     rows = []

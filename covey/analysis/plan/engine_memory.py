@@ -1,4 +1,4 @@
-"""Memory of the native engine: the KV cache, prefill, sampling and CUDA graphs."""
+"""Memory forecast of the native engine: the KV cache, prefill, sampling and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ from covey.training.resolve import sampling_of
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""The number of tensors as large as the logits while a token is sampled. The number depends on
-whether the engine samples from the full distribution, samples from a truncated (sorted)
-distribution, or decodes greedily.
+"""How many tensors of the size of the logits exist while the engine samples a token. The three
+values are for sampling from the full distribution, for sampling from a truncated distribution
+(which sorts the logits), and for greedy decoding.
 """
 TOKEN_BYTES = FLOAT + FLOAT + 8
-"""Bytes per token in a slot, besides the KV cache: a random number, a log-prob and a token id."""
+"""Bytes that the engine stores for each completion token in addition to the KV cache: a random
+number, a log-prob and a token id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of the engine: a rollout step or an evaluation."""
+    """One generation call of the engine, for rollouts or for an evaluation."""
 
     prompts: int
     group_size: int
     copies: int
-    """The number of tensors as large as the logits while first tokens are sampled."""
+    """How many tensors of the size of the logits exist while the engine samples the first token of
+    each completion."""
     max_concurrent: int
 
     @property
     def graph_copies(self) -> int:
-        """The number of tensors of the size of the logits that a decode step holds in memory.
+        """The number of logits-sized tensors that the CUDA graph of a decode step keeps.
 
-        Without truncation, only one tensor is as large as the logits.
+        The number is 1 if sampling is not truncated (no top-k, top-p or min-p).
         """
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
@@ -61,7 +63,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of slots on a GPU (`together`, rounded up to the size of a CUDA graph)."""
+        """The number of KV-cache slots on a GPU (`together`, rounded up for CUDA graphs)."""
         return width_for(self.together)
 
     def prefilled(self, completions: int) -> int:
@@ -70,9 +72,9 @@ class Call:
 
 
 def engine_parts(run: RunFacts) -> list[Part]:
-    """Return the memory for generating completions.
+    """Return the parts of memory that generating completions needs.
 
-    The result is for the larger of two calls: a training step or an evaluation.
+    The result is sized for rollouts or evaluations, depending on which need more memory.
     """
     calls, shape = _calls(run), run.shape
     if run.on_gpu and (shape.fuses or shape.fused_attention):
@@ -105,7 +107,7 @@ def _calls(run: RunFacts) -> list[Call]:
 
 
 def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
-    """Return the memory of one call of the engine without CUDA graphs."""
+    """Return the memory that one generation call needs without CUDA graphs."""
     shape, slots = run.shape, call.together
     prompts = call.prefilled(slots)
     capacity = -(-(run.prompt + run.completion) // CAPACITY_STEP) * CAPACITY_STEP
@@ -146,7 +148,7 @@ def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
 
 
 def _graph_parts(run: RunFacts, calls: Sequence[Call], gigabytes: float) -> list[Part]:
-    """Return the memory of all calls if the engine captures CUDA graphs.
+    """Return the memory that generation needs if the engine captures CUDA graphs.
 
     CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
     allocated between calls and during training. The KV cache has the size that the largest call of
@@ -187,7 +189,7 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call], gigabytes: float) -> list
 
 
 def _float8_parts(shape: Shape, config: Config) -> list[Part]:
-    """Return the memory of the layers' weights in float8."""
+    """Return the memory of the engine's float8 copy of the weights."""
     if config.engine.dtype != "float8":
         return []
     outputs = shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.inner
@@ -210,7 +212,7 @@ def _graph_bytes(run: RunFacts, call: Call) -> int:
 
 
 def _prefill_graph(run: RunFacts, call: Call) -> Part:
-    """Return the memory of a captured prefill's temporary tensors, kept between calls."""
+    """Return the memory that a prefill's CUDA graph keeps for its temporary tensors."""
     batch = _prefill_pass(run, call)
     captured = _captures_prefill(run, batch)
     batch = replace(batch, tokens=padded_tokens(batch.tokens))
@@ -223,7 +225,7 @@ def _prefill_graph(run: RunFacts, call: Call) -> Part:
 
 
 def _captures_prefill(run: RunFacts, batch: Pass) -> bool:
-    """Return whether the engine prefills this many tokens with a CUDA graph."""
+    """Return whether the engine runs the prefill pass `batch` as a CUDA graph."""
     if kernels_of(run.shape, run.size, "cuda") != FLASH or run.float8_cache:
         return False
     weights = run.shape.layers * _layer_weights(run.shape)
@@ -231,12 +233,12 @@ def _captures_prefill(run: RunFacts, batch: Pass) -> bool:
 
 
 def _layer_weights(shape: Shape) -> int:
-    """Return the number of weights in the matrix products of a layer."""
+    """Return the number of weights in the matrices of one decoder layer."""
     return shape.hidden * (2 * shape.query + 2 * shape.key + 3 * shape.inner)
 
 
 def _prefill_pass(run: RunFacts, call: Call) -> Pass:
-    """Return the largest forward pass over prompts."""
+    """Return the size of the largest forward pass that prefills prompts."""
     prompts = call.prefilled(_started(call))
     together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
     return Pass(
@@ -249,7 +251,7 @@ def _prefill_pass(run: RunFacts, call: Call) -> Pass:
 
 
 def _prefill(run: RunFacts, call: Call) -> Part:
-    """Return the memory of a prefill's logits and, without a CUDA graph, of its forward pass."""
+    """Return the memory of prefill logits, plus the forward pass if it has no CUDA graph."""
     shape, prompts = run.shape, call.prefilled(_started(call))
     batch = _prefill_pass(run, call)
     passing = 0

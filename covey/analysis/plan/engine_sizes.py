@@ -1,8 +1,8 @@
-"""Buffer sizes and limits of the native engine and the trainer that memory forecasts need.
+"""Copies of the engine's and the trainer's buffer sizes and limits, for memory forecasts.
 
 The modules that define the sizes and limits import transformers' model code or Triton, which takes
-seconds. This module therefore repeats the values, and tests/analysis/plan/test_engine_sizes.py
-compares each value with its source.
+seconds. This module repeats sizes and limits of other modules to avoid slow imports. The test
+tests/analysis/plan/test_engine_sizes.py compares each value with its source.
 """
 
 from __future__ import annotations
@@ -11,35 +11,40 @@ import heapq
 from functools import lru_cache
 
 SHORT = 256
-"""The largest number of positions for which attention on a CPU uses two batched matmuls
-(accel/attention.py).
+"""The largest sequence length at which attention on a CPU uses batched matmuls instead of a fused
+kernel (accel/attention.py).
 """
 LONG = 2048
-"""The smallest mean sequence length at which training may run without CUDA graphs
+"""If sequences have on average at least this many tokens, training may run without CUDA graphs
 (accel/attention_kernels.py).
 """
 FUSED_BYTES = 64 * 2**20
-"""Largest size in bytes at which projections are concatenated (native/llama_decoder.py)."""
+"""The engine concatenates projection weights only if they have at most this many bytes
+(native/llama_decoder.py)."""
 PREFILL_TOKENS = 16_384
 """The largest number of prompt tokens in one forward pass of prefill (native/prefill.py)."""
 PREFILL_FLOPS = 1.2e13
-"""FLOPs of the largest prefill that a CUDA graph captures (native/prefill_graph.py)."""
+"""A prefill with more FLOPs than this runs without a CUDA graph (native/prefill_graph.py)."""
 CAPACITY_STEP = 32
 """The length of a KV-cache slot is a multiple of CAPACITY_STEP (native/backend.py)."""
 SPARE_BYTES = 64 * 2**20
-"""Maximum size in bytes of a KV cache that is kept between steps (native/backend.py)."""
+"""On a CPU, the engine keeps a KV cache of at most this many bytes for its next generation call
+(native/backend.py)."""
 PAGE, LEAST_PAGE = 128, 16
-"""Largest and smallest page of the completion cache (native/shared_prompt_cache.py), in tokens."""
+"""Largest and smallest page size, in tokens, of the KV cache for completions
+(native/shared_prompt_cache.py)."""
 PROMPT_STEP = 128
 """Cached prompts are padded to a multiple of PROMPT_STEP tokens (native/shared_prompt_cache.py)."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of slots for which CUDA graphs are captured (native/shared_prompt_cache.py)."""
+"""Numbers of concurrent completions for which the engine captures CUDA graphs
+(native/shared_prompt_cache.py)."""
 TOKEN_STEP = 256
-"""Token counts are padded to multiples of TOKEN_STEP or, if large, of a larger number
-(accel/static_buffers.py).
+"""Token counts are rounded up to a multiple of TOKEN_STEP; large counts are rounded up more
+coarsely (accel/static_buffers.py).
 """
 VOCABULARY_BLOCK = 2048
-"""Number of vocabulary entries per program of the sampling kernel (accel/kernels/sample.py)."""
+"""Number of vocabulary entries that one Triton program of the sampling kernel processes
+(accel/kernels/sample.py)."""
 CHUNK_STEP = 128
 """In large chunks of logits, the number of tokens is a multiple of CHUNK_STEP
 (accel/fused_head.py).
@@ -54,7 +59,7 @@ def width_for(completions: int) -> int:
 
 
 def page_for(capacity: int) -> int:
-    """Return the number of tokens in a page, for completions of up to `capacity` tokens."""
+    """Return the page size of the KV cache for completions of up to `capacity` tokens."""
     return min(PAGE, max(LEAST_PAGE, 1 << (capacity - 1).bit_length()))
 
 
@@ -71,10 +76,11 @@ def largest_micro_batch(
 ) -> tuple[int, int]:
     """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
 
-    All prompts have `prompt` tokens, and all completions have `completion` tokens. The result
-    equals the result of `balanced` in accel/packing.py, for `rows` rows in groups of `group_size`.
-    A group is split into pieces that fit the token budget. The pieces of all groups are distributed
-    over the fewest micro-batches.
+    All prompts have `prompt` tokens, and all completions have `completion` tokens. The trainer's
+    function `balanced_parts` in models/micro_batches.py forms the same largest micro-batch from
+    `rows` completions in groups of `group_size`. A group with more than `micro_batch_tokens` tokens
+    is split into pieces. The pieces of all groups are then packed into as few micro-batches as
+    possible.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

@@ -1,9 +1,11 @@
-"""Equivalence of algorithms: the normal form of an objective omits all parts without effect.
+"""Finds algorithms with equal gradients by comparing normal forms of their objectives.
 
-With one update per rollout batch, every ratio is 1. At a ratio of 1, a clip has no effect, and
-every surrogate has slope 1. At a ratio of 1, a sequence-level ratio has the same gradient as its
-token ratios. With one update, algorithms can differ only in the advantage, the token weights and
-the penalty.
+The normal form of an objective omits everything that cannot change the gradient. With one optimizer
+step per rollout batch, every importance ratio is 1. At an importance ratio of 1, clipping has no
+effect, and the usual surrogates have slope 1. At an importance ratio of 1, sequence-level ratios
+and token ratios give the same gradient if all tokens of a completion have the same advantage. With
+one optimizer step per rollout batch, algorithms therefore differ mainly in the advantage, the token
+weights and the KL penalty.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ THROUGH_LOGP = frozenset(
         surrogates.trust_mask,
     }
 )
-"""Surrogates that treat the ratio as a constant, without a gradient."""
+"""Surrogates whose gradient flows through the log-prob, and not through the ratio."""
 
 INERT_MARKS = frozenset(
     {
@@ -50,7 +52,8 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates that ignore `Objective.marks` while every ratio is 1."""
+"""Surrogates whose gradient does not depend on `Objective.marks` (a function that selects tokens)
+while every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -63,18 +66,18 @@ SLOPE_ONE = (
         surrogates.clipped_without_marked,
     }
 )
-"""Surrogates whose gradient at a ratio of 1 is the advantage."""
+"""Surrogates whose derivative with respect to the ratio, at a ratio of 1, is the advantage."""
 
 
 class Piece(NamedTuple):
-    """A function of an objective together with its options, in a form that can be compared."""
+    """One function of an objective, such as its surrogate, with the values of its options."""
 
     function: Callable[..., Any] | str
     options: tuple[tuple[str, Any], ...] = ()
 
 
 def piece_of(piece: Callable[..., Any]) -> Piece:
-    """Return a function of an objective with all its options, defaults included."""
+    """Return one of an objective's functions as a `Piece` with all options and defaults."""
     function = function_of(piece)
     given = piece.keywords if isinstance(piece, partial) else {}
     usual = {k: p.default for k, p in options_of(function).items()}
@@ -82,7 +85,7 @@ def piece_of(piece: Callable[..., Any]) -> Piece:
 
 
 def normal_form(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of an objective.
+    """Return an objective's normal form, without anything that cannot change the gradient.
 
     Objectives with the same normal form have the same gradient.
     """
@@ -148,7 +151,7 @@ def reference_is_policy(setup: Setup) -> bool:
 
 
 def _critic(setup: Setup) -> tuple[Piece, Piece] | None:
-    """Return the functions that train a critic: its targets and its value loss."""
+    """Return the critic's functions for targets and value loss; None without a critic."""
     targets, loss = setup.objective.targets, setup.objective.value_loss
     return None if targets is None or loss is None else (piece_of(targets), piece_of(loss))
 
@@ -176,7 +179,7 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return the normal form of ratio, surrogate, token weights and `Objective.marks`."""
+    """Return normal forms of the objective's `ratio`, `surrogate`, `weights` and `marks`."""
     objective, kind = setup.objective, setup.objective.ratio
     surrogate, marks = piece_of(objective.surrogate), objective.marks
     token_weights = _weights(setup)
@@ -206,9 +209,9 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio that has the same gradient as the objective's ratio at 1.
+    """Return the simplest ratio that gives the same gradient while every ratio is 1.
 
-    Also return the token weights that belong to the ratio.
+    Also return the token weights, which change if the simplest ratio needs other weights.
     """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
@@ -246,7 +249,7 @@ def _single_tokens(config: Config) -> bool:
 
 
 def has_slope_one(objective: Objective) -> bool:
-    """Whether the gradient of the surrogate at a ratio of 1 is the advantage."""
+    """Whether the surrogate's derivative by the ratio is the advantage at a ratio of 1."""
     bounds = dict(piece_of(objective.surrogate).options)
     bounds |= dict(piece_of(objective.marks).options) if objective.marks else {}
     if not bounds.get("min_weight", 0.0) <= 1.0 <= bounds.get("max_weight", 1.0):
@@ -257,7 +260,7 @@ def has_slope_one(objective: Objective) -> bool:
 
 
 def equivalent_algorithms(setup: Setup) -> list[str]:
-    """Return the algorithms that have the same gradient with this configuration."""
+    """Return the other algorithms that give the same gradient with this configuration."""
     mine, name = normal_form(setup), setup.config.objective.name
     found = []
     for other in ALGORITHMS:

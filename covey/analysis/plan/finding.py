@@ -1,4 +1,4 @@
-"""Findings about a configuration before training, and the data that the rules for findings read."""
+"""Defines `Finding`, a warning about a configuration, and `Setup`, which the rules check."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ UNKNOWN = TaskFacts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A fact about a configuration that the user should know, with a remedy."""
+    """A warning or note about a configuration, with a remedy."""
 
     kind: Kind
-    """`same` means that several names describe one algorithm.
+    """`same` means that algorithms with different names give the same training.
 
     `idle` means that a setting has no effect. `risk` means that a setting may harm the run.
     """
@@ -37,7 +37,7 @@ class Finding:
     """The full names of the settings that the finding depends on."""
 
     def row(self) -> dict[str, str]:
-        """Return the finding's texts as plain data."""
+        """Return the finding as a dict of texts, without the names of its settings."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
     def depends_on(self, settings: Collection[str]) -> bool:
@@ -50,7 +50,7 @@ class Finding:
 
 
 class Said(NamedTuple):
-    """The texts of a finding, without its kind and docs section, which the rule adds."""
+    """A finding as a rule yields it; the decorator `rule` adds the kind and the docs link."""
 
     settings: tuple[str, ...]
     title: str
@@ -64,7 +64,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A resolved configuration, its objective and the facts about its data."""
+    """A resolved configuration, its objective, and known properties of its data."""
 
     config: Config
     objective: Objective
@@ -72,15 +72,15 @@ class Setup:
 
     @property
     def one_update(self) -> bool:
-        """Whether each rollout batch is used for one optimizer step, so that every ratio is 1.
+        """Whether every ratio is 1 because each rollout batch is used for one optimizer step.
 
-        The value is False if rollouts may come from older weights.
+        `one_update` is False if a training step may use rollouts that older weights generated.
         """
         return self.config.train.updates == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, including the ratio between trainer and engine."""
+        """Whether every ratio is 1, including ratios of trainer to engine probabilities."""
         return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
 
     @property
@@ -105,7 +105,7 @@ class Setup:
         return function_of(self.objective.surrogate)
 
     def option(self, name: str, otherwise: Any = None) -> Any:
-        """Return an option of the objective."""
+        """Return the value of an option in [objective], or `otherwise` if it is not set."""
         return self.config.objective.options.get(name, otherwise)
 
 
@@ -115,7 +115,7 @@ RULES: list[Callable[[Setup], Iterator[Finding]]] = []
 
 
 def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
-    """Register a rule, with the kind of its findings and their section in docs/plan.md."""
+    """Return a decorator that registers a rule and sets its findings' kind and docs link."""
 
     def register(function: Rule) -> Rule:
         RULES.append(lambda setup: (said.finding(kind, section) for said in function(setup)))
@@ -130,7 +130,7 @@ def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
 
 
 def in_float32(config: Config) -> bool:
-    """Return whether the model computes in float32; "auto" is float32 except on a CUDA device."""
+    """Return whether the model computes in float32 ("auto" means float32 except on CUDA)."""
     if config.model.dtype != "auto":
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")

@@ -1,4 +1,4 @@
-"""Changes of settings that make a run fit into the memory of its device, cheapest first."""
+"""Suggests changes of settings that make a run fit into device memory, cheapest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK = 16
 """LoRA rank of a suggested adapter."""
 
 RANKS = (2, 4, 8, 16, 32, 64)
-"""The numbers of ranks that the search for a fitting configuration tries."""
+"""The numbers of ranks that `ranks_that_fit` tries."""
 
 Settings = Mapping[str, Any]
 
@@ -27,7 +27,7 @@ Settings = Mapping[str, Any]
 def memory_findings(
     config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int = 1
 ) -> Iterator[Finding]:
-    """Yield a finding if a configuration needs more memory than the device of the forecast has."""
+    """Yield a finding if the run needs more memory than its device has."""
     if found.fits:
         return
     if ranks > 1:
@@ -110,7 +110,7 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield changes of settings to try, starting with changes that do not affect the weights."""
+    """Yield changes of settings to try; a compact optimizer state and LoRA come last."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
@@ -129,7 +129,7 @@ def _changes(config: Config) -> Iterator[Settings]:
 def _fitting(
     config: Config, changes: Settings, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
-    """Return `changes`, and add a smaller micro-batch size if the current size does not fit.
+    """Return `changes`, plus a smaller micro_batch_tokens if the current value does not fit.
 
     Return None if no micro-batch size fits into the memory of the device.
     """
@@ -143,7 +143,7 @@ def _fitting(
 
 
 def changed(config: Config, changes: Settings) -> Config:
-    """Return a configuration in which the given settings, by dotted name, have new values."""
+    """Return a changed copy of a configuration; `changes` maps dotted names to new values."""
     data = config.model_dump()
     for key, value in changes.items():
         table, _, name = key.partition(".")

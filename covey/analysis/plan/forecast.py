@@ -1,4 +1,4 @@
-"""Memory forecast of a run on a device: the parts of memory, the phases and the peak."""
+"""Classes of a memory forecast: the device, the parts of memory, the phases and the peak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""Maps a kind of device to the bytes in use before any tensor exists, and to a description.
+"""For each kind of device: the bytes in use before any tensor exists, and what uses them.
 
 Measured by benchmarks/memory.py.
 """
@@ -70,7 +70,7 @@ class Device:
 
     @staticmethod
     def gpu(gibibytes: float) -> Device:
-        """Return a GPU with the given memory, which need not be in this machine."""
+        """Return a hypothetical GPU with the given memory in GiB."""
         return Device(kind="cuda", memory=int(gibibytes * 2**30), name=ANY_GPU)
 
 
@@ -96,7 +96,7 @@ def main_memory() -> int:
 
 
 class Part(NamedTuple):
-    """One part of a run's memory: its size, its tensors, and the phases that allocate it."""
+    """One part of a run's memory, such as the KV cache, and the phases that allocate it."""
 
     name: str
     bytes: int
@@ -108,13 +108,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The memory of a run on a device."""
+    """Forecast of the memory that a run needs on a device."""
 
     device: Device
     parts: tuple[Part, ...]
     micro_batch_tokens: int
     suggested_micro_batch_tokens: int | None
-    """The largest micro_batch_tokens that fits, at most the whole batch; None if no value fits."""
+    """The largest train.micro_batch_tokens that fits into memory; None if no value fits."""
     notes: tuple[str, ...]
     """The assumptions of the forecast, one sentence each."""
 
@@ -134,7 +134,7 @@ class Forecast:
 
     @property
     def tensors(self) -> int:
-        """The peak of the memory that torch allocates, without the framework's own memory."""
+        """The peak memory of tensors in bytes, without the memory of the framework itself."""
         return self.peak - sum(part.bytes for part in self.parts if part.name == "framework")
 
     @property
@@ -169,7 +169,7 @@ class Forecast:
         return f"memory: peak {size_text(self.peak)}, {share:.0%} of the {device}: {fits}"
 
     def text(self) -> str:
-        """Return a table of the memory in the phase that needs the most, largest part first."""
+        """Return a table of what uses memory in the peak phase, largest part first."""
         phase = self.peak_phase
         lines = [self.line(), f"fullest phase: {PHASES[phase]}"]
         parts = sorted(self.parts, key=lambda p: -p.bytes if phase in p.phases else math.inf)
@@ -190,6 +190,6 @@ class Forecast:
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes as text in MiB, or in GiB from 10,000 MiB."""
+    """Format a number of bytes in MiB, or in GiB if it is at least 10,000 MiB."""
     mebibytes = count / 2**20
     return f"{mebibytes:,.0f} MiB" if mebibytes < 10_000 else f"{mebibytes / 1024:,.1f} GiB"

@@ -29,7 +29,7 @@ UPDATES = ("train.mini_batches", "train.epochs")
 TOKEN_SIZED_CLIP = 0.1
 """The smallest clip range that counts as too wide for a sequence-level ratio."""
 FEW_UPDATES = 4
-"""Maximum number of updates per epoch for which the rule about wide clip ranges applies."""
+"""The rule about wide clip ranges applies up to this number of optimizer steps per epoch."""
 SMALL_RATE = 1e-5
 """Maximum learning rate for which the rule about wide clip ranges applies."""
 NOTICEABLE_BETA = 1.1
@@ -38,7 +38,7 @@ NOTICEABLE_BETA = 1.1
 
 
 def changed(section: Section, *names: str) -> dict[str, str]:
-    """Return the settings that differ from their default, as full name -> `name = value`."""
+    """Map each setting that differs from its default to the text `name = value`."""
     fields = type(section).model_fields
     pairs = [(name, getattr(section, name)) for name in names or fields if name in fields]
     where = type(section).__name__.lower()
@@ -46,7 +46,7 @@ def changed(section: Section, *names: str) -> dict[str, str]:
 
 
 def changed_options(setup: Setup, *names: str) -> dict[str, str]:
-    """Return the objective's options that differ from their default, as name -> text."""
+    """Map each objective option that differs from its default to the text `name = value`."""
     options = setup.config.objective.options
     parameters = inspect.signature(algorithm(setup.config.objective.name, options)).parameters
     return {
@@ -77,7 +77,7 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
-    """Rule about settings without effect while the policy has not changed since generation."""
+    """Rule about settings that act only if the policy has changed since generation."""
     if not setup.one_update:
         return
     names = ["dual"] if setup.option("dual") else []
@@ -146,7 +146,7 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def penalty_settings(setup: Setup) -> Iterator[Said]:
-    """Rule about settings of a KL penalty or its reference that have no effect."""
+    """Rule about KL-penalty and reference-policy settings that have no effect."""
     if not setup.objective.beta:
         idle = changed(setup.config.reference) | changed_options(setup, "kl", "kl_in")
         if idle:
@@ -227,7 +227,7 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def nothing_to_correct(setup: Setup) -> Iterator[Said]:
-    """Rule about an off-policy correction for an engine whose log-probs are exact."""
+    """Rule about an off-policy correction when engine and trainer log-probs already agree."""
     idle = changed_options(setup, "correction", "veto")
     if idle and setup.exact and not setup.config.stale:
         yield Said(
@@ -240,7 +240,7 @@ def nothing_to_correct(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "filters")
 def filters(setup: Setup) -> Iterator[Said]:
-    """Rule about filters that never drop a rollout."""
+    """Rule about settings in [filter] and [overlap] that have no effect."""
     chosen, overlap = setup.config.filter, setup.config.overlap
     cases = [
         (
@@ -304,7 +304,7 @@ def length_penalty_unread(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def keeps_all(setup: Setup) -> Iterator[Said]:
-    """Rule about an `objective.keep` that keeps all completions of a group."""
+    """Rule about a value of `objective.keep` that filters out no completion."""
     size, keep = setup.config.rollout.group_size, setup.option("keep", 0)
     if keep >= size:
         yield Said(
@@ -317,7 +317,7 @@ def keeps_all(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def one_part(setup: Setup) -> Iterator[Said]:
-    """Rule about an `objective.parts` that names only one reward part."""
+    """Rule about `objective.parts` with only one reward component."""
     if len(setup.objective.parts) == 1:
         name = setup.config.objective.name
         yield Said(
@@ -331,7 +331,7 @@ def one_part(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def groups_of_two(setup: Setup) -> Iterator[Said]:
-    """Rule about standardized advantages in groups of two."""
+    """Rule about groups of two, in which all standardized advantages have the same size."""
     if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
         return
     size = 1.0 if setup.option("ddof", 1) == 0 else math.sqrt(0.5)
@@ -346,7 +346,7 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "other-settings")
 def unused_sections(setup: Setup) -> Iterator[Said]:
-    """Rule about settings of the adapter, scoring or memory that have no effect."""
+    """Rule about LoRA, scoring and activation-offloading settings that have no effect."""
     config = setup.config
     if config.model.offload_activations and not config.model.gradient_checkpointing:
         yield Said(
@@ -384,8 +384,9 @@ def _is_quick(config: Config) -> bool:
 # Rules about the settings of algorithms with a critic, a teacher or preference pairs.
 
 _MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
-"""For each extra model: its section of the configuration, the value in `objective.needs` that asks
-for it, and the algorithms that use it.
+"""One entry each for the critic and the teacher. An entry contains the model's configuration
+section, the value in `objective.needs` that requests the model, and the algorithms that use the
+model.
 """
 
 
@@ -428,7 +429,7 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
-    """Rule about a value clip when the critic's values cannot change before the update."""
+    """Rule about a value clip that one optimizer step per rollout batch makes ineffective."""
     clip = setup.option("value_clip")
     if clip and "values" in setup.objective.needs and setup.config.train.updates == 1:
         yield Said(
@@ -441,7 +442,7 @@ def value_clip_unused(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "penalty-and-reference")
 def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
-    """Rule about preference pairs with a reference that follows the policy."""
+    """Rule about preference pairs whose reference policy changes during the run."""
     reference, updates = setup.config.reference, total_updates(setup.config.train)
     moves = reference.kind in ("moving", "renewed") and reference.every < updates
     if setup.objective.pairs and moves:
@@ -511,7 +512,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Rule about a self-teacher whose only extra context, a correct answer, is often missing."""
+    """Rule about a self-teacher that needs a correct completion but often has none."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return

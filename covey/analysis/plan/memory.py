@@ -1,4 +1,4 @@
-"""Forecast of a run's peak memory, part by part, before anything is loaded.
+"""Forecasts a run's peak memory, part by part, without loading the model.
 
 A training step has phases that do not overlap: generation, log-probs without gradient, forward and
 backward passes, and the optimizer step. Each part of the memory is allocated in one or more phases.
@@ -38,9 +38,9 @@ from covey.training.resolve import objective_of, resolve
 MARGIN = 0.1
 """The fraction of a device's memory that suggested settings leave free."""
 FRAGMENTATION = 0.1
-"""On a CPU, malloc wastes memory in holes between freed and kept tensors. FRAGMENTATION is the
-wasted memory as a fraction of the activations. Measured fractions of wasted memory range from 0 to
-0.7, because later allocations may fill holes.
+"""On a CPU, freed tensors leave holes in memory that malloc cannot always reuse. FRAGMENTATION is
+the assumed memory loss as a fraction of activation memory. Measured values of FRAGMENTATION range
+from 0 to 0.7, because later allocations may fill the holes.
 """
 
 
@@ -76,7 +76,7 @@ def forecast(
 
 
 def _suggest(run: _Run) -> int | None:
-    """Return the largest micro_batch_tokens that fits with a margin, up to the whole batch."""
+    """Return the largest micro_batch_tokens with 10 % of memory free; None if none fits."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:
@@ -100,7 +100,7 @@ class _Run(RunFacts):
     """A run, with methods that compute the parts of its memory."""
 
     def micro_batch(self, micro_batch_tokens: int) -> Pass:
-        """Return the largest forward pass of full-length sequences within a token budget."""
+        """Return the size of the largest micro-batch if all sequences have full length."""
         completion, group_size = self.config.rollout.max_tokens, self.config.rollout.group_size
         if self.on_gpu:
             rows, prompts = largest_micro_batch(
@@ -137,7 +137,7 @@ class _Run(RunFacts):
         )
 
     def _model_parts(self) -> list[Part]:
-        """Return the memory of weights and optimizer state, and of gradients if sharded."""
+        """Return the memory of weights, optimizer state and (only with FSDP) gradients."""
         shape, size = self.shape, self.size
         weights = shape.parameters + shape.added
         state = self.config.optimizer.state
@@ -168,7 +168,7 @@ class _Run(RunFacts):
         ]
 
     def _engine_copies(self, weights: int) -> list[Part]:
-        """Return the memory of an engine that has its own weights and runs on the same device."""
+        """Return the memory of the engine's own weight copies on the training device."""
         overlap, engine = self.config.overlap, self.config.engine
         if engine.kind == "native" or engine.device not in ("auto", self.config.model.device):
             return []
@@ -257,7 +257,7 @@ class _Run(RunFacts):
         ]
 
     def _head_gradient(self) -> int:
-        """Return the bytes of the output layer's gradient; 0 if other gradients include them."""
+        """Return the bytes of a separate output-layer gradient; 0 if there is none."""
         if self.gradient_sinks or self.sharded:
             return 0
         return self.shape.head * self.size * self.shape.head_trained
@@ -292,8 +292,9 @@ class _Run(RunFacts):
 # Memory of the models besides the policy: the reference, a teacher and a critic.
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""optimizer.state -> bytes of a master weight in addition to its bfloat16 copy, and bytes of the
-two moments of AdamW.
+"""For each value of optimizer.state, two sizes in bytes per trained parameter. The first size is
+for the master weight, in addition to the bfloat16 weight; the second size is for AdamW's two
+moments.
 """
 
 
@@ -343,10 +344,11 @@ def reference_part(run: RunFacts, weights: int) -> Part:
 
 
 def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int]) -> list[Part]:
-    """Return the memory of a critic, whose passes never overlap with the policy's passes.
+    """Return the memory of a critic's weights, optimizer state and gradients.
 
-    `size` is the number of bytes of one value in the critic's computations. `state` is a value of
-    `STATE_BYTES`.
+    The result omits the critic's activations, because critic and policy never run passes at the
+    same time. `size` is the number of bytes per number in the critic's computations (2 for
+    bfloat16). `state` is a pair from `STATE_BYTES` with the bytes of master weights and moments.
     """
     path, (master, moments) = config.critic.path, state
     model = config.model.model_copy(update={"path": path})
@@ -367,18 +369,19 @@ def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int
 # With only one rank, fused passes use weights that are gathered once per optimizer step.
 
 BLOCKS = 2
-"""The number of blocks gathered at once: the current block, and either the next block or the
-gradients of the previous block.
+"""How many transformer blocks FSDP gathers at once: the current block, plus either the next block
+or the gradients of the previous block.
 """
 
 
 def sharded_parts(
     shape: Shape, size: int, shards: int, moments: int, *, stays_gathered: bool = False
 ) -> list[Part]:
-    """Return the memory of weights and optimizer state on one rank.
+    """Return the memory of weights, gradients and optimizer state on one FSDP rank.
 
-    A weight takes `size` bytes in computations, and the moments of a trained parameter take
-    `moments` bytes. With `stays_gathered`, all weights stay gathered during an optimizer step.
+    `size` is the number of bytes of a weight in computations, and `moments` is the number of bytes
+    of a trained parameter's AdamW moments. With `stays_gathered`, all weights are gathered once per
+    optimizer step, instead of block by block.
     """
     weights = shape.parameters + shape.added
     own = shape.trained * FLOAT + (weights - shape.trained) * size
@@ -430,15 +433,15 @@ def block_parameters(shape: Shape) -> int:
 
 
 def end_parameters(shape: Shape) -> int:
-    """Return the number of parameters outside the blocks."""
+    """Return the number of parameters outside the transformer blocks."""
     whole = shape.parameters + shape.added
     return max(shape.head, whole - shape.layers * block_parameters(shape))
 
 
 def _gradients(shape: Shape, size: int) -> int:
-    """Return the memory of the unsharded gradients of one block and of a trained output layer.
+    """Return the bytes of unsharded gradients for one block and a trained output layer.
 
-    The reduce-scatter needs a float32 copy of the block's gradients.
+    With bfloat16 weights, the reduce-scatter also needs a float32 copy of the block's gradients.
     """
     per_block = shape.trained // shape.layers if shape.rank else block_parameters(shape)
     sent = FLOAT if size < FLOAT else 0

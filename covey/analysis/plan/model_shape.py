@@ -45,7 +45,7 @@ class Shape:
     added: int
     """The number of parameters of the adapter."""
     trained: int
-    """The number of trained parameters: the adapter's parameters, or all parameters."""
+    """The number of trained parameters: with LoRA only the adapter's, otherwise all."""
     head: int
     """The number of parameters of the output layer."""
     head_trained: bool
@@ -54,7 +54,8 @@ class Shape:
     rank: int
     """LoRA rank; 0 means full fine-tuning."""
     fusable: int
-    """The number of parameters in layers that the engine may concatenate."""
+    """The number of parameters in the projections that the engine may concatenate
+    (`FUSED_PROJECTIONS`)."""
     vocabulary: int
     hidden: int
     layers: int
@@ -84,7 +85,7 @@ class Shape:
 
 
 class Module(NamedTuple):
-    """A module of a model."""
+    """Sizes of one module of a model."""
 
     parameters: int
     """The number of parameters of the module and its submodules; tied weights are counted once."""
@@ -196,7 +197,7 @@ def _linear(inputs: int, outputs: int, bias: bool) -> Module:
 
 
 def _adapter(config: Config) -> Adapter:
-    """Return LoRA rank, targets and fully trained modules of the configured or saved adapter."""
+    """Return the adapter's LoRA rank, target modules and fully trained modules."""
     if adapter_base(config.model.path) is None:
         wanted = config.adapter
         return wanted.rank, wanted.targets, wanted.also_train
@@ -212,7 +213,7 @@ def measure(
     targets: Sequence[str] = ("all-linear",),
     also_train: Sequence[str] = (),
 ) -> Shape:
-    """Return the sizes of a transformers model with an adapter of this rank."""
+    """Return the sizes of a transformers model and of its LoRA adapter; rank 0 means none."""
     from covey.accel.attention import NAME
 
     head = model.get_output_embeddings()

@@ -21,12 +21,13 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The smallest number of changed results that can be significant: 6 changes in the same direction
-have the p-value 2 / 2^6 < 0.05.
+"""The smallest number of prompts whose results must change for a significant difference. If 6
+results change in the same direction, a two-sided sign test has the p-value 2 / 2^6 < 0.05.
 """
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""The rule about max_tokens reports a finding if this fraction of solutions is truncated."""
+"""A finding is reported if rollout.max_tokens would truncate at least this fraction of the task's
+solutions."""
 
 FORMAT_REWARDS = frozenset(
     {
@@ -34,8 +35,8 @@ FORMAT_REWARDS = frozenset(
         "efficiency", "safety", "citations", "coherence",
     }
 )  # fmt: skip
-"""Rewards for the format of a completion. The `success` of a format reward does not mean that the
-final answer is correct.
+"""Names of rewards that score the form of a completion, not its final answer. Under a format
+reward, a completion with `success` may still have a wrong final answer.
 """
 
 
@@ -106,7 +107,7 @@ def truncated_sampling(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def rounded_rollouts(setup: Setup) -> Iterator[Said]:
-    """Rule about an engine that rounds to float8."""
+    """Rule about an engine with float8 weights or a float8 KV cache."""
     engine = setup.config.engine
     if engine.rounds:
         yield Said(
@@ -121,7 +122,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms and filters that need correctness, if the reward is only for format."""
+    """Rule about algorithms and filters that need correctness with a format-only reward."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
@@ -276,7 +277,7 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
 
 
 def _share(facts: TaskFacts, count: int) -> str:
-    """Return in words how many prompts are too long: exactly, at least, or in a sample."""
+    """Return text that says how many of all prompts, or of a sample, are too long."""
     if not facts.long_prompts:
         return f"{count} of {len(facts.prompt_tokens)} prompts that were measured"
     least = "at least " * (count == len(facts.long_prompts))

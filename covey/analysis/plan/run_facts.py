@@ -35,12 +35,12 @@ class RunFacts:
         return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
 
     def share(self, count: int) -> int:
-        """Return the largest share of `count` prompts or completions that any rank gets."""
+        """Divide `count` prompts or completions by the number of ranks, rounding up."""
         return -(-count // self.ranks)
 
     @property
     def size(self) -> int:
-        """Bytes of one value in the model's computations."""
+        """Bytes per number in the model's computations (2 for bfloat16, 4 for float32)."""
         dtype = self.config.model.dtype
         bfloat16 = dtype == "bfloat16" or (dtype == "auto" and self.on_gpu)
         return 2 if bfloat16 else FLOAT
@@ -57,7 +57,7 @@ class RunFacts:
 
     @property
     def row_tokens(self) -> int:
-        """The number of tokens of a prompt and its completion."""
+        """The number of tokens of the longest prompt plus the longest completion."""
         return self.prompt + self.completion
 
     @property
@@ -74,7 +74,7 @@ class RunFacts:
 
     @property
     def gradient_sinks(self) -> bool:
-        """Whether float32 gradients are accumulated for bfloat16 weights."""
+        """Whether the gradients of bfloat16 weights are accumulated in float32 buffers."""
         return self.on_gpu and self.size < FLOAT and not self.sharded
 
     @property
@@ -86,7 +86,7 @@ class RunFacts:
 
     @property
     def position(self) -> int:
-        """Bytes of keys and values per token."""
+        """Bytes per token of a KV cache in the model's dtype."""
         return 2 * self.shape.layers * self.shape.key * self.size
 
     @property
@@ -96,5 +96,5 @@ class RunFacts:
 
     @property
     def stored(self) -> int:
-        """Bytes of keys and values per token in the KV cache that CUDA graphs use."""
+        """Bytes per token of the KV cache that CUDA graphs use, which may be in float8."""
         return self.position // self.size if self.float8_cache else self.position

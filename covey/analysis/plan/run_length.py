@@ -1,4 +1,4 @@
-"""The length of a planned run: the steps, tokens and evaluations that its budget allows."""
+"""Computes how many steps, tokens and evaluations a run can have."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def least_steps(config: Config) -> int:
 def most_steps(config: Config) -> int:
     """Return the largest possible number of steps of a run.
 
-    With a token budget, a run has the most steps if all completions have one token. With a budget
-    of optimizer steps, dynamic sampling can add training steps, because a step whose groups are all
-    dropped takes no optimizer step.
+    With a token budget, a run has the most steps if all completions have one token. If a number of
+    optimizer steps ends the run, dynamic sampling can add training steps, because a training step
+    whose groups are all dropped takes no optimizer step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":
@@ -42,7 +42,7 @@ def most_steps(config: Config) -> int:
 
 
 def most_tokens(config: Config) -> int:
-    """Return the largest number of tokens generated for training, which may exceed the budget."""
+    """Return the largest number of tokens in all rollouts; it may exceed a token budget."""
     whole, train = step_tokens(config), config.train
     return train.amount + whole - 1 if train.budget == "tokens" else most_steps(config) * whole
 

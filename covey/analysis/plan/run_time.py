@@ -1,4 +1,4 @@
-"""Time of a run, estimated without training: by the cost model, or by timing one layer on a CPU."""
+"""Estimates a run's time from a cost model, from one timed layer, or from measured steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MEASURE = "`covey plan --measure` runs three steps here"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
-    """Estimated seconds of a run whose completions all have the maximum length."""
+    """Estimated time of a run, in seconds, if every completion has the maximum length."""
 
     rollout: float
     update: float
@@ -106,13 +106,13 @@ def run_time(
 
 
 def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
-    """Return the median token count, because a few long prompts do not slow a run down."""
+    """Return the median prompt length in tokens; a few long prompts hardly cost time."""
     usable, lengths = usable_prompt(config, facts), facts.prompt_tokens
     return usable if usable is None or not lengths else min(usable, lengths[len(lengths) // 2])
 
 
 def _source(device: Device, ranks: int) -> dict[str, str]:
-    """Return texts about the device, the uncertainty and the basis of an estimate."""
+    """Return the text fields `device`, `uncertainty` and `basis` of a `RunTime`."""
     if device.kind == "cpu":
         basis = "the time of one layer of the same size on this machine"
         return {"device": "this CPU", "uncertainty": "a rough estimate", "basis": basis}
@@ -147,7 +147,7 @@ WARM_UP, MEASURED = 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeForecast:
-    """The forecast of the seconds that a run, its steps and its evaluations take."""
+    """Forecast of a run's time in seconds, from a few measured training steps."""
 
     rollout: float
     score: float
@@ -191,7 +191,7 @@ def duration(seconds: float) -> str:
 
 
 def measure_time(config: Config) -> TimeForecast:
-    """Run a few steps of a run in a temporary folder, without evaluations and checkpoints."""
+    """Time a few training steps in a temporary folder, and forecast the time of the run."""
     from covey.training.build import assemble
     from covey.training.loop import train
 
@@ -205,7 +205,7 @@ def measure_time(config: Config) -> TimeForecast:
 
 
 def shortened(config: Config) -> Config:
-    """Return the settings of the measurement: the run's settings with fewer steps."""
+    """Return the run's settings with only a few steps, and no evaluations or checkpoints."""
     data = config.model_dump()
     data["train"] |= {"steps": WARM_UP + MEASURED, "stop_after": {}}
     data["evaluate"]["every"] = 0
@@ -243,19 +243,19 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
 # numpy, so that a plan does not import torch.
 
 TRAIN_FLOPS = 1e10
-"""Number of operations in the measured update, which takes a fraction of a second on any CPU."""
+"""FLOPs of the small training batch that is timed. It takes less than a second on any CPU."""
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
-"""Smallest and largest number of tokens in the measured update."""
+"""Smallest and largest number of tokens in the small training batch that is timed."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""Maximum number of operations in the measured decode step, unless it has only FEWEST_ROWS
-completions.
+"""To save time, the timed decode step has few completions: as many as DECODE_FLOPS operations
+allow, or FEWEST_ROWS if that is more.
 """
 KEY_NUMBERS = 2e7
-"""Maximum number of elements of the attention keys in the measured decode step."""
+"""Maximum number of elements in the key tensor of the timed decode step."""
 HEAD_ROWS = 2048
-"""Number of vocabulary tokens in the measured part of the output layer."""
+"""Number of vocabulary entries in the slice of the output layer that is timed."""
 REPEATS = 3
-"""Number of measurements, of which the fastest is used."""
+"""How often each operation is timed; the shortest time counts."""
 WITH_BACKWARD = 3
 """Time of a forward and a backward pass, divided by the time of a forward pass."""
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -346,7 +346,7 @@ def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload)
 
 
 def _train_token(layer: _Layer, head: Array, parts: float, work: Workload) -> float:
-    """Return the seconds of a forward and a backward pass, for each token."""
+    """Return the seconds per token of a forward plus a backward pass."""
     most = min(MOST_TOKENS, int(TRAIN_FLOPS / (6 * layer.numbers)))
     length = min(work.context, max(FEWEST_TOKENS, most))
     rows = max(1, most // length)
@@ -357,7 +357,7 @@ def _train_token(layer: _Layer, head: Array, parts: float, work: Workload) -> fl
 
 
 def _shortest(work: Callable[[], Any]) -> float:
-    """Return the seconds of the fastest of several calls, after a first call for warm-up."""
+    """Call `work` once for warm-up, then several times; return the shortest time."""
     work()
     seconds = []
     for _ in range(REPEATS):
@@ -370,7 +370,7 @@ def _shortest(work: Callable[[], Any]) -> float:
 def _weights(inputs: int, outputs: int) -> Array:
     """Return a constant weight matrix.
 
-    Each output is a tenth of the mean of the inputs, and stays small.
+    Each output is a tenth of the mean input, so activations stay small.
     """
     return np.full((inputs, outputs), 0.1 / inputs, dtype=np.float32)
 

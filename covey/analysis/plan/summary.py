@@ -33,8 +33,10 @@ class Plan:
     algorithm: str
     steps: int
     at_least: bool
-    """Whether there may be more steps than `steps`. A token budget allows more steps if completions
-    are short. With dynamic sampling, some steps may have no optimizer step.
+    """Whether the run may take more training steps than the number in the field `steps`. If a
+    number of tokens ends the run, short completions allow more training steps. If a number of
+    optimizer steps ends the run, dynamic sampling may add training steps that take no optimizer
+    step.
     """
     prompts_per_step: int
     group_size: int
@@ -62,7 +64,7 @@ class Plan:
     staleness: int = 0
     """The number of training steps by which generation may be ahead of training."""
     baselines: Mapping[str, Any] = field(default_factory=dict)
-    """The scores of trivial answers, named `constant`, `empty` and `copy` (of the prompt)."""
+    """Scores of trivial completions: a constant answer, an empty text and a copy of the prompt."""
     baselines_text: str = ""
     learning_rate: str = ""
     """The learning rate: peak, schedule and warm-up."""
@@ -83,7 +85,7 @@ class Plan:
 
     @property
     def age(self) -> int:
-        """The number of optimizer steps between generation and the last use of a completion."""
+        """The most optimizer steps between a completion's generation and its last use."""
         return (1 + self.staleness) * self.updates - 1
 
     @property

@@ -39,11 +39,13 @@ from covey.types import Prompt
 # the same time. This module does not import torch.
 
 UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
-"""Errors while reading data or a tokenizer, after which the plan continues without token counts."""
+"""If reading the data or the tokenizer raises one of these errors, `covey plan` continues without
+token counts."""
 
 Job = Mapping[str, Any]
-"""The keys of a job are the tokenizer's `path`, `source` and `options`, the chat `template`, and
-the inputs `solutions` (texts) and `prompts` (lists of messages).
+"""A job is a request to count tokens. The keys of a job are the model's `path`, the tokenizer's
+`source` and `options`, the chat `template`, and the inputs `solutions` (texts) and `prompts` (lists
+of messages).
 """
 Measure = Callable[[Job], Mapping[str, Any]]
 
@@ -54,7 +56,7 @@ def first_line(error: Exception) -> str:
 
 
 def measure(job: Job) -> Mapping[str, Any]:
-    """Return token counts of `solutions` and `prompts`; `problem` says why counts are missing."""
+    """Count the tokens of a job's solutions and prompts; `problem` holds any error."""
     found: dict[str, Any] = {}
     try:
         tokenizer = _tokenizer(job["source"], job["options"])
@@ -70,7 +72,7 @@ def measure(job: Job) -> Mapping[str, Any]:
 
 
 def _context(source: str) -> int | None:
-    """Return the model's context length; None if only the weights file states it."""
+    """Return the model's context length; None if config.json does not state it."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
@@ -96,13 +98,13 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
 
 def measuring() -> AbstractContextManager[Measure]:
-    """Return a context manager that yields `measure`, if necessary as a call to a new process."""
+    """Return a context manager that yields `measure`, which may run in a new process."""
     return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
 
 
 @contextmanager
 def measuring_elsewhere() -> Iterator[Measure]:
-    """Start a process that imports transformers; yield a function that calls `measure` in it."""
+    """Yield a function that calls `measure` in a new process, which imports transformers."""
     process = subprocess.Popen(
         module_command("covey.analysis.plan.task_facts"),
         stdin=subprocess.PIPE,
@@ -122,7 +124,7 @@ def measuring_elsewhere() -> Iterator[Measure]:
 
 
 def main() -> None:
-    """Read one job from standard input, and write its token counts to standard output."""
+    """Read one request to count tokens from stdin, and write the token counts to stdout."""
     start_rendering()
     import transformers.utils.chat_template_utils
 
@@ -136,18 +138,18 @@ if __name__ == "__main__":
 
 
 SAMPLE = 64
-"""The number of prompts whose tokens are counted, spread over the whole task."""
+"""The number of evenly spaced prompts of a task whose tokens are counted."""
 LONGEST = 32
-"""The number of longest prompts, by characters, whose tokens are counted besides the sample."""
+"""In addition to the sample, tokens are counted for this many prompts with the most characters."""
 BASELINE_PROMPTS = 256
-"""The number of held-out prompts on which baselines are scored."""
+"""The largest number of held-out prompts on which trivial answers are scored."""
 ASSUMED_PROMPT = 256
 """The assumed prompt length in tokens if the tokens of prompts cannot be counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """Known properties of the data. A rule that needs an unknown property reports nothing."""
+    """Properties of a task's data. Rules of `covey plan` skip properties that are unknown."""
 
     held_out: int | None = None
     """The number of held-out prompts in an evaluation."""
@@ -168,7 +170,7 @@ class TaskFacts:
     problem: str = ""
     """The reason why the tokens of prompts could not be counted."""
     unreadable: str = ""
-    """The error of a task that cannot be read."""
+    """The error message if the task's data cannot be read."""
     overlap: int = 0
     """The number of held-out prompts that are also training prompts; 0 if prompts are generated."""
     baselines: Baselines | None = None
@@ -216,7 +218,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers (constant, empty, copied prompt), but only if the reward is quick."""
+    """Score trivial answers, such as a constant; do not call a slow or costly reward."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
@@ -258,7 +260,7 @@ def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
-    """Return prompts from all parts of the task, because a data file may be sorted by length."""
+    """Return evenly spaced prompts, because a data file may be sorted by length."""
     stride = max(1, len(prompts) // most)
     return [prompts[at] for at in range(0, len(prompts), stride)][:most]
 

@@ -1,6 +1,6 @@
 """The contents of a run's report, gathered once for all formats.
 
-A run folder with missing or damaged records still gets a report, with a note about each record.
+If files of the run folder are missing or damaged, the report is still made and notes the problems.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ PANELS = MappingProxyType(
         **HEALTH,
     }
 )
-"""The metrics of each panel of the report. A panel shows the first of its metrics that the run
-logged.
+"""For each chart (panel) of the report, the metrics that it can show. A chart shows the first
+metric in its list that the run logged.
 """
 SAMPLES = 3
-"""The number of highest-reward and of lowest-reward rollouts in the report."""
+"""The report shows this many rollouts with the highest rewards, and as many with the lowest."""
 READ_SECONDS = 60.0
-"""Seconds for reading the last step's rollouts; the rest of a very large file is skipped."""
+"""Time limit in seconds for reading the last step's rollouts. If a file takes longer, its remaining
+lines are skipped."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",
@@ -55,33 +56,33 @@ BEFORE, AFTER = "before", "after"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run with everything that its report shows."""
+    """Everything that the report of a run shows."""
 
     name: str
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """Panel of the report -> curve of its metric."""
+    """For each chart (panel) of the report, the curve of the metric that it shows."""
     evaluations: TextTable
     examples: Sequence[Example]
     """Examples: held-out prompts with their greedy completions before and after training."""
     sampled_step: int | None
     samples: Sequence[Mapping[str, Any]]
-    """Rollouts of the last step with the highest rewards, then rollouts with the lowest rewards."""
+    """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
     findings: Sequence[Finding]
     reward_change: Sequence[str]
-    """Changes of the reward since the previous run, one line for each change. The list is empty if
-    the reward did not change.
+    """A description of how the reward changed since the previous run, as lines of text. The list is
+    empty if the reward did not change.
     """
     command: str
     environment: str
     config: str
     notes: Sequence[str]
-    """Notes about records that could not be read."""
+    """Notes about files of the run folder that could not be read."""
 
 
 def run_report(run: RunFolder) -> RunReport:
-    """Gather the report of a run."""
+    """Gather everything that the report of a run shows."""
     notes: list[str] = []
     steps, evaluations = run.steps(notes.append), run.evaluations(notes.append)
     environment = run.environment(notes.append)
@@ -124,7 +125,7 @@ def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
 
 
 def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the evaluation field that contains the main result, and the name of the result.
+    """Return the key of an evaluation's main result, and the name that the report displays.
 
     The main result is the accuracy, or the mean reward if no completion was ever correct.
     """
@@ -162,7 +163,7 @@ def _trends(steps: Sequence[Mapping[str, Any]]) -> dict[str, Trend]:
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return the curves of the accuracy and of the best constant answer's accuracy."""
+    """Return a table of the evaluations, with one row per evaluated step."""
     return TextTable(
         title="Accuracy by step",
         head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],

@@ -29,7 +29,7 @@ LONGEST = 3000
 
 
 def write_run_report(run: RunFolder, folder: Path) -> list[Path]:
-    """Write the report of a run into a folder; return its files."""
+    """Write the report of a run into a folder; return the paths of the written files."""
     report = run_report(run)
     files = {"report.html": html(report), "report.md": markdown(report)}
     if report.trends:
@@ -69,7 +69,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers between two given numbers.
+    """Return about `count` round numbers between `low` and `high`, for the ticks of an axis.
 
     >>> ticks(0.0, 1.0, 4)
     [0.0, 0.5, 1.0]
@@ -124,7 +124,7 @@ STYLE = (
     ".curve .line { fill: none; stroke: var(--arm-0); stroke-width: 1.8; } "
     ".curve .dot { fill: var(--arm-0); }"
 )
-"""Style sheet of a chart in a page, which uses the colours of the page."""
+"""CSS of the charts. The colors are CSS variables that the page defines."""
 
 
 def sheet(charts: Sequence[tuple[str, Trend]]) -> str:

@@ -2,9 +2,9 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is checked against its digest. Each record is also checked against its neighbors in the
-diagram above. This module does not import torch. The check of the data reads the task, to find the
-prompts that each step should have drawn.
+Each record is checked against its stored SHA-256 digest. Records that are neighbors in the diagram
+above are also compared with each other. This module does not import torch. To check the data, this
+module reads the task and computes which prompts each step should have drawn.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _versions(rollouts: Rows) -> set[int]:
 
 
 def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
-    """Check that each step used the prompts that the seed determines, with unchanged contents."""
+    """Check that each step used the prompts drawn by the seed, with unchanged texts."""
     if config.curriculum.active:
         return Result(name="data", passed=None, figure="not checked with a curriculum")
     try:
@@ -170,7 +170,7 @@ def _config(run: RunFolder) -> Result:
 
 
 def _digests(run: RunFolder) -> Result:
-    """Check the records of each step against the digests that were written with them."""
+    """Compare each step's records with the SHA-256 digests that the run stored."""
     if not (run.path / RECORDS_FILE).exists():
         what = "the run has none: an older version of Covey made it"
         return Result(name="digests", passed=None, figure=what)
@@ -195,7 +195,7 @@ def _digests(run: RunFolder) -> Result:
 
 
 def _records(run: RunFolder) -> Iterator[tuple[str, int, bytes]]:
-    """Yield the name, step and bytes of each line and file that has a digest."""
+    """Yield the file name, step and bytes of each record that should have a digest."""
     for name in ("steps.jsonl", "eval.jsonl"):
         for line in scan_lines(run.path / name, SAVED):
             if line.row is not None:

@@ -18,7 +18,7 @@ NAME = "recomputed step"
 
 
 def recomputed(run: RunFolder) -> Result:
-    """Repeat the steps between the two newest checkpoints; compare all weights with the newest one.
+    """Repeat the steps between the two newest checkpoints, and compare the final weights.
 
     No rollouts are generated or scored; the recorded rollouts are used.
     """
@@ -62,9 +62,9 @@ def recomputed(run: RunFolder) -> Result:
 
 
 def _changed_after(run: RunFolder, first: int) -> int | None:
-    """Return the step of the first resume with changed settings after the step `first`.
+    """Return the first step after `first` at which a resume changed the settings.
 
-    None means that all later steps had the current settings.
+    Return None if no settings changed after the step `first`.
     """
     file = run.path / CHANGES
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []

@@ -1,8 +1,9 @@
-"""Decode backends: the eager backend, and the choice of the fastest backend for a model.
+"""Define the eager decode backend, and choose the fastest backend for a model.
 
-The eager backend runs one decode step per call from Python. The backend in decode_graph.py replays
-several steps per call as a CUDA graph. Before the engine uses a decoder, a parity check compares
-the decoder with the model (`checked_decoder`).
+The eager backend runs one decode step per call of `advance`, from Python. The backend in
+decode_graph.py replays the CUDA graph of a decode step several times per call. Before the engine
+uses a decoder, a parity check compares the decoder's hidden states with the model's
+(`checked_decoder`).
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from covey.models.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Use of float8 numbers in the native engine, instead of the model's dtype."""
+    """Says where the native engine uses float8 numbers instead of the model's dtype."""
 
     products: bool = False
-    """Whether the matrix products of layers multiply float8 numbers."""
+    """Whether the linear layers multiply matrices in float8."""
     cache: bool = False
-    """Whether the KV cache of completions stores float8 numbers."""
+    """Whether the KV cache stores keys and values in float8."""
 
     @property
     def exact(self) -> bool:
-        """Whether the engine uses no float8 numbers."""
+        """Whether the engine avoids float8 entirely."""
         return not (self.products or self.cache)
 
 
@@ -50,16 +51,16 @@ MODEL_PRECISION = Precision()
 
 
 CAPACITY_STEP = 32
-"""The capacity of a slot is a multiple of this number, so that later calls can reuse a cache."""
+"""Slot capacity is rounded up to a multiple of this, so later calls can reuse a cache."""
 SPARE_BYTES = 64 * 2**20
-"""Maximum size of a cache that is kept between calls."""
+"""Maximum size in bytes of a KV cache that the eager backend keeps for the next call."""
 
 
 class DecodeBackend(Protocol):
     """A decode backend, which generates tokens in slots; a slot stores one completion."""
 
     description: str
-    """A line for the user: the backend's name, and why no faster backend is used."""
+    """A message for the user: the backend's name, and why no faster backend is used."""
     steps: int
     """Maximum number of tokens that one call of `advance` generates in a slot."""
 
@@ -69,32 +70,33 @@ class DecodeBackend(Protocol):
     def begin(
         self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
     ) -> Slots:
-        """Return empty slots for `prompts` prompts of at most `longest` tokens.
+        """Return empty slots; `prompts` and `longest` bound the number and length of prompts.
 
-        The backend uses the weights at the time of this call. `Limits` documents `steady`.
+        The backend generates with the weights that the model has at the time of this call. `Limits`
+        documents `steady`.
         """
 
     def refresh(self) -> None:
-        """Use the current weights, which have changed since `begin`."""
+        """Switch to the model's current weights, which have changed since `begin`."""
 
     def advance(self, slots: Slots, width: int, most: int) -> Progress:
-        """Generate 1 to `most` tokens in each unfinished slot among the first `width` slots."""
+        """Generate 1 to `most` tokens in each unfinished slot with an index below `width`."""
 
 
 @dataclass(slots=True)
 class EagerBackend:
-    """The eager backend, which generates one token per call."""
+    """The eager backend, which generates one token per slot in each call of `advance`."""
 
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """The shape of the KV cache; None for a model without a KV cache, whose slots store tokens."""
+    """KV cache shape. None if the model has no KV cache; slots then store token ids."""
     description: str = "one token at a time"
     steps: int = 1
     sampling: Sampling | None = None
     steady: bool = False
     spare: SlotCache | None = field(init=False, default=None)
-    """A small CPU cache for reuse by the next call, because new memory is slow at first use."""
+    """A small KV cache on the CPU, kept for the next call because new memory is slow."""
     capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
@@ -147,9 +149,9 @@ def advance_by(
 ) -> Progress:
     """Start min(steps, most) decode steps, without waiting for their result.
 
-    The returned progress is the state before the last step, so that the device runs this step while
-    the CPU looks for ended completions. If `steps` >= `most`, these steps end all completions, and
-    the returned progress is the state after the last step.
+    The returned progress is the state before the last step: the CPU looks for ended completions
+    while the device runs the last step. If `steps` >= `most`, every completion reaches its length
+    limit, so the returned progress is the state after the last step.
     """
     one_more = steps < most
     for _ in range(min(steps, most) - one_more):
@@ -179,7 +181,7 @@ def choose_backend(model: LanguageModel, precision: Precision = MODEL_PRECISION)
 
 
 def _float8_backend(model: LanguageModel, precision: Precision) -> DecodeBackend:
-    """Return the CUDA graph backend with float8 precision, or raise ModelError."""
+    """Return the float8 CUDA graph backend; raise ModelError if it cannot run the model."""
     from covey.engines.native.decode_graph import graph_backend  # needs triton
 
     try:
@@ -235,7 +237,7 @@ def _slot_cache(slots: int, shape: KVShape) -> SlotCache:
 
 
 def decoder_for(model: LanguageModel) -> Decoder:
-    """Return the fastest decoder over a `SlotCache` that passes the parity check."""
+    """Return the fastest decoder that uses a `SlotCache` and passes the parity check."""
     try:
         return checked_decoder(model, LlamaDecoder)
     except UnsupportedModel:
@@ -285,7 +287,7 @@ def _tokens(model: LanguageModel) -> torch.Tensor:
 def decode_with_cache(
     model: LanguageModel, decoder: Decoder, make_cache: MakeCache = _slot_cache
 ) -> torch.Tensor:
-    """Return the hidden states of two decode steps after cached prompts."""
+    """Run two decode steps of `decoder` after cached prompts; return the hidden states."""
     ids, prompts = _tokens(model), DynamicCache()
     model.backbone(input_ids=ids, past_key_values=prompts, use_cache=True)
     cache = make_cache(3, KVShape.of(prompts))
@@ -294,7 +296,7 @@ def decode_with_cache(
 
 @torch.inference_mode()
 def decode_without_cache(model: LanguageModel) -> torch.Tensor:
-    """Return the hidden states of the two decode steps from the model's own forward pass."""
+    """Run two decode steps as full forward passes of the model; return the hidden states."""
     ids = _tokens(model)
     cache = SlotCache(3, CAPACITY, None, model.device)
     return _two_steps(ids, RecomputeDecoder(model), cache, [ids[:, None]])

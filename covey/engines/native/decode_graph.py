@@ -1,9 +1,10 @@
 """CUDA graph backend: replays several decode steps per call without waiting for Python in between.
 
 A decode step runs hundreds of small kernels, and launching them one by one takes longer than
-running them. A CUDA graph launches all kernels at once. A graph is captured once for each
-combination of a number of slots and a sampling distribution. The graph stays valid while slots,
-completions and weights change, because the addresses of all tensors stay the same.
+running them. A CUDA graph launches all kernels at once. The backend captures one graph for each
+combination of slot count, maximum completion length and sampling distribution. The graph stays
+valid while slots, completions and weights change, because the addresses of all tensors stay the
+same.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from covey.models.language_model import LanguageModel
 STEPS = 8
 """Number of tokens that each completion gets before the CPU looks for finished completions."""
 FREE_SHARE = 0.8
-"""Maximum fraction of the free memory for completions; the rest is for training."""
+"""Maximum fraction of free GPU memory for the KV cache; training uses the remainder."""
 SLOTS = 4
-"""Number of slots in the test of a captured graph."""
+"""Number of slots in the check that a decode step can be captured (`check_capture`)."""
 TOLERANCE = 0.02
-"""The allowed relative difference between a replayed step and an eager step. Replayed and eager
-steps may use different kernels, so their results may differ by rounding."""
+"""Allowed relative difference between the results of a replayed and an eager decode step. Replayed
+and eager steps may use different kernels, so their results may differ by rounding."""
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class GraphBackend:
     description: str
     steps: int = STEPS
     cache: SharedPromptCache | None = None
-    """The KV cache, kept between calls because graphs contain its addresses."""
+    """The KV cache, kept between calls because CUDA graphs contain its memory addresses."""
     sizes: dict[str, int] = field(default_factory=dict)
     """The sizes with which the KV cache was allocated."""
     slots: dict[int, Slots] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class GraphBackend:
     def begin(
         self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
     ) -> Slots:
-        """Return empty slots; reuse the slots of the last call if they are large enough."""
+        """Return empty slots; reuse the KV cache of earlier calls if it is large enough."""
         # One more prompt, for one whose last completions are still queued without a slot.
         sizes = {
             "slots": width,
@@ -110,7 +111,7 @@ class GraphBackend:
         return replace(self.slots[room], kept=log)
 
     def _pool_pages(self, gigabytes: float) -> int:
-        """Return the number of pages to allocate: enough for full slots, if memory allows it."""
+        """Return the number of KV cache pages: enough for all slots, if memory allows."""
         shape, capacity = self.shape, self.sizes["capacity"]
         page = page_for(capacity)
         longest = -(-capacity // page)
@@ -127,7 +128,7 @@ class GraphBackend:
         return FREE_SHARE * (free + cached) - prompts
 
     def refresh(self) -> None:
-        """Update the decoder's weights in place, because graphs contain their addresses."""
+        """Update the decoder's weights in place, because graphs contain weight addresses."""
         self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
     def advance(self, slots: Slots, width: int, most: int) -> Progress:
@@ -179,7 +180,7 @@ class GraphBackend:
         sample_tokens(logits, state, temperature=distribution.temperature, stop_ids=slots.stop_ids)
 
     def _pick(self, slots: Slots, width: int, logits: torch.Tensor) -> None:
-        """Sample from a truncated distribution; finished slots do not change."""
+        """Sample one token per slot from a truncated distribution; skip finished slots."""
         cache, count = slots.cache, slots.count[:width]
         active, at = cache.active[:width], count.clamp(max=slots.room - 1)[:, None]
         uniforms = slots.uniforms[:width].gather(1, at).squeeze(1)
@@ -197,7 +198,7 @@ class GraphBackend:
 def graph_backend(
     model: LanguageModel, shape: KVShape, precision: Precision = MODEL_PRECISION
 ) -> GraphBackend:
-    """Return a CUDA graph backend, or raise UnsupportedModel."""
+    """Return a CUDA graph backend; raise UnsupportedModel if it cannot run the model."""
     if not precision.exact:
         return _float8_backend(model, shape, precision)
     try:
@@ -213,7 +214,7 @@ def graph_backend(
 
 
 def _float8_backend(model: LanguageModel, shape: KVShape, precision: Precision) -> GraphBackend:
-    """Return a backend with float8 numbers; its description says how long quantization takes."""
+    """Return a float8 backend; its description says how long quantization takes."""
     checked_decoder(model, FusedDecoder, _small_cache)  # the same layers, without rounding
     kind = Float8Decoder if precision.products else FusedDecoder
     small = partial(_small_cache, float8=precision.cache)
@@ -250,9 +251,9 @@ def _small_cache(slots: int, shape: KVShape, *, float8: bool = False) -> SharedP
 def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
     """Raise UnsupportedModel if a decode step cannot be captured and replayed for other tokens.
 
-    Synchronization with the CPU is detected before the capture, because a failed capture leaves the
-    CUDA context in a bad state. The replay with other tokens detects code that branches on token
-    values, because a graph repeats the captured branch.
+    The function looks for synchronization with the CPU before the capture, because a failed capture
+    leaves the CUDA context in a bad state. The replay with other tokens detects code that branches
+    on token values, because a graph repeats the captured branch.
     """
     cache.active[:] = True
     for layer in (cache.layer_keys, cache.prompt_keys, cache.layer_values, cache.prompt_values):

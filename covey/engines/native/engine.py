@@ -19,7 +19,7 @@ from covey.models.language_model import LanguageModel
 
 
 def has_exact_logp(model: LanguageModel) -> bool:
-    """Return whether the engine's log-probabilities equal the trainer's, up to rounding.
+    """Return whether the engine's log-probs equal the trainer's up to float32 rounding.
 
     In float32, the forward passes of engine and trainer differ by about 1e-6. In 16 bits, the
     forward passes of engine and trainer have different rounding errors.
@@ -29,7 +29,7 @@ def has_exact_logp(model: LanguageModel) -> bool:
 
 @dataclass(slots=True)
 class NativeEngine:
-    """The native engine, which generates with the weights of a model in training."""
+    """The native engine, which generates with the weights of the model being trained."""
 
     model: LanguageModel
     precision: Precision = MODEL_PRECISION
@@ -56,7 +56,7 @@ class NativeEngine:
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Record the version of the weights; the engine uses the trainer's own tensors.
+        """Record the version of the weights; the engine shares the trainer's tensors.
 
         If the request source calls `load_weights` during `run`, completions continue with the new
         weights.
@@ -67,11 +67,11 @@ class NativeEngine:
             self.scheduler.change_version(version)
 
     def events(self) -> list[str]:
-        """Return no events, because a failure of this engine is a failure of the trainer."""
+        """Return an empty list, because a failure of this engine also ends the trainer."""
         return []
 
     def take_preemptions(self) -> int:
-        """Return how many times completions were paused since the last call."""
+        """Return how many times completions were paused since this method was last called."""
         taken, self.preemptions = self.preemptions, 0
         return taken
 
@@ -115,11 +115,11 @@ class NativeEngine:
 
 
 class NativeCopy(NativeEngine):
-    """The native engine with its own model, for a trainer in another thread or process."""
+    """A native engine with its own copy of the model, in another thread or process."""
 
     @property
     def info(self) -> EngineInfo:
-        """The properties of the native engine, with `shares_weights` set to false."""
+        """The engine's properties; `shares_weights` is false."""
         return self._info(shares_weights=False)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
@@ -147,7 +147,7 @@ def _set_mode(model: nn.Module, *, training: bool) -> None:
 
 
 def _not_finite(one: Finished) -> ModelError:
-    """Return the error of a completion whose logits were not finite."""
+    """Return the error to raise for a completion with non-finite logits."""
     token = 1 + int((~np.isfinite(one.transcript.logp)).argmax())
     prompt = one.request.address.prompt
     return ModelError(

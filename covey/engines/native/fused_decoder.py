@@ -37,7 +37,7 @@ from covey.models.language_model import LanguageModel
 
 
 class FusedDecoder(LlamaDecoder):
-    """The decoder of Llama-like models on a GPU, with fused kernels."""
+    """A decoder for Llama-like models on a GPU that uses fused kernels."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
@@ -84,7 +84,7 @@ class FusedDecoder(LlamaDecoder):
 
 
 def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    """Return the weights and epsilon of a layer's query and key norms; None without norms."""
+    """Return weights and epsilon of a layer's query and key norms; None if there are none."""
     if block.query_norm is None or block.key_norm is None:
         return None
     weight, eps = gain(block.query_norm)
@@ -103,15 +103,15 @@ def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
 # run needs a correction (covey/objective/correction.py).
 
 MULTIPLE = 16
-"""The inner and outer sizes of a float8 product must be multiples of this number."""
+"""Input and output sizes of a float8 linear layer must be multiples of this number."""
 
 
 FLOAT8_TOLERANCE = 0.25
-"""The allowed relative difference of hidden states in the parity check.
+"""The allowed relative difference of hidden states in the parity check of a float8 decoder.
 
-A float8 number has three binary digits after the leading digit, so a product of random numbers has
-an error of about 4 %. The errors of several products add up. A wrong scale or a wrong row changes
-the hidden states by more than this tolerance.
+A float8 number has three mantissa bits, so a matrix product of random numbers has a relative error
+of about 4 %. The errors of several matrix products add up. A bug, such as a wrong scale or a wrong
+row index, changes the hidden states by more than this tolerance.
 """
 
 
@@ -133,7 +133,7 @@ class Float8Linear:
         self.bias = first.new_zeros(rows, dtype=torch.bfloat16) if biased else None
 
     def refresh(self) -> None:
-        """Quantize the current weights in place."""
+        """Quantize the current weights into the existing float8 buffer."""
         at = 0
         for layer in self.layers:
             end = at + layer.out_features
@@ -151,7 +151,7 @@ class Float8Linear:
 
 
 class _Products:
-    """The four float8 products of one layer."""
+    """The float8 matrix products of a transformer layer: QKV, output, gate-up and down."""
 
     def __init__(self, block: Block) -> None:
         self.qkv = Float8Linear(block.qkv.layers)
@@ -165,7 +165,7 @@ class _Products:
 
 
 class Float8Decoder(FusedDecoder):
-    """The decoder of Llama-like models on a GPU, with float8 products."""
+    """A decoder for Llama-like models on a GPU that computes matrix products in float8."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
@@ -176,7 +176,7 @@ class Float8Decoder(FusedDecoder):
 
     @torch.inference_mode()
     def begin(self, positions: int) -> None:
-        """Compute the table of RoPE angles, and quantize the current weights in place."""
+        """Compute the table of RoPE angles, and quantize the weights into float8 buffers."""
         super().begin(positions)
         for products in self.products:
             products.refresh()

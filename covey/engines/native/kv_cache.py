@@ -39,7 +39,7 @@ class KVShape:
 
     @staticmethod
     def of(prefix: DynamicCache) -> KVShape:
-        """Read the shape of keys and values from transformers' cache of a prompt."""
+        """Read the shape of keys and values from a filled transformers cache."""
         keys = prefix.layers[0].keys
         return KVShape(
             layers=len(prefix.layers),
@@ -59,7 +59,7 @@ class KVShape:
         return 2 * self.layers * self.heads * self.size * self.stored.itemsize * positions
 
     def zeros(self, slots: int, capacity: int) -> list[torch.Tensor]:
-        """Return zeros [S, H, L, D] for each layer."""
+        """Return a tensor of zeros [S, H, L, D] for each layer."""
         return [
             torch.zeros(
                 slots, self.heads, capacity, self.size, dtype=self.stored, device=self.device
@@ -69,7 +69,7 @@ class KVShape:
 
 
 class KVCache:
-    """Keys and values of prompts and of the completions in slots.
+    """Base class of KV caches, which store prompts, and one completion per slot.
 
     The scheduler chooses the id of each stored prompt.
     """
@@ -78,9 +78,9 @@ class KVCache:
         self.place = torch.zeros(slots, dtype=torch.long, device=device)
         """[S]: the position at which each slot's next token is written."""
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
-        """[S]: whether the completion is unfinished."""
+        """[S]: whether each slot's completion is unfinished."""
         self.per_slot = [self.place, self.active]
-        """All tensors whose row s belongs to slot s."""
+        """All tensors that have one row per slot."""
 
     @property
     def slots(self) -> int:
@@ -121,15 +121,15 @@ class KVCache:
     def store_completions(
         self, slots: list[int], counts: list[int], rows: torch.Tensor, layers: list[torch.Tensor]
     ) -> None:
-        """Store the first `counts` positions of completions that were paused.
+        """Store keys and values of paused completions; `slots[i]` gets `counts[i]` positions.
 
-        `layers` are keys and values [tokens, H, D], layer by layer. `rows` contains the indices of
-        the tokens in `layers` that belong to the slots, slot by slot.
+        `layers` are keys and values [tokens, H, D], layer by layer. `rows` lists which tokens of
+        `layers` to store, slot after slot.
         """
         raise NotImplementedError
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Record that the completions in these slots have ended or are paused."""
+        """Record that the completions in the given slots have ended or are paused."""
 
     def all_entered(self, prompt: int) -> None:
         """Record that no further slot will need the prompt."""
@@ -171,7 +171,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         self.width = slots
         """The next decode step processes slots 0 to width - 1."""
         self.reach = 0
-        """Number of positions that the next decode step attends to (largest used `place` + 1)."""
+        """Number of positions that the next decode step reads, at least max(place) + 1."""
 
     @property
     def bytes(self) -> int:
@@ -179,7 +179,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         return sum(tensor.nbytes for tensor in self.stored)
 
     def emptied(self) -> Self:
-        """Free all slots, set them to zero and remove all prompts."""
+        """Free all slots, set their tensors to zero and remove all prompts."""
         # Masked values are multiplied by 0. A failed call may have left NaN, and 0 * NaN is
         # NaN.
         for tensor in self.stored:
@@ -191,12 +191,12 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         return self
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
-        """Keep a reference to prompts after their prefill."""
+        """Keep references to the keys and values of prefilled prompts."""
         for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             self.prompts[prompt] = states, row, length
 
     def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
-        """Copy each prompt into its slot."""
+        """Copy each prompt's keys and values into its slot."""
         mine = [self.prompts[prompt] for prompt in prompts]
         index = torch.tensor(slots, device=self.place.device)
         for states in {id(states): states for states, _, _ in mine}.values():
@@ -209,7 +209,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         self.place[index] = lengths - 1
 
     def all_entered(self, prompt: int) -> None:
-        """Remove the stored prompt, because every slot has a copy."""
+        """Remove the stored prompt, because every slot that needs this prompt has a copy."""
         del self.prompts[prompt]
 
     def keep(self, slots: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Decode step of Llama-like models: direct arithmetic with the model's own weights.
+"""Decode steps of Llama-like models, computed with torch from the model's own weights.
 
 For any model, a decode step can run the model's forward pass in transformers
 (transformers_decoder.py). Most models have Llama's architecture. For Llama-like models, this module
@@ -50,7 +50,7 @@ class Decoder(Protocol):
         return
 
     def step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return hidden states [W, hidden size] after `tokens` [W], and write to the cache."""
+        """Process `tokens` [W] and fill the cache; return hidden states [W, hidden size]."""
 
 
 class Linear:
@@ -89,7 +89,7 @@ class LinearGroup:
         """
         self._copies: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        """The addresses of the weights and biases that were fused last."""
+        """The memory addresses of the weights and biases that `fuse` fused last."""
 
     def fuse(self) -> None:
         """Fuse the current weights: use views if the model stores them fused, or else copy them."""
@@ -127,7 +127,7 @@ class LinearGroup:
 
 
 class Block:
-    """The modules of one transformer layer, with the model's own weights and no copies."""
+    """The modules of one transformer layer, which use the model's own weights, not copies."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -145,12 +145,12 @@ class Block:
 
     @property
     def adapted(self) -> bool:
-        """Whether any linear layer of the block has an adapter."""
+        """Whether any linear layer of the block has a LoRA adapter."""
         parts = (*self.qkv.layers, *self.gate_up.layers, self.output, self.down)
         return any(part.down is not None for part in parts)
 
     def fuse(self) -> None:
-        """Fuse the layers that have the same input."""
+        """Fuse the linear layers that have the same input."""
         self.qkv.fuse()
         self.gate_up.fuse()
 
@@ -170,7 +170,7 @@ class LlamaDecoder(Decoder):
             raise UnsupportedModel
 
     def begin(self, positions: int) -> None:
-        """Compute the table of RoPE angles, and fuse the weights of a small model."""
+        """Compute the table of RoPE angles, and fuse the weights if the model is small."""
         weight = self.embedding.weight
         places = torch.arange(positions, device=weight.device)
         cosine, sine = self.rotary(weight[:1, None], places[None])
@@ -230,7 +230,7 @@ def _heads(
 
 
 def _fuses(blocks: list[Block]) -> bool:
-    """Return whether the layers are plain linear layers with weights small enough to copy."""
+    """Return whether to fuse: weights are small, and layers have no adapter or query norm."""
     parts = [m for b in blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
     size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
     adapted = any(b.adapted for b in blocks)
@@ -244,7 +244,7 @@ def _apply_rope(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
-    """Return the rows of the new positions in a cache that is flattened to [S * K * L, D]."""
+    """Return the row index of each new position in a cache flattened to [S * K * L, D]."""
     slots = torch.arange(len(place) * heads, device=place.device)
     return slots * capacity + place.repeat_interleave(heads)
 

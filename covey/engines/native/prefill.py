@@ -1,4 +1,4 @@
-"""Prefill: one forward pass over several prompts. Each prompt is prefilled once per group."""
+"""Prefill: one forward pass over several prompts. A group's prompt is prefilled only once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PREFILL_TOKENS = 16_384
 def read_prompts(
     model: LanguageModel, cache: KVCache, prompts: dict[int, tuple[int, ...]]
 ) -> dict[int, torch.Tensor]:
-    """Prefill prompts into a cache; return the first logits [V] after each prompt."""
+    """Prefill prompts into a cache; return the next-token logits [V] of each prompt."""
     found: dict[int, torch.Tensor] = {}
     for together in _in_parts(prompts):
         tokens = [prompts[prompt] for prompt in together]
@@ -49,8 +49,8 @@ def read_completions(
 ) -> None:
     """Recompute the keys and values of paused completions, and store them in the slots.
 
-    `prompts` and `completions` contain the tokens of each slot. The cache must already contain the
-    prompts, and must have reserved memory for the completions.
+    `prompts` and `completions` map each slot to the tokens of its prompt and completion. The cache
+    must already contain the prompts, and must have reserved memory for the completions.
     """
     whole = {slot: (*prompts[slot], *new) for slot, new in completions.items() if new}
     for slots in _in_parts(whole):
@@ -109,5 +109,5 @@ def _prefill(
 
 
 def cache_states(cache: DynamicCache) -> list[torch.Tensor]:
-    """Return the keys and values in transformers' cache, in the order of layers."""
+    """Return the keys and values of a transformers cache, layer by layer."""
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 MAX_BUCKETS = 16
 """Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
 MAX_FLOPS = 1.2e13
-"""Maximum number of floating-point operations of a captured pass. In a larger pass, the device is
-slower than Python's kernel launches, so a graph would save no time but would use memory.
+"""Maximum number of floating-point operations in a prefill pass that is captured. In a larger pass,
+the device is slower than Python's kernel launches, so a graph would save no time but would use
+memory.
 """
 
 
@@ -39,16 +40,17 @@ class PrefillGraphs:
 
     def __init__(self) -> None:
         self.passes: dict[Size, _Pass] = {}
-        """The passes of all buckets, from least to most recently used."""
+        """Maps a bucket's size to its prefill pass, from least to most recently used."""
         self.failed = False
-        """Whether a capture has failed; after a failed capture, all passes run eagerly."""
+        """Whether a graph capture has failed; if so, no further pass is captured."""
         self._weights = 0
-        """The number of weights of the model's layers; 0 if not counted yet."""
+        """The number of parameters in the model's layers; 0 if not counted yet."""
 
     def suits(self, model: LanguageModel, cache: SharedPromptCache, tokens: int) -> bool:
-        """Return whether a graph makes a pass over this many prompt tokens faster.
+        """Return whether to use a CUDA graph for a prefill pass over this many tokens.
 
-        The scale of float8 keys depends on the first prompts, so it is not part of a graph.
+        Prefill into a float8 cache uses no graph, because the float8 scales depend on the first
+        prompts.
         """
         if not self._weights:
             layers: Any = model.backbone.layers
@@ -62,7 +64,7 @@ class PrefillGraphs:
         prompts: Sequence[tuple[int, ...]],
         rows: Sequence[int],
     ) -> torch.Tensor:
-        """Prefill prompts into rows of the cache; return the first logits [n, V] after them."""
+        """Prefill prompts into rows of the cache; return the next-token logits [n, V]."""
         tables, longest = prompt_tables(prompts)
         size = Size.of(tables, longest)
         one = self.passes.pop(size, None) or _Pass(size, model.device)
@@ -98,18 +100,18 @@ class PrefillGraphs:
 
 
 class _Pass:
-    """The forward pass over the buffers of one bucket."""
+    """The prefill pass of one bucket: its input buffers, and its CUDA graph once captured."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         self.buffers = StaticBuffers(size, device, shared=False)
         self.stored = torch.zeros(3, size.tokens, dtype=torch.long, device=device)
-        """[3, N]: for each packed token, its index and the cache row and position that store it."""
+        """[3, N]: index, cache row and position in the row of each packed token."""
         self.last: torch.Tensor | None = None
         """The hidden state of each prompt's last token, from the newest pass."""
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def fill(self, tables: PackedTables, rows: Sequence[int]) -> None:
-        """Copy prompts, and the rows of the cache where they are stored, to the buffers."""
+        """Fill the input buffers with prompts and with the cache rows that store them."""
         self.buffers.fill(tables)
         stored = np.zeros(self.stored.shape, dtype=np.int64)
         count = len(tables.input_ids)
@@ -121,7 +123,7 @@ class _Pass:
         self.stored.copy_(to_device([torch.from_numpy(stored)], self.stored.device)[0])
 
     def forward(self, model: LanguageModel, cache: SharedPromptCache) -> torch.Tensor:
-        """Store keys and values in the cache; return the hidden state of each last token."""
+        """Write keys and values to the cache; return each prompt's last hidden state."""
         layers = iter(zip(cache.prompt_keys, cache.prompt_values, strict=True))
         tokens, rows, places = self.stored.unbind(0)
 

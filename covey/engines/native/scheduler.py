@@ -20,7 +20,7 @@ from covey.rng import completion_uniforms
 from covey.types import VersionSpan
 
 REFILL_SHARE = 8
-"""Slots are refilled when 1 / REFILL_SHARE of them are free, because small prefills are slow."""
+"""Slots are refilled once 1 / REFILL_SHARE are free, because many small prefills are slow."""
 READ_TOKENS = 16
 """A completion's tokens are read from the device once this many new tokens were generated."""
 
@@ -39,20 +39,20 @@ class Scheduler:
         self.version = version
         """The version of the current weights."""
         self.spans: dict[int, list[VersionSpan]] = {}
-        """Spans of tokens that earlier weights have generated, by request index."""
+        """Maps a request index to the token spans that earlier weights generated."""
         self.limits = limits = source.limits
         self.sampling = sampling = limits.sampling
         self.queue: deque[Request] = deque()
         self.prompts: dict[int, tuple[int, ...]] = {}
-        """Tokens of the prompts with unfinished requests, by prompt index."""
+        """Maps the index of a prompt with unfinished requests to the prompt's tokens."""
         self.waiting: Counter[int] = Counter()
-        """Number of requests that have no slot yet, by prompt index."""
+        """Maps a prompt index to the number of its requests that have no slot yet."""
         self.unfinished: Counter[int] = Counter()
-        """Number of requests that are not complete, by prompt index."""
+        """Maps a prompt index to the number of its unfinished requests."""
         self.first_logits: dict[int, torch.Tensor] = {}
-        """Logits of the first token after prompts that have waiting requests, by prompt index."""
+        """For each prompt with waiting requests, the logits of the first completion token."""
         self.paused: dict[int, Paused] = {}
-        """Paused completions, which wait for a slot again, by request index."""
+        """Maps a request index to its paused completion, which waits for a free slot."""
         self.preemptions = 0
         """Number of times that a completion was paused."""
         self._pull()
@@ -75,11 +75,11 @@ class Scheduler:
         and tokens already searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
-        """Ids of stop strings that are special tokens, which decoding omits from the text."""
+        """Token ids of stop strings that are special tokens, which decoded text omits."""
         self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
 
     def _pull(self) -> None:
-        """Queue the requests that are ready."""
+        """Take all available requests from the source, and queue them."""
         for request in self.source.take():
             check_length(request, self.model, self.sampling.max_tokens)
             self.queue.append(request)
@@ -152,7 +152,7 @@ class Scheduler:
         return progress
 
     def _written(self, slots: list[int], counts: np.ndarray) -> Written:
-        """Start to read the unread tokens of slots with `counts` tokens from the device."""
+        """Start to copy each slot's unread tokens, up to token `counts`, from the device."""
         return self.slots.written(slots, self.read[slots], counts)
 
     def _admitted(self) -> list[Request]:
@@ -172,8 +172,9 @@ class Scheduler:
     def _positions(self, counts: np.ndarray) -> np.ndarray:
         """Return the number of cache positions that completions need after the next steps.
 
-        `counts` are the current token counts of the completions. The decode step after a token
-        computes the token's key and value, so the last token of a completion needs no position.
+        `counts` are the current token counts of the completions. A token's key and value are
+        computed in the decode step after the token, so a completion's last token needs no cache
+        position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
         return after - 1
@@ -187,7 +188,7 @@ class Scheduler:
             self._pause(int(slots[np.argmin(self.counts[slots])]))
 
     def _pause(self, slot: int) -> None:
-        """Free the slot of an unfinished completion, which continues when memory is free."""
+        """Pause an unfinished completion: free its slot, and queue its request again."""
         request, transcript, log = self._request(slot), self.transcripts[slot], self.slots.kept
         (new,) = self._written([slot], self.counts[[slot]]).read()
         transcript.add(*new)
@@ -231,7 +232,7 @@ class Scheduler:
                 cache.all_entered(request.prompt)
 
     def _open(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
-        """Assign prompts and random numbers to slots; return the slot indices on the device."""
+        """Assign prompts and random numbers to slots; return the slots as a device tensor."""
         # The device may still run a prefill. Sending completions does not wait for the prefill.
         ready = [torch.tensor(slots), torch.from_numpy(self._uniforms(requests))]
         index, uniforms = to_device(ready, self.model.device)
@@ -265,8 +266,8 @@ class Scheduler:
         """Return the prompts to prefill: prompts of the given requests that were not prefilled yet.
 
         If a prefill is needed, it also includes prompts from the front of the queue, as many as
-        fit. On a GPU, a pass over few prompts takes as long as a pass over many, and all slots wait
-        for the pass.
+        fit. On a GPU, a prefill pass over few prompts takes as long as a pass over many, and
+        decoding waits during the pass.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}
@@ -345,7 +346,7 @@ class Scheduler:
         return Finished(request, self.transcripts[slot], "length", versions, kept)
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return the length up to the first stop string, for each slot with a stop string."""
+        """Return for each slot with a stop string the token count up to the string's end."""
         found: dict[int, int] = {}
         slots = np.flatnonzero(self.taken).tolist()
         # A stop string of n bytes spans at most n tokens, unless they decode to nothing.

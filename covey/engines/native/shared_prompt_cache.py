@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 UNIT_MARGIN = 4.0
-"""Largest factor by which float8 keys and values may exceed those of the first prompts."""
+"""Float8 keys and values may be up to this many times as large as in the first prompts."""
 LEAST_UNIT = 1e-10
 PROMPT_STEP = 128
-"""The capacity for prompt tokens is a multiple of this number. The rounded capacity lets later
-calls reuse a cache."""
+"""The capacity for prompt tokens is a multiple of this number. Rounding up the prompt capacity lets
+later calls reuse a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 PRODUCT_ROWS = 16
@@ -49,7 +49,7 @@ def width_for(completions: int) -> int:
 
 
 def slots_together(query_heads: int) -> int:
-    """Return the number of slots for which attention reads a prompt only once.
+    """Return how many slots share one read of their common prompt in attention.
 
     `query_heads` is the number of query heads that share a key head.
     """
@@ -57,9 +57,9 @@ def slots_together(query_heads: int) -> int:
 
 
 def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
-    """Return slot indices [S, together]: each row lists slots with one prompt; -1 means no slot.
+    """Return slot indices [S, together]: slots in a row have the same prompt; -1 is padding.
 
-    `prompt_rows` [S] has the prompt of each slot, and -1 for each free slot.
+    `prompt_rows` [S] contains the cache row of each slot's prompt, or -1 for a free slot.
     """
     order = np.argsort(prompt_rows, kind="stable")
     _, first, counts = np.unique(prompt_rows[order], return_index=True, return_counts=True)
@@ -86,7 +86,7 @@ class SharedPromptCache(KVCache):
     ) -> None:
         """Allocate the cache; by default, it has enough pages for all slots at full length.
 
-        Attention reads a prompt once for `together` slots.
+        Attention reads a prompt once for up to `together` slots with this prompt.
         """
         super().__init__(slots, shape.device)
         page = page_for(capacity)
@@ -112,11 +112,11 @@ class SharedPromptCache(KVCache):
         self.sharing = counters(slots, together)
         """[S, together]: slot indices; each row of the tensor lists slots with the same prompt."""
         self.arrived = counters(slots, shape.heads)
-        """[S, K]: counters by which an attention kernel detects that all its parts are computed."""
+        """[S, K]: counters that tell a kernel when all partial attention outputs exist."""
         self.slot_rows = np.full(slots, -1)
         """[S]: `prompt_row` on the CPU, with -1 for free slots."""
         self.rows: dict[int, tuple[int, int]] = {}
-        """The cache row and the length of each prompt, by prompt id."""
+        """Maps a prompt id to the prompt's cache row and length."""
         self.free = list(range(prompts))
         self.prefill = PrefillGraphs()
         self._share()
@@ -138,7 +138,7 @@ class SharedPromptCache(KVCache):
         return self
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
-        """Copy prompts to free rows of the cache."""
+        """Copy the keys and values of prompts to free rows of the cache."""
         index = torch.tensor(self.rows_for(prompts, lengths), device=self.place.device)
         by_layer = _by_layer(self.prompt_keys, self.prompt_values)
         self._set_units(source.abs().amax(dim=(0, 2, 3)) for source in states)
@@ -165,7 +165,7 @@ class SharedPromptCache(KVCache):
             _raw(target)[row, :, at] = self._stored(source, unit[:, None])
 
     def _set_units(self, largest: Iterable[torch.Tensor]) -> None:
-        """Set the float8 scales from the largest keys and values [K] of prompts.
+        """Set the float8 scales from the largest absolute keys and values [K] of prompts.
 
         The scales stay the same until the cache is emptied, because stored numbers depend on them.
         The scales are larger than the prompts need, so that later keys and values may be larger. A
@@ -178,7 +178,7 @@ class SharedPromptCache(KVCache):
             self.has_units = True
 
     def _stored(self, numbers: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-        """Convert keys or values to the stored format; float8 numbers become bytes."""
+        """Convert keys or values to the cache's dtype; return float8 numbers as bytes."""
         if not self.float8:
             return numbers
         top = torch.finfo(torch.float8_e4m3fn).max
@@ -221,13 +221,13 @@ class SharedPromptCache(KVCache):
         )
 
     def rows_for(self, prompts: Sequence[int], lengths: list[int]) -> list[int]:
-        """Assign free rows to prompts, and return the rows."""
+        """Assign a free cache row to each prompt, and return the row indices."""
         rows = [self.free.pop() for _ in prompts]
         self.rows |= dict(zip(prompts, zip(rows, lengths, strict=True), strict=True))
         return rows
 
     def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
-        """Set the cache row of each slot's prompt."""
+        """Point each given slot to the cache row of its prompt."""
         mine = [self.rows[prompt] for prompt in prompts]
         index, ours = to_device([torch.tensor(slots), torch.tensor(mine)], self.place.device)
         self.prompt_row[index], self.prompt_length[index] = ours.unbind(1)
@@ -286,7 +286,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return keys and values in the order of layers."""
+    """Return one list with the keys and values of each layer in turn."""
     return [tensor for layer in zip(keys, values, strict=True) for tensor in layer]
 
 
@@ -297,8 +297,8 @@ def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torc
 # needs them. A slot keeps its pages until its completion has ended or is paused.
 
 PAGE = 128
-"""Number of positions in a page. Attention reads tiles of up to this many positions, and a tile
-must not cross the boundary of a page."""
+"""Maximum number of positions in a page of the KV cache. Attention reads tiles of up to this many
+positions, and a tile must not cross the boundary of a page."""
 LEAST_PAGE = 16
 """Minimum number of positions in a page: the smallest tile of tensor cores."""
 
@@ -309,7 +309,7 @@ def page_for(capacity: int) -> int:
 
 
 class Pages:
-    """The pages of every slot, and the free pages."""
+    """Records which KV cache pages each slot owns and which pages are free."""
 
     def __init__(self, pages: int, slots: int, page: int) -> None:
         self.page, self.count = page, pages
@@ -319,7 +319,7 @@ class Pages:
         self.free = list(range(pages))
 
     def needed(self, positions: np.ndarray) -> np.ndarray:
-        """Return how many pages are needed for each of the given numbers of positions."""
+        """Return for each entry of `positions` how many pages store this many positions."""
         return -(-positions // self.page)
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:

@@ -19,7 +19,7 @@ from covey.types import Finish, VersionSpan
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to main memory; later device work does not change it."""
+    """An asynchronous CPU copy of a tensor, which later device work does not change."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Start the copy, which runs after all work that is already queued on the device."""
@@ -87,7 +87,7 @@ class Slots:
     stop_ids: torch.Tensor
     """Tokens that end a completion."""
     kept: KeptLog | None = None
-    """For each sampled token, the candidates left after truncation; None if not recorded."""
+    """Candidates that top-k, top-p and min-p left for each token; None if not recorded."""
 
     @staticmethod
     def make(cache: KVCache, sampling: Sampling, stop_ids: Sequence[int]) -> Slots:
@@ -110,7 +110,7 @@ class Slots:
         return self.tokens.shape[1]
 
     def open(self, index: torch.Tensor, uniforms: torch.Tensor) -> None:
-        """Prepare slots for new completions, whose tokens are drawn with `uniforms` [n, R]."""
+        """Prepare slots for new completions; sampling uses the random `uniforms` [n, R]."""
         self.uniforms[index] = uniforms
         self.count.index_fill_(0, index, 0)  # an assignment would synchronize with the device
         if self.kept is not None:
@@ -171,7 +171,8 @@ class Slots:
     ) -> None:
         """Continue paused completions in the slots `index`, which `open` has prepared.
 
-        The newest token of a paused completion may be its last token.
+        A paused completion may already have ended: its newest token may be a stop token or reach
+        the length limit.
         """
         counts = torch.tensor([len(row) for row in tokens])
         which = row_of_each(counts)
@@ -207,7 +208,7 @@ class Slots:
 
 @dataclass(slots=True)
 class KeptLog:
-    """For each sampled token of each slot: the candidates left after truncation, on the CPU."""
+    """Records for each sampled token which candidates top-k, top-p and min-p left."""
 
     slots: list[list[np.ndarray]]
 
@@ -217,12 +218,12 @@ class KeptLog:
         return KeptLog([[] for _ in range(slots)])
 
     def open(self, index: torch.Tensor) -> None:
-        """Start new completions in the given slots."""
+        """Clear the log of the given slots, in which new completions start."""
         for slot in index.tolist():
             self.slots[slot] = []
 
     def add(self, index: torch.Tensor, kept: torch.Tensor) -> None:
-        """Record the candidates left after truncation [n, V] for the newest token of each slot."""
+        """Record the candidates of each slot's newest token, from the mask `kept` [n, V]."""
         ids = kept.nonzero()[:, 1].cpu().numpy()
         ends = kept.sum(dim=1).cumsum(dim=0).tolist()
         for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
@@ -234,7 +235,7 @@ class KeptLog:
         self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
 
     def text(self, slot: int, length: int) -> str:
-        """Return as text the candidates after truncation, for a slot's first `length` tokens."""
+        """Encode the candidates left by truncation for a slot's first `length` tokens."""
         sets: Sequence[np.ndarray] = self.slots[slot][:length]
         return encode_kept(sets)
 
@@ -250,7 +251,7 @@ class Transcript:
     """The tokens of one completion that the CPU has read so far."""
 
     def __init__(self, pieces: Pieces | None) -> None:
-        """Start a completion; `pieces` are the bytes of each token, if the tokenizer has them."""
+        """Start an empty transcript; `pieces` maps token ids to bytes, None if unknown."""
         self.tokens: list[int] = []
         self.logp: list[float] = []
         self._pieces = pieces
@@ -289,7 +290,7 @@ class Paused(NamedTuple):
     searched: int
     """The number of tokens that were already searched for stop strings."""
     kept: list[np.ndarray]
-    """For each token of the completion, the candidates left after truncation, if recorded."""
+    """Candidates that top-k, top-p and min-p left for each token; empty if not recorded."""
 
 
 class Ended(NamedTuple):

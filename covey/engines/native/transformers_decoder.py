@@ -30,7 +30,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class TransformersDecoder(Decoder):
-    """A decoder that runs the model's forward pass over slots."""
+    """A decoder that runs the model's forward pass on a `SlotCache`."""
 
     model: LanguageModel
 
@@ -56,7 +56,7 @@ class TransformersDecoder(Decoder):
 class SharedPromptDecoder(Decoder):
     """A decoder that runs the model's forward pass over a shared-prompt cache.
 
-    This decoder never synchronizes with the CPU, unless the model's own code does.
+    The decoder's own code never synchronizes with the CPU, but the model's code may.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -86,7 +86,7 @@ class SharedPromptDecoder(Decoder):
 
 
 class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
-    """A view of a shared-prompt cache that acts as the model's cache and attention function."""
+    """Wraps a shared-prompt cache as cache and attention function of a transformers model."""
 
     def __init__(
         self, cache: SharedPromptCache, windows: Sequence[int | None] | int | None
@@ -113,7 +113,7 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
         value: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Compute attention of query [W, H, 1, D], with the new key and value [W, K, 1, D]."""
+        """Store the new key and value [W, K, 1, D]; attend with the query [W, H, 1, D]."""
         from covey.accel.kernels.shared_prompt_attention import (  # needs Triton
             shared_prompt_attention,
         )

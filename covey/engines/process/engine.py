@@ -1,9 +1,9 @@
-"""The trainer's side of the native engine in a separate process.
+"""The native engine in a separate process: the trainer's side, which controls the process.
 
-The engine's process has its own copy of the model. The process receives new weights through shared
-memory, and exchanges requests and completions through a pipe. If the process dies, a new process
-loads the same weights and generates the completions of the same requests again, so the run
-continues with the same numbers.
+The engine's process has its own copy of the model. The engine's process receives new weights
+through shared memory, and exchanges requests and completions with the trainer through a pipe. If
+the engine's process dies, a new process loads the same weights and generates the completions of the
+same requests again, so the run continues with the same results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from covey.errors import ModelError
 from covey.subprocesses import how_ended, module_command
 
 POLL_SECONDS = 0.005
-"""Seconds between two calls of the source's `take` method while completions are generated."""
+"""Seconds between two calls of the request source's `take` during generation."""
 EXIT_SECONDS = 5.0
 MOST_DEATHS = 3
 """The run fails if the engine's process dies this many times without a completion in between."""
@@ -67,7 +67,7 @@ class _Process:
         return how_ended(self.process, EXIT_SECONDS)
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the engine's process, and close its pipes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -92,11 +92,11 @@ class ProcessEngine:
     """The native engine in another process on this machine."""
 
     module: str
-    """The module that the process runs, which calls `worker.main`."""
+    """The Python module that the engine's process runs; the module calls `worker.main`."""
     setup: Any
     """The data from which `module` builds the model."""
     weights: SharedWeights
-    """The trainer's weights at the time of the last `load_weights`."""
+    """Shared memory with the trainer's weights from the last call of `load_weights`."""
     version: int = 0
     process: _Process | None = field(init=False, default=None)
     told: EngineInfo | None = field(init=False, default=None)
@@ -106,7 +106,7 @@ class ProcessEngine:
     happened: list[str] = field(init=False, default_factory=list)
     deaths: int = field(init=False, default=0)
     closed: int = field(init=False, default=0)
-    """The number of times the engine was closed; a run ends when this number changes."""
+    """How many times the engine was closed; closing during `run` makes `run` fail."""
     lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     """A thread holds this lock while the process starts or loads weights."""
 
@@ -142,7 +142,7 @@ class ProcessEngine:
         assert process.reply() == self.version, "the engine has loaded these weights"
 
     def _died(self, process: _Process) -> None:
-        """Record that a process has died; the next use starts a new process."""
+        """Record that a process has died; the next use of the engine starts a new process."""
         with self.lock:
             if self.process is not process:
                 return
@@ -240,7 +240,7 @@ class _Work:
         return more
 
     def _accept(self, rows: Sequence[tuple[Any, ...]]) -> set[int]:
-        """Pass new completions to the source.
+        """Pass new completions to the request source.
 
         Return the request indices of all received completions.
         """

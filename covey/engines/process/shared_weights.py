@@ -23,7 +23,7 @@ ALIGNMENT = 256
 
 
 class Piece(NamedTuple):
-    """Name, shape, dtype and offset of a weight in the block of memory."""
+    """Describes one weight in the shared memory block: name, shape, dtype and byte offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,33 +32,33 @@ class Piece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The offset of the first byte after the weight."""
+        """The byte offset at which this weight ends in the shared memory block."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 class Handle(NamedTuple):
-    """The data that another process needs to open the block of memory."""
+    """The data with which another process can open the shared memory block of weights."""
 
     pieces: tuple[Piece, ...]
     size: int
     descriptor: int = -1
-    """The file descriptor, which the engine's process inherits; -1 if the block is on a GPU."""
+    """File descriptor of the memory, inherited by the engine's process; -1 for GPU memory."""
     cuda: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] | None = None
-    """A function and its arguments that open the tensor in another process by CUDA IPC."""
+    """A function and its arguments; the call opens the GPU tensor in another process."""
 
 
 @dataclass(slots=True)
 class SharedWeights:
-    """The block of memory with all weights, in the trainer or in the engine's process."""
+    """A memory block that holds all weights; trainer and engine process share the block."""
 
     handle: Handle
     flat: torch.Tensor
-    """All bytes of the block."""
+    """All bytes of the shared memory block, as one flat tensor."""
     memory: Any = field(default=None, repr=False)
 
     @staticmethod
     def allocate(weights: Iterable[tuple[str, torch.Tensor]], *, on_gpu: bool) -> SharedWeights:
-        """Allocate a block for weights; with `on_gpu`, on the GPU of the weights."""
+        """Allocate a shared memory block for weights, on their GPU if `on_gpu` is true."""
         pieces, size, device = [], 0, torch.device("cpu")
         for name, weight in weights:
             pieces.append(Piece(name, tuple(weight.shape), weight.dtype, size))
@@ -72,7 +72,7 @@ class SharedWeights:
 
     @staticmethod
     def open(handle: Handle) -> SharedWeights:
-        """Open a block that another process has allocated."""
+        """Open the shared memory block that a handle describes."""
         if handle.cuda is not None:
             rebuild, arguments = handle.cuda
             return SharedWeights(handle, rebuild(*arguments))
@@ -80,14 +80,14 @@ class SharedWeights:
         return SharedWeights(handle, torch.frombuffer(memory, dtype=torch.uint8), memory)
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield each name and its weight, as a view of the block."""
+        """Yield the name and tensor of each weight; tensors are views of shared memory."""
         for piece in self.handle.pieces:
             part = self.flat[piece.start : piece.stop]
             yield piece.name, part.view(piece.dtype).view(piece.shape)
 
     @torch.no_grad()
     def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy all weights into the block, and wait until the copy is complete."""
+        """Copy all weights into the shared memory, and wait until the copy is complete."""
         new = dict(weights)
         for name, place in self.weights():
             place.copy_(new[name])
@@ -96,7 +96,7 @@ class SharedWeights:
 
 
 def _anonymous_file(size: int) -> int:
-    """Return the descriptor of an in-memory file, which is freed when its processes have ended."""
+    """Return the descriptor of an unnamed file, freed when all processes using it end."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("covey-weights")
     else:

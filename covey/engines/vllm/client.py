@@ -1,8 +1,9 @@
-"""HTTP client of one vLLM server: generation by token ids, weight updates, version and config.
+"""HTTP client of one vLLM server, for generation, weight updates and server information.
 
-Numbers from a server are checked before they are used. If a server cannot be reached, fails or does
-not reply, the client raises `Unavailable`, and a restart may help. Failures other than
-`Unavailable` raise `EngineError`, which ends the run with a one-line message.
+The client checks the token ids and log-probabilities that a server sends. If a server cannot be
+reached, fails or does not reply, the client raises `Unavailable`; a restart of the server may help.
+If a server rejects a request or sends invalid data, the client raises `EngineError`, which ends the
+run with a one-line message.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Client:
     url: str
     timeout: float
     local: threading.local = field(default_factory=threading.local, init=False)
-    """The connection of each thread, which stays open between requests."""
+    """One HTTP connection per thread, which stays open between requests."""
     opened: set[http.client.HTTPConnection] = field(default_factory=set, init=False)
 
     def close(self) -> None:
@@ -80,11 +81,11 @@ class Client:
         return True
 
     def get(self, path: str) -> Any:
-        """GET a path and return the JSON of the reply."""
+        """Send a GET request to a path, and return the parsed JSON reply."""
         return self._json("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send JSON, and return the JSON of the reply."""
+        """Send a POST request with a JSON body, and return the parsed JSON reply."""
         return self._json("POST", path, body or {})
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
@@ -148,7 +149,7 @@ class Client:
         return urlsplit(self.url).path
 
     def error(self, problem: str) -> EngineError:
-        """Return an error about this server."""
+        """Return an `EngineError` that names this server and the problem."""
         return EngineError(
             f"engine: the vLLM server {self.url} cannot be used: it {printable(problem)}"
         )
@@ -184,7 +185,7 @@ class Client:
         return found
 
     def generate(self, tokens: tuple[int, ...], params: Mapping[str, Any], model: str) -> Reply:
-        """Generate one completion; `model` is the name of an adapter, or empty."""
+        """Generate one completion; `model` names an adapter, or is empty if there is none."""
         body: dict[str, Any] = {"token_ids": list(tokens), "sampling_params": params}
         body |= {"model": model} if model else {}
         return self._reply(self.post("/inference/v1/generate", body))
@@ -213,7 +214,7 @@ class Client:
 
 
 def _line(body: bytes) -> str:
-    """Return the message of an error reply on one line."""
+    """Return the error message of a server's reply as one line."""
     text = body[:10_000].decode("utf-8", "replace")
     with contextlib.suppress(ValueError, AttributeError, RecursionError):
         data = json.loads(text)

@@ -1,9 +1,9 @@
 """The vLLM engine: completions from one or more vLLM servers, which have a copy of the weights.
 
-Requests and completions are token ids. All requests of a prompt go to the same server, which
-prefills the prompt once. A server that dies is restarted, gets the current weights, and is checked
-by a probe. Requests of a dead server are sent again with the same seeds, so the step loses no
-completions.
+Requests and completions consist of token ids, not text. All requests of a prompt go to the same
+server, which prefills the prompt once. If a server dies, the engine restarts it, sends it the
+current weights, and checks its log-probs on a test prompt. The engine sends the requests of a dead
+server again with the same seeds, so no completions are lost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 
 ATTEMPTS = 3
-"""The number of times that a request is sent before the run fails."""
+"""Maximum number of attempts to send a request; after that, the run fails."""
 
 
 @dataclass(slots=True)
@@ -65,11 +65,11 @@ class VllmEngine:
     """The vLLM engine, which generates with one or more vLLM servers."""
 
     model: LanguageModel
-    """The trainer's model, which the engine needs for the tokenizer and the probe."""
+    """The trainer's model, for the tokenizer and for checks of the servers' log-probs."""
     replicas: Sequence[Replica]
     sync: Sync
     release: Callable[[], None]
-    """A function that removes the files that were written for the servers."""
+    """A function that deletes the model and weight files that Covey wrote for the servers."""
     vllm_version: str
     restarts: int
     """Maximum number of restarts of a server; one more failure ends the run."""
@@ -83,7 +83,7 @@ class VllmEngine:
     closed: bool = field(default=False, init=False)
     probe: Reply | None = field(default=None, init=False)
     gap: float = field(default=0.0, init=False)
-    """The largest difference of log-probs that the last probe found."""
+    """How much the log-probs of servers and trainer differed in the last check."""
     repaired: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class VllmEngine:
         self.release()
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Send the weights to all servers, clear their caches, and check each server by a probe."""
+        """Send weights to all servers, clear prefix caches, and check servers' log-probs."""
         if version == self.version:
             return
         self._wake()
@@ -129,7 +129,7 @@ class VllmEngine:
         self.probe = replies[0]
 
     def _gap(self, client: Client, reply: Reply, weights: Mapping[str, torch.Tensor]) -> float:
-        """Compare the log-probs of a server's probe completion with the trainer's."""
+        """Return how much server and trainer log-probs of a test completion differ."""
         prompt = probe_prompt(self.model)
         wanted = trainer_logp(self.skeleton, weights, prompt, reply.tokens)
         return check_probe(client, reply, wanted, self.dtype)
@@ -141,7 +141,7 @@ class VllmEngine:
         return dtype
 
     def _load(self, replica: Replica, *, fresh: bool) -> Reply:
-        """Let a server load the current weights; return its completion of the probe prompt."""
+        """Let a server load the current weights; return its completion of a test prompt."""
         try:
             return self._load_once(replica, fresh=fresh)
         except Unavailable as problem:
@@ -236,7 +236,7 @@ class VllmEngine:
                 self._repair(replica, started, str(problem))
 
     def _replica_of(self, request: Request) -> Replica:
-        """Return the server for a prompt; it changes only while some server is down."""
+        """Return the server for a prompt; the choice changes only while a server is down."""
         alive = [replica for replica in self.replicas if replica.alive] or self.replicas
         return alive[request.prompt % len(alive)]
 
@@ -271,13 +271,13 @@ class VllmEngine:
 
 
 def answers(replica: Replica) -> bool:
-    """Return whether a server is healthy; a broken connection alone is not a failure."""
+    """Return whether a server's process runs and the server reports that it is healthy."""
     dead = replica.process is not None and replica.process.ended
     return not dead and replica.client.healthy()
 
 
 def wait_for(client: Client, problem: str, patience: float) -> None:
-    """Wait until a server that the user started replies."""
+    """Wait until the user has restarted a server and the server replies."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -327,7 +327,7 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
 # so a difference between server and trainer ends the run.
 
 PROMPT_TOKENS = 160
-"""Length of the probe prompt: more than a prefix-cache block, to detect a stale block."""
+"""Tokens in the test prompt: more than one prefix-cache block, to detect stale blocks."""
 NEW_TOKENS = 8
 PARAMS: dict[str, Any] = {
     "temperature": 1.0,
@@ -338,18 +338,18 @@ PARAMS: dict[str, Any] = {
     "detokenize": False,
 }
 EXACT, ROUNDED = 1e-4, 0.1
-"""Tolerated log-prob differences: the largest in float32, and the mean in 16 bits."""
+"""Limits on log-prob differences: on the maximum in float32, on the mean in 16 bits."""
 
 
 def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
-    """Return a probe prompt with tokens from the whole vocabulary."""
+    """Return a fixed test prompt with tokens spread over the whole vocabulary."""
     size = len(model.head.linear.weight)
     count = min(PROMPT_TOKENS, max(1, model.context // 2))
     return tuple((7919 * (place + 1)) % size for place in range(count))
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a model without weights; callers pass the weights in each call."""
+    """Return a copy of a model without weights; each forward call receives the weights."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         for p in module.parameters()
@@ -364,7 +364,7 @@ def trainer_logp(
     prompt: tuple[int, ...],
     tokens: tuple[int, ...],
 ) -> torch.Tensor:
-    """Return the log-probabilities of tokens after a prompt under the trainer's weights."""
+    """Return the trainer's log-probabilities of the tokens that follow a prompt."""
     device = next(iter(weights.values())).device
     ids = torch.tensor([prompt + tokens], device=device)
     output = functional_call(skeleton, dict(weights), kwargs={"input_ids": ids, "use_cache": False})
@@ -373,7 +373,7 @@ def trainer_logp(
 
 
 def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return how much the server's log-probs differ; raise an error if they differ too much."""
+    """Return how far a server's log-probs are from `wanted`; raise an error if too far."""
     gaps = (torch.tensor(reply.logp[: len(wanted)]) - wanted).abs()
     exact = dtype == torch.float32
     gap, most = float(gaps.max() if exact else gaps.mean()), EXACT if exact else ROUNDED
@@ -386,7 +386,7 @@ def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch
 
 
 def same_probe(client: Client, reply: Reply, before: Reply, dtype: torch.dtype) -> None:
-    """Raise an error if a restarted server's log-probs differ from those of an earlier probe."""
+    """Raise an error if a restarted server's log-probs differ from an earlier reply's."""
     pairs = zip(reply.tokens, before.tokens, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(before.tokens))
     # Rounding can change a sampled token. The tokens after it cannot be compared.

@@ -25,7 +25,7 @@ from covey.errors import EngineError
 
 SLEEP, WAKE = "/sleep", "/wake_up"
 CLOSE_SECONDS = 10.0
-"""Seconds to wait for the thread of the event loop when the engine is closed."""
+"""Seconds that `close` waits for the event loop's thread to end."""
 
 
 def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalClient:
@@ -76,7 +76,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
 
 @dataclass(slots=True, kw_only=True)
 class LocalClient(Client):
-    """vLLM's engine in this process, with the interface of a server's client."""
+    """Runs vLLM's engine in this process, with the same methods as a server's client."""
 
     llm: Any
     """vLLM's engine; None after `close`."""
@@ -114,7 +114,7 @@ class LocalClient(Client):
             raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
 
     def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        """Return a coroutine that does the work of a server's endpoint."""
+        """Return a coroutine that does what a vLLM server does at this endpoint."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self.llm
@@ -173,5 +173,5 @@ class LocalClient(Client):
 
 
 def vars_of(span: Any) -> dict[str, Any]:
-    """Return a span of tokens with its weights version, in the format of a server's reply."""
+    """Convert a span of tokens and its weights version to the format of a server's reply."""
     return {"start": span.start, "end": span.end, "version": span.version}

@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in each of its processes; it registers covey's transfer engine.
+"""A vLLM plugin that registers Covey's weight transfer engine in each vLLM process.
 
 vLLM finds the plugin by the entry point `vllm.general_plugins` in pyproject.toml.
 """
@@ -6,11 +6,11 @@ vLLM finds the plugin by the entry point `vllm.general_plugins` in pyproject.tom
 from __future__ import annotations
 
 BACKEND = "covey_file"
-"""The name of the transfer engine in `--weight-transfer-config`."""
+"""The name of Covey's weight transfer engine in vLLM's `--weight-transfer-config`."""
 
 
 def register() -> None:
-    """Register the transfer engine; vLLM may call this function several times in a process."""
+    """Register Covey's weight transfer engine; vLLM may call this function several times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -1,7 +1,7 @@
 """A vLLM server that ends when its parent process ends (`serve.py PARENT FOLDER ARGUMENTS`).
 
 Without serve.py, the servers of a killed trainer would occupy memory forever. FOLDER contains the
-weights that the trainer sends. The folder is removed when the trainer ends.
+weights that the trainer sends. serve.py removes FOLDER when the trainer ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A vLLM server in a separate process: command line, start, log and stop."""
+"""Starts and stops a vLLM server in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covey.errors import EngineError
 from covey.escape import printable
 
 HOST = "127.0.0.1"
-"""The server accepts only local connections, because vLLM's weight updates need no login."""
+"""The server accepts only local clients, because vLLM's weight updates need no login."""
 SERVE = str(Path(__file__).with_name("serve.py"))
 POLL_SECONDS = 0.5
 END_SECONDS = 5.0
@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of a vLLM server that are fixed at its start."""
+    """Settings of a vLLM server, which cannot change after the server has started."""
 
     dtype: str
     cuda: bool
@@ -51,7 +51,7 @@ class ServerSettings:
     memory: float = 0.5
     """The fraction of GPU memory to use; on a CPU, the size of the KV cache in GiB."""
     backend: str = "covey_file"
-    """vLLM's name of the weight transfer engine."""
+    """The name under which vLLM knows the weight transfer engine."""
     arguments: tuple[str, ...] = ()
 
     def command(self, model: Path, port: int) -> list[str]:
@@ -90,7 +90,7 @@ class ServerSettings:
         return {**self.variables(), **os.environ}
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that vLLM reads besides its arguments."""
+        """Return the environment variables that Covey sets for vLLM."""
         if self.cuda:
             return ENVIRONMENT
         # vLLM takes whole gibibytes.
@@ -110,7 +110,7 @@ class ServerProcess:
     """A folder with the configuration and the tokenizer of the model."""
     log: Path
     gpus: str = ""
-    """CUDA_VISIBLE_DEVICES of the server; an empty text leaves the variable unchanged."""
+    """CUDA_VISIBLE_DEVICES for the server; if empty, Covey does not set the variable."""
     port: int = field(init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 

@@ -25,16 +25,16 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class Sync(Protocol):
-    """Sends weights to servers; call `prepare` once per version, then `load` once per server."""
+    """Sends new weights to servers: call `prepare` once, then `load` for each server."""
 
     def prepare(self, named: Named, version: int) -> None:
-        """Prepare the weights of a version for loading; older versions are no longer needed."""
+        """Make a new version of the weights ready to load; older versions may be deleted."""
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
         """Let a server load the weights; a `fresh` server was just started and has no weights."""
 
     def served(self, version: int) -> str:
-        """Return the adapter name to put in requests; an empty name means the model itself."""
+        """Return the adapter's name for requests, or an empty name without an adapter."""
 
 
 def write_model(model: LanguageModel, folder: Path) -> None:
@@ -102,7 +102,7 @@ class AdapterSync:
     base: Sync
     """The object that sends the frozen base weights once to each server."""
     loaded: dict[str, int] = field(default_factory=dict)
-    """The version of the adapter on each server, by server address."""
+    """Maps each server's address to the adapter version that the server has loaded."""
     based: bool = False
 
     def prepare(self, named: Named, version: int) -> None:
@@ -166,7 +166,7 @@ class NcclSync:
         self.pending = {client.url for client in self.clients}
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Broadcast the weights once `load` was called for every server."""
+        """Broadcast the weights as soon as `load` has been called for every server."""
         self.pending.discard(client.url)
         if self.pending:
             return
@@ -187,7 +187,7 @@ class NcclSync:
 
 
 class Fleet:
-    """The control plane of vLLM's trainer-side engine: it sends each call to all servers."""
+    """Forwards each call of vLLM's trainer-side transfer engine to all servers."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients
@@ -219,7 +219,7 @@ class Fleet:
 
 
 def nccl_engine(clients: Sequence[Client], host: str, sync: NcclSync) -> Any:
-    """Return vLLM's trainer-side engine, connected to all servers."""
+    """Return vLLM's trainer-side engine for NCCL transfer, connected to all servers."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -259,18 +259,19 @@ def has_only_lora(model: LanguageModel) -> bool:
 NARROWEST = 32
 """The smallest head size that vLLM supports."""
 PADDABLE = ("llama", "mistral", "qwen2")
-"""Model types whose heads can be padded: standard RoPE attention without a per-head norm."""
+"""Model types whose attention heads can be padded: standard RoPE and no per-head norm."""
 PROJECTION = re.compile(r"\.self_attn\.([qkvo])_proj\.(?:base_layer\.)?(weight|bias|lora_[AB])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPadding:
-    """Zero-padding of attention heads from `width` to `padded` dimensions.
+    """Pads attention heads with zeros from `width` to `padded` dimensions.
 
     RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). A padded
     head is wider by the factor `times`. Dimension `times` * i of a padded head therefore has the
-    frequency of dimension i of the original head. Attention divides by the square root of the
-    padded width, so queries are multiplied by the square root of `times`.
+    frequency of dimension i of the original head. Attention divides its scores by the square root
+    of the padded width. To compensate, `apply` multiplies the query weights by the square root of
+    `times`.
     """
 
     heads: int
@@ -280,7 +281,7 @@ class HeadPadding:
 
     @staticmethod
     def of(config: Any) -> HeadPadding | None:
-        """Return the padding that a model needs, or None if it needs none."""
+        """Return the head padding for a model, or None if vLLM supports its head size."""
         heads = int(config.num_attention_heads)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         if width >= NARROWEST:
@@ -304,7 +305,7 @@ class HeadPadding:
         return self.padded // self.width
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return the padded version of a weight of the model."""
+        """Return a weight with padded attention heads; return other weights unchanged."""
         match = PROJECTION.search(name)
         if match is None:
             return weight
@@ -332,7 +333,7 @@ class HeadPadding:
 
 
 def served_config(config: Any) -> dict[str, Any]:
-    """Return the JSON configuration of the model that the server loads."""
+    """Return the model's configuration in the form that a vLLM server loads."""
     data: dict[str, Any] = config.to_dict()
     padding = HeadPadding.of(config)
     if padding is not None:
@@ -343,10 +344,10 @@ def served_config(config: Any) -> dict[str, Any]:
 def served_weights(
     named: Iterable[tuple[str, torch.Tensor]], model: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of a model under the names that the server loads.
+    """Yield a model's weights with the names and shapes that a vLLM server expects.
 
-    The argument `named` contains the trainer's weights with their names. LoRA weights are left out,
-    because adapters are served separately.
+    The argument `named` contains the trainer's weights with their names. The function skips LoRA
+    weights, because `AdapterSync` sends adapters separately.
     """
     padding, tied = HeadPadding.of(model.config), bool(model.config.tie_word_embeddings)
     embedding = model.get_input_embeddings().weight

@@ -1,8 +1,8 @@
-"""The vLLM side of a weight update through a file: a transfer engine that vLLM's workers run.
+"""A weight transfer engine that runs in vLLM's workers and loads weights from a file.
 
-vLLM's own transfer engines move weights between GPUs. This transfer engine reads a safetensors file
-in shared memory, or on a file system that trainer and servers share. This transfer engine works on
-any device, and plugin.py registers it with vLLM.
+vLLM's own transfer engines move weights between GPUs. Covey's transfer engine reads a safetensors
+file in shared memory, or on a file system that trainer and servers share. Covey's transfer engine
+works on any device, and plugin.py registers it with vLLM.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         """Do nothing, because a file needs no connection."""
 
     def start_weight_update(self) -> None:
-        """Restore the layout that the model's weight loaders expect."""
+        """Restore the weight layout that the model's weight loaders expect."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        """Load the file, one tensor after another."""
+        """Load the weights from the file, one tensor at a time."""
         with safe_open(update_info.path, framework="pt", device="cpu") as file:
             names = file.keys()
             self.model.load_weights((name, file.get_tensor(name)) for name in names)

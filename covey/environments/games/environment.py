@@ -47,7 +47,7 @@ GAMES: Mapping[str, type[Game]] = MappingProxyType(
 
 
 class Games(ToolEnvironment):
-    """An environment with one game per episode, generated from `info["world"]` or the seed.
+    """Plays one game per episode; `info["world"]` or the seed determines the game.
 
     The reward is 1 for a game that is won, and 0 otherwise. Only the first tool call of a turn has
     an effect, so the policy can win a game in one turn only by luck. The episode ends when the
@@ -81,7 +81,7 @@ class Games(ToolEnvironment):
         return self._actions or self._game.most_actions
 
     def tools(self) -> dict[str, Tool]:
-        """Return the actions of the game."""
+        """Return the actions of the game as tools."""
         return tools_of(self._game)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
@@ -109,5 +109,5 @@ class Games(ToolEnvironment):
         )
 
     def reward(self) -> dict[str, float]:
-        """Return 1 if the game is won."""
+        """Return a reward of 1 if the game is won, and 0 otherwise."""
         return {"won": float(self._game.won)}

@@ -11,13 +11,13 @@ MOVES: dict[str, Place] = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "w
 
 
 def neighbour(place: Place, direction: str) -> Place:
-    """Return the row and column of the neighbouring room in a direction."""
+    """Return the row and column of the next room in a direction."""
     down, right = MOVES[direction]
     return place[0] + down, place[1] + right
 
 
 def carve(random: Random, size: int) -> dict[Place, set[str]]:
-    """Return the exits of each room of a maze with exactly one path between any two rooms."""
+    """Make a maze with exactly one path between any two rooms; return each room's exits."""
     exits: dict[Place, set[str]] = {(r, c): set() for r in range(size) for c in range(size)}
     opposite = dict(zip(MOVES, ["south", "west", "north", "east"], strict=True))
     path, seen = [(0, 0)], {(0, 0)}
@@ -66,7 +66,7 @@ class Maze:
 
     @property
     def state(self) -> Any:
-        """The room in which the player is."""
+        """The row and column of the player's room."""
         return self._place
 
     @property

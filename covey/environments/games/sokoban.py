@@ -15,14 +15,14 @@ _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""The character for a square, given whether a player, a box and a goal are on it."""
+"""The character of a square; the key says whether player, box and goal are on the square."""
 
 
 class Sokoban:
     """A board of `size` x `size` squares with some walls and one box per 16 squares.
 
-    The board is generated backwards, by pulling boxes away from their goals. Every board can be
-    solved with `PULLS` moves.
+    The board is generated backwards, by pulling boxes away from their goals. The player can solve
+    every board in at most `PULLS` moves.
     """
 
     SIZES: ClassVar[tuple[int, int, int]] = (4, 5, 20)

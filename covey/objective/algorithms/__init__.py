@@ -1,9 +1,9 @@
 """The registry of algorithms: each algorithm is a function that returns an objective.
 
-The function's docstring gives the formula, its source and our departures from the source. The
-decorator `takes` names the options of an algorithm. To add an algorithm, write the function, add
-its name to this registry, add a test with a worked number under tests/objective, and run `make
-docs` to write its page.
+Each algorithm's docstring gives the loss formula, the paper, and how Covey departs from the paper.
+The decorator `takes` names the options of an algorithm. To add an algorithm, write the function,
+add its name to this registry, add a test under tests/objective that compares the loss with a number
+worked out by hand, and run `make docs` to write its page.
 """
 
 from collections.abc import Callable, Mapping

@@ -18,17 +18,17 @@ def grpo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t [ min(r A, clip(r, 1-clip_low, 1+clip_high) A) - beta k3 ]
         r    = exp(logp - old_logp),  k3 = exp(-d) - 1 + d,  d = logp - ref_logp
 
-    Choices: the defaults are ddof 1, eps 1e-6 and a clip range of 0.2, which the paper does not
-    specify.
+    Choices: the paper does not specify ddof, eps and the clip range. The defaults are ddof 1, eps
+    1e-6 and a clip range of 0.2.
 
     Departure: a group whose rewards are all equal has advantage exactly 0. If all rewards of a
     group are equal, the paper's formula would divide the rounding error of the group's mean by eps:
     six float32 rewards of 0.3 with eps 1e-8 would give an advantage of 0.7.
 
-    Worth knowing: k3 in the loss has the gradient of KL(reference, policy), the forward KL. `kl =
-    "k2"` has the gradient of KL(policy, reference), the reverse KL. With beta 0, which most users
-    want today, no reference model is loaded. With one optimizer step per rollout batch, every ratio
-    is 1 and the clip has no effect.
+    Worth knowing: a k3 penalty in the loss has the gradient of KL(reference, policy), the forward
+    KL. With `kl = "k2"`, the penalty has the gradient of KL(policy, reference), the reverse KL.
+    With beta 0, which most users want today, no reference model is loaded. With one optimizer step
+    per rollout batch, every ratio is 1 and the clip has no effect.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -46,8 +46,8 @@ def dr_grpo() -> Objective:
         A_i  = R_i - mean_g R
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    `length` is a constant: the largest number of tokens of a completion. In a training run,
-    `length` defaults to rollout.max_tokens. If you call `dr_grpo` from Python, you must pass
+    `length` is a constant: the maximum number of tokens that a completion may have. In a training
+    run, `length` defaults to rollout.max_tokens. If you call `dr_grpo` from Python, you must pass
     `length`. Instead of dividing by a constant length, some libraries divide by the padded width of
     the batch, which changes from batch to batch.
 
@@ -72,13 +72,13 @@ def dapo(
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
-    `dapo` implements the loss of DAPO: its clip range and its aggregation. Dynamic sampling
-    (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
+    `dapo` implements only the loss of DAPO, with its clip range and its mean over tokens. Dynamic
+    sampling (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
     punishment (length_penalty.name = "soft") are separate settings, which work with any algorithm.
 
-    Where paper and released code differ: equation 8 of the paper takes the token mean inside each
-    prompt's group (`aggregation = "group_mean_token_mean"`). The authors' released code, like
-    Covey's default, takes the token mean over the optimizer step.
+    Where paper and released code differ: equation 8 of the paper first averages over the tokens of
+    each group (`aggregation = "group_mean_token_mean"`). The authors' released code averages over
+    all tokens of the optimizer step, as Covey does by default.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -114,8 +114,8 @@ def opo() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The baseline of OPO is the mean reward of a group, weighted by completion length, so every token
-    counts equally. OPO's baseline minimises the variance of the gradient if the squared norm of a
-    completion's gradient grows with its length.
+    counts equally. OPO's baseline minimizes the variance of the gradient if the squared norm of a
+    completion's gradient is proportional to the completion's length.
 
     Departure: the paper takes one optimizer step per batch, so a clip range would have no effect.
     Covey's `opo` has a clip for runs with several optimizer steps per batch.
@@ -160,8 +160,8 @@ def reinforce_pp_baseline() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
-    ms-swift over completions. Covey computes the standard deviation over completions. The mean of
-    the centered rewards C over completions is 0, whatever the lengths of the completions. With
+    ms-swift over completions. Covey computes the standard deviation over completions. Averaged over
+    completions, the centered rewards C are 0, whatever the lengths of the completions. With
     `weighting = "token"`, the standard deviation is over tokens. The KL estimator in the loss is
     k2, as the paper recommends.
     """

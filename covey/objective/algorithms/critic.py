@@ -20,10 +20,11 @@ def ppo() -> Objective:
         critic  = 1/T sum_i sum_t 1/2 max((V - U)^2, (clip(V, V_old +- value_clip) - U)^2)
 
     The reward r_t of token t is -beta (old_logp - ref_logp)_t, plus the rollout's reward at the
-    last trained token. V_t is the critic's value before token t, computed at the start of the step.
-    The value V after the last token of a completion is 0. The critic's target is U = A + V, with
-    the advantage A before whitening, computed with `value_lam` instead of lam. The critic is a
-    separate model with its own optimizer, set in the configuration section [critic].
+    last trained token. V_t is the critic's value before token t, computed at the start of the
+    training step. The value V after the last token of a completion is 0. The critic's target is U =
+    A + V, where A is an advantage that is not whitened and is computed with `value_lam` instead of
+    lam. The critic is a separate model with its own optimizer, set in the configuration section
+    [critic].
 
     PPO does not compare the completions of a group, so a prompt may have any number of completions.
 
@@ -33,9 +34,9 @@ def ppo() -> Objective:
     also have a value V of 0 after their last token. A completion that could not be scored is left
     out of every loss, and its tokens do not count in any denominator.
 
-    Worth knowing: with lam = 1, without whitening, and with a critic whose value is always 0, the
-    advantage equals the reward. If the critic's value is the mean reward of the group, the
-    advantage is the advantage of Dr.GRPO.
+    Worth knowing: if lam is 1, advantages are not whitened and the critic always predicts 0, the
+    advantage equals the reward. With lam = 1 and without whitening, a critic that always predicts
+    the group's mean reward gives the advantage of Dr.GRPO.
     """
     return Objective(
         advantage=critic.over_values,

@@ -20,17 +20,17 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
         loss   = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
-    The weights in part_weights multiply advantages, not rewards, so the scale of a part does not
-    change its influence. The option `gate` is the index of one part of the reward, the gating part.
-    The other parts of a completion's reward count only if the gating part is at least `gate_at`
-    (equation 8). In a configuration, `parts` lists the names of the reward parts to use, in the
-    order of part_weights. Without `parts`, every number that the reward function reports counts
-    with weight 1, even a number that is not meant as a reward.
+    The weights in part_weights multiply advantages, not rewards, so scaling a part of the reward
+    does not change its influence. The option `gate` is the index of one part of the reward, the
+    gating part. The other parts of a completion's reward count only if the gating part is at least
+    `gate_at` (equation 8). In a configuration, `parts` lists the names of the reward parts to use,
+    in the order of part_weights. Without `parts`, `gdpo` uses every number that the reward function
+    reports, even a number that is not meant as a reward.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
     TRL. In verl, the summed advantages are standardized over tokens, so long completions count
-    more. If one part of a completion's reward could not be computed, no statistic includes the
-    completion.
+    more. If one part of a completion's reward could not be computed, the completion is left out of
+    all means and standard deviations.
 
     Worth knowing: if the reward has only one part, the loss of `gdpo` is the loss of GRPO times a
     factor that is the same for the whole step. `gdpo` refuses a KL penalty in the reward, because
@@ -54,11 +54,11 @@ def maxrl() -> Objective:
         A_i  = (R_i - mean_g R) / mean_g R,  and 0 where every reward is 0
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    A group's weight is 1 / (pass rate). With binary rewards and groups of G completions, the
-    expected gradient is the gradient of log(pass rate), expanded to order G - 1. With `all_wrong =
-    "minus_one"`, completions in groups without success get an advantage of -1. With `all_wrong =
-    "minus_one"`, the expansion of log(pass rate) has order G instead of G - 1, but the gradient has
-    much more noise.
+    `maxrl` weights each group by 1 / (pass rate of the group). With binary rewards and groups of G
+    completions, the expected gradient is the gradient of a series expansion of log(pass rate) to
+    order G - 1. With `all_wrong = "minus_one"`, completions in groups without success get an
+    advantage of -1. With `all_wrong = "minus_one"`, the gradient follows the series expansion of
+    log(pass rate) to order G instead of G - 1, but has much more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The code of MaxRL's
     authors takes the mean over tokens, so its gradient estimate is biased. With `maxrl`, rewards
@@ -76,22 +76,23 @@ def maxrl() -> Objective:
 
 @takes("length", "k", "baseline", "clip_low", "clip_high", "beta", "kl")
 def pkpo() -> Objective:
-    """Pass-at-k Policy Optimization, arXiv 2505.15201: the best of k completions.
+    """Pass-at-k Policy Optimization, arXiv 2505.15201: trains for the best of k completions.
 
         A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The expected gradient of `pkpo` is the gradient of max@k, which is pass@k for binary rewards.
     With every choice of `baseline`, the gradient is unbiased. Among the baselines in the PKPO
-    paper, `loo1` has the least variance. With `loo1`, the advantage is never negative: it is how
-    much the completion adds to the best of k - 1 other completions. With the baseline `centred`,
-    the advantages of a group add up to 0. With `baseline = "loo"`, the baseline is equation 29 of
-    the PKPO paper.
+    paper, `loo1` has the least variance. With `loo1`, the advantage is never negative: it measures
+    how much the completion raises the best reward of k - 1 other completions. With the baseline
+    `centred`, the advantages of a group add up to 0. With `baseline = "loo"`, the baseline is
+    equation 29 of the PKPO paper.
 
     Choices: to keep the gradient unbiased, Covey divides by a constant length and does not divide
-    by a standard deviation. If all rewards of a group are equal, advantages are 0. With the
-    baselines `loo1` and `centred`, the formula itself gives advantages of 0 for equal rewards. With
-    the baseline `loo`, setting the advantages of equal rewards to 0 causes a bias.
+    by a standard deviation. If all rewards of a group are equal, the advantages of the group are 0.
+    With the baselines `loo1` and `centred`, the formula itself gives advantages of 0 in a group
+    with equal rewards. With the baseline `loo`, the formula gives other advantages in a group with
+    equal rewards, so setting them to 0 makes the gradient biased.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
@@ -138,12 +139,12 @@ def scalerl() -> Objective:
         loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
         r    = exp(logp - sampler_logp),  P = number of mixed groups
 
-    A mixed group is a group whose rewards are not all equal. In addition to its loss, the ScaleRL
-    recipe drops groups with equal rewards without replacing them (filter.drop_flat), and stops
-    drawing solved prompts (curriculum). The ScaleRL recipe also runs the LM head in float32 in the
-    engine and in the trainer. The paper does not say over which completions the standard deviation
-    is computed. Covey computes the standard deviation over all completions of groups whose rewards
-    are not all equal.
+    A mixed group is a group whose rewards are not all equal. Besides this loss, the ScaleRL recipe
+    drops groups with equal rewards and samples no replacements (filter.drop_flat). The recipe also
+    stops drawing prompts that the policy already solves (curriculum). The ScaleRL recipe also runs
+    the LM head in float32 in the engine and in the trainer. The paper does not say over which
+    completions the standard deviation is computed. Covey computes the standard deviation over all
+    completions of groups whose rewards are not all equal.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

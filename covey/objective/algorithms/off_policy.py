@@ -1,4 +1,4 @@
-"""Algorithms for stale data, which limit the policy's change since generation."""
+"""Algorithms for stale data; they limit how far the policy moves from the sampling policy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def bapo() -> Objective:
     the step's surrogate. The clip bounds are computed once per optimizer step, over all
     micro-batches and ranks, which costs one more forward pass.
 
-    Choices: `share` counts only tokens that have a gradient, not clipped tokens. The option
-    `measure = "value"` follows the paper's equation 8 as printed: it replaces the ratio of a
-    clipped token by the clip bound. With `measure = "value"`, raising c_low lowers `share`,
-    although the paper's text says the opposite. The code of BAPO's authors raises the lower bound
-    c_low first, and computes both bounds per micro-batch.
+    Choices: `share`, the fraction that `bapo` compares with `target`, leaves out clipped tokens,
+    which have no gradient. The option `measure = "value"` follows the paper's equation 8 as
+    printed: it replaces the ratio of a clipped token by the clip bound. With `measure = "value"`,
+    raising c_low lowers the share of tokens with a positive advantage, although the paper's text
+    says the opposite. The code of BAPO's authors raises the lower bound c_low first, and computes
+    both bounds per micro-batch.
 
     Worth knowing: on policy, no token is clipped, and `bapo` equals `grpo` with a mean over tokens.
     """
@@ -72,7 +73,7 @@ def m2po() -> Objective:
 
 @takes("clip_low", "clip_high", "dual", "cap", "beta", "kl", "ddof", "eps")
 def decoupled_ppo(*, cap: float = 5.0) -> Objective:
-    """Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298) with three separate policies.
+    """Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): corrects for stale tokens.
 
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap

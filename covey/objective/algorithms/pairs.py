@@ -24,7 +24,7 @@ def _of_pairs(surrogate: Callable[..., Gain]) -> Objective:
 
 @takes("beta", "average")
 def dpo() -> Objective:
-    """Direct Preference Optimization, arXiv 2305.18290, or online DPO if groups are sampled.
+    """Direct Preference Optimization, arXiv 2305.18290; pairs are sampled or from a file.
 
         D    = sum_t (logp - ref_logp)[chosen] - sum_t (logp - ref_logp)[rejected]
         loss = - 1/pairs sum log sigmoid(beta D)
@@ -41,19 +41,19 @@ def dpo() -> Objective:
     step, one more forward pass computes the margin D of all pairs in the step.
 
     Choice: the loss is a mean over the pairs of a training step, so every pair has the same weight,
-    whichever optimizer step trains on it. The option `average` divides the sums over tokens by the
-    lengths of the completions.
+    whichever optimizer step trains on it. With the option `average`, the margin D contains means
+    over the tokens of a completion instead of sums.
 
     Worth knowing: if policy and reference agree, the gradient of `dpo` is the gradient of REINFORCE
-    with advantages of beta / 2 and -beta / 2. DPO has no ratio, so it does not correct for stale
-    pairs. TRL's online DPO also makes pairs from completions with equal rewards.
+    with advantages of beta / 2 and -beta / 2. DPO has no importance ratio, so it does not correct
+    for stale pairs. TRL's online DPO also makes pairs from completions with equal rewards.
     """
     return _of_pairs(pairs.logistic)
 
 
 @takes("beta", "average")
 def ipo() -> Objective:
-    """Identity Preference Optimization, arXiv 2310.12036: a squared loss of pairs.
+    """Identity Preference Optimization, arXiv 2310.12036: a squared loss on pair margins.
 
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2

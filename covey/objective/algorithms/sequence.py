@@ -22,7 +22,7 @@ def gspo() -> Objective:
     far less than the ratio of a token. A clip range of 0.2, which fits token ratios, has no effect
     on the ratio s of a completion. With one optimizer step per rollout batch, the ratio s is 1 and
     the gradient equals the gradient of GRPO. GSPO's loss is a mean over completions. Several
-    libraries use the name GSPO for a mean over tokens, which is the loss of `luspo` times a
+    libraries average over tokens under the name GSPO, which gives the loss of `luspo` times a
     constant.
     """
     return Objective(
@@ -97,11 +97,11 @@ def rloo() -> Objective:
         loss = - 1/N sum_i min(q A, clip(q, 1-clip_low, 1+clip_high) A)
 
     RLOO treats a completion as one action. In RLOO, the ratio of a completion is the product of its
-    token ratios. The gradient of each token has weight 1/N for N completions, whatever the length
-    of its completion. The paper takes one optimizer step per batch, so the ratio is always 1. The
-    clip of the ratio is taken from TRL, and has an effect only with several optimizer steps per
-    batch. For long completions the product of ratios soon leaves the clip range, so take few
-    optimizer steps.
+    token ratios. In an optimizer step of N completions, the gradient of each token has weight 1/N,
+    whatever the length of its completion. The paper takes one optimizer step per batch, so the
+    ratio is always 1. The clip of the ratio is taken from TRL, and has an effect only with several
+    optimizer steps per batch. For long completions the product of ratios soon leaves the clip
+    range, so take few optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,

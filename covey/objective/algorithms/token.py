@@ -1,4 +1,4 @@
-"""Algorithms that treat tokens differently: by entropy, covariance or conflicts in the group."""
+"""Algorithms that weight tokens by entropy, covariance or conflicts between completions."""
 
 from __future__ import annotations
 
@@ -67,11 +67,10 @@ def gtpo_trajectory() -> Objective:
     H_i is the mean entropy of completion i. A conflict token occurs at the same position in a good
     and in a bad completion of the group, within a common prefix or a common suffix. For a conflict
     token, the factor delta is the option `bonus` in a good completion, and 0 in a bad completion.
-    The loss multiplies a conflict token twice by its factor delta if the token is in both a common
-    prefix and a common suffix. The factor delta of all other tokens is 1: tokens that are not
-    conflict tokens keep their advantage. Because of the factor delta, bad completions do not lower
-    the probability of the format that all completions share. `gtpo_trajectory` has no ratio, no
-    clip and no reference.
+    The loss applies the factor delta twice to a conflict token that is in both a common prefix and
+    a common suffix. Tokens that are not conflict tokens have a factor delta of 1, so they keep
+    their advantage. Because of the factor delta, bad completions do not lower the probability of
+    the format that all completions share. `gtpo_trajectory` has no ratio, no clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
     not change between optimizer steps. The code of the paper's authors computes the entropy H_i of
@@ -96,9 +95,9 @@ def clip_cov() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
-    Choices: the covariance cov is computed over the whole optimizer step, not per micro-batch. This
-    needs one more forward pass. A hash of the engine's log-probs decides which tokens are drawn at
-    random, so the choice does not depend on the order of completions or on the micro-batches.
+    Choices: the covariance cov is computed over the whole optimizer step, not per micro-batch, at
+    the cost of one more forward pass. The random choice of tokens uses a hash of the engine's
+    log-probs, so it does not depend on the order of completions or on the micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,

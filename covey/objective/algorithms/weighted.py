@@ -1,4 +1,4 @@
-"""Algorithms that use weights or soft gates instead of clipping a ratio."""
+"""Algorithms without the PPO clip, for example with importance weights or soft gates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def cispo() -> Objective:
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
 
     With `cispo`, every token keeps its gradient, but the importance weight of a token is bounded.
-    Covey's bounds min_weight and max_weight are absolute numbers. Libraries define the upper bound
-    differently: as 1 + eps_high in the paper and in verl, but as eps_high in TRL. CISPO's paper
-    gives no value for the upper bound. The default upper bound of 5 is taken from ScaleRL. CISPO's
-    paper has no lower bound.
+    Covey's bounds min_weight and max_weight are absolute values of the ratio, not distances from 1.
+    Libraries define the upper bound differently: as 1 + eps_high in the paper and in verl, but as
+    eps_high in TRL. CISPO's paper gives no value for the upper bound of the importance weight. The
+    default max_weight of 5 is taken from ScaleRL. In CISPO's paper, the importance weight has no
+    lower bound.
     """
     return Objective(
         advantage=advantage.group_standardized,
