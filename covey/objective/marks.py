@@ -1,11 +1,12 @@
-"""Marks tokens of an optimizer step by the covariance of log-probability and advantage.
+"""Selects tokens of an optimizer step by the covariance of log-probability and advantage.
 
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
-A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking tokens by
-their covariance needs the log-probabilities of the whole step, which costs one more forward pass.
-Other rules mark tokens by how far the policy has moved from the sampler (`beyond_second_moment`,
-`balanced_bounds`).
+A few tokens with a large covariance of log-probability and advantage make the policy's entropy
+collapse (arXiv 2505.22617). To select tokens by covariance, Covey needs the log-probabilities of
+all tokens of the optimizer step, which costs one more forward pass. The functions
+`beyond_second_moment` and `balanced_bounds` use the probability ratio between policy and sampler
+instead of the covariance.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from covey.types import Batch
 
 
 def covariance(advantage: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the covariance `cov` of each token [B, T], and 0 outside the mask."""
+    """Return (A - mean A) (logp - mean logp) for each token, [B, T]; 0 outside the mask."""
     count = mask.sum().clamp(min=1)
 
     def centered(values: torch.Tensor) -> torch.Tensor:
@@ -33,9 +34,10 @@ def random_within_bounds(
     batch: Batch, logp: torch.Tensor, *, share: float = 2e-4, cov_low: float = 1.0,
     cov_high: float = 5.0, clip_low: float = 1.0, clip_high: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Mark max(1, share T) random tokens among the tokens with cov_low < cov < cov_high. Clip-Cov.
+    """Select random tokens whose covariance is between cov_low and cov_high. Clip-Cov.
 
-    Tokens that are already clipped are not candidates.
+    The function selects the fraction `share` of all scored tokens, and at least one token if there
+    are candidates. Tokens that are already clipped are not candidates.
     """
     assert batch.advantage is not None
     mask, advantage = scored_tokens(batch), batch.advantage
@@ -48,9 +50,10 @@ def random_within_bounds(
 
 
 def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
-    """Mark the max(1, share T) tokens with the largest cov, if their cov is positive. KL-Cov.
+    """Select the tokens with the largest positive covariance. KL-Cov.
 
-    If all advantages of a step are 0, every cov is 0 and no token is marked.
+    The function selects the fraction `share` of all scored tokens, and at least one token. If all
+    advantages of an optimizer step are 0, every covariance is 0 and no token is selected.
     """
     assert batch.advantage is not None
     mask = scored_tokens(batch)
@@ -59,7 +62,7 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
 
 
 def scored_tokens(batch: Batch) -> torch.Tensor:
-    """Return the mask [B, T] without the tokens of rollouts whose scoring failed."""
+    """Return the mask [B, T] of the trained tokens in rollouts that have a reward."""
     return batch.mask & ~batch.rewards.isnan()[:, None]
 
 
@@ -76,10 +79,10 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: int) -> torch.Ten
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    The number is a hash of the sampler's log-probabilities, both of the tokens so far and of the
-    whole completion. Completions with the same prefix therefore get different pseudorandom numbers.
-    The choice of tokens does not depend on row order, micro-batches or ranks, and is the same in a
-    resumed run.
+    A token's number is a hash of the sampler's log-probabilities of all tokens up to this token,
+    and of the whole completion. Tokens in a common prefix therefore get different numbers in
+    different completions. The numbers do not depend on row order, micro-batches or ranks, and are
+    the same in a resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
     odd, other = -7046029254386353131, -4658895280553007687  # constants of SplitMix64 and xxHash
@@ -101,12 +104,12 @@ def _shuffled(batch: Batch) -> torch.Tensor:
 
 
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
-    """Mark the tokens to drop so that the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
+    """Select tokens to drop until the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the tokens whose ratio the optimizer step would move further from 1. The step
-    moves the ratio further from 1 for tokens with A > 0 and r > 1, or A < 0 and r < 1. The tokens
-    with the largest (log r)^2 are dropped first. Among equal values, earlier tokens are dropped
-    first.
+    The mean includes only the remaining tokens whose ratio r the optimizer step would move further
+    from 1. The step moves the ratio further from 1 for tokens with A > 0 and r > 1, or A < 0 and r
+    < 1. The tokens with the largest (log r)^2 are dropped first. Among tokens with equal (log r)^2,
+    earlier tokens are dropped first.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -132,11 +135,12 @@ def balanced_bounds(
     high_step: float = 0.05,
     measure: Literal["gradient", "value"] = "gradient",
 ) -> torch.Tensor:
-    """Return the bound of each token's ratio: the upper bound if A > 0, or else the lower bound.
+    """Return the clip bound of each token's ratio: the upper bound if A > 0, else the lower.
 
-    The search for the bounds is algorithm 1 of BAPO (arXiv 2510.18927). The upper bound rises
-    first, and then the lower bound. The bounds stop rising when tokens with A > 0 make up at least
-    the fraction `target` of the step's surrogate, or when both bounds are at their maximum.
+    The search for the bounds is algorithm 1 of BAPO (arXiv 2510.18927). The search raises the upper
+    clip bound to its maximum first, and then the lower clip bound. The search stops when tokens
+    with A > 0 make up at least the fraction `target` of the step's surrogate, or when both clip
+    bounds are at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)
@@ -151,10 +155,10 @@ def balanced_bounds(
 
 
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
-    """Return the share of tokens with A > 0 in the sum of r |A| over all unclipped tokens.
+    """Return the fraction of the sum of r |A| that comes from tokens with A > 0.
 
-    The share is 1 if there are no unclipped tokens. Raising the upper or the lower clip bound
-    raises the share of tokens with A > 0.
+    The sum includes only unclipped tokens. If the sum is 0, the function returns 1. Raising the
+    upper or the lower clip bound increases the returned fraction.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -165,11 +169,11 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
 def positive_value_share(
     ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
 ) -> float:
-    """Return the share of tokens with A > 0 in the sum of |min(r A, clip(r) A)| over all tokens.
+    """Return the fraction of sum |min(r A, clip(r) A)| that comes from tokens with A > 0.
 
-    The formula is BAPO's equation 8. A clipped token counts with its bound instead of its ratio.
-    Raising the lower bound therefore increases the contribution of tokens with A < 0, and lowers
-    the share of tokens with A > 0.
+    The formula is equation 8 of the BAPO paper. For a clipped token, the clip bound replaces the
+    ratio. Raising the lower clip bound therefore increases the contribution of tokens with A < 0,
+    and decreases the returned fraction.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

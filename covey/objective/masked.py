@@ -1,16 +1,16 @@
-"""Sums and means over the trained tokens of tensors [B, T], given a bool mask [B, T]."""
+"""Sums and means of [B, T] tensors over trained tokens, which a bool mask [B, T] selects."""
 
 from __future__ import annotations
 
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""The upper bound of the absolute log-ratio. A ratio above e^20 indicates an error, but must stay
-finite."""
+"""Maximum absolute value of a log-ratio; larger values are clamped. A probability ratio above e^20
+indicates an error, but the clamp keeps the loss finite."""
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return a - b inside the mask, and 0 outside, even where a or b is NaN."""
+    """Return a - b inside the mask and 0 outside the mask, even if a or b is NaN there."""
     # Padding may contain any value, even NaN. It is replaced before the arithmetic and not after,
     # because the gradient of `where` behind a NaN is itself NaN.
     return a.where(mask, 0.0) - b.where(mask, 0.0)
@@ -22,17 +22,17 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the trained tokens of each completion, [B, 1]."""
+    """Return the sum of the values over each completion's trained tokens, [B, 1]."""
     return values.where(mask, 0.0).sum(dim=1, keepdim=True)
 
 
 def row_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Return the number of trained tokens of each completion, [B, 1]. A count of 0 becomes 1."""
+    """Return the number of trained tokens of each completion, [B, 1]; 1 if there are none."""
     return mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the trained tokens of each completion, [B, 1]."""
+    """Return the mean of the values over each completion's trained tokens, [B, 1]."""
     return row_sum(values, mask) / row_tokens(mask)
 
 
@@ -41,10 +41,10 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     Tokens that are not trained get 0.
 
-    The gradient is also averaged over the completion. If all tokens of a completion have the same
-    gradient, as with one advantage per completion, the result is exactly this gradient. Sequence
-    ratios and token ratios therefore give bit-identical gradients wherever these gradients are
-    mathematically equal.
+    The backward pass also averages the gradient over the completion. If all tokens of a completion
+    have the same gradient, as with one advantage per completion, averaging leaves the gradient
+    exactly unchanged. Sequence ratios and token ratios therefore give bit-identical gradients
+    wherever these gradients are mathematically equal.
     """
     from covey.objective.sequence_mean import SequenceMean  # its base class is torch's
 

@@ -1,7 +1,7 @@
-"""The options of algorithms and their component functions: meaning, type and allowed values.
+"""The meaning and the bounds of algorithm options, and checks of configured values.
 
-An option has the same meaning in all algorithms and in all of their component functions. The
-signature of an algorithm says which options it has.
+An option has the same meaning in every algorithm, and in every function that an algorithm consists
+of. The signature of an algorithm's function lists the options of the algorithm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from covey.errors import ConfigError, nearest
 
 
 class Option(NamedTuple):
-    """The meaning of an option, and its bounds if it is a number."""
+    """The meaning of an algorithm option, and the bounds of a numeric option."""
 
     meaning: str
     at_least: float = -math.inf
@@ -176,7 +176,7 @@ PAIRS = (
 
 
 def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Reject values that do not have the type in the function's signature."""
+    """Raise ConfigError if an option's value does not match its type in the signature."""
     for key, value in options.items():
         hint, setting = hints.get(key), f"{name}: objective.{key} = {value!r}"
         if typing.get_origin(hint) is Literal:
@@ -196,7 +196,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Reject values outside their bounds and values that contradict each other."""
+    """Raise ConfigError if an option is out of bounds or if two options are contradictory."""
     numbers = {k: v for k, v in options.items() if k in OPTIONS and _is_number(v, Real)}
     for key, value in numbers.items():
         option = OPTIONS[key]

@@ -1,17 +1,17 @@
-"""Losses of pairs: the best completion of a group against the worst, DPO and IPO.
+"""Pairwise losses (DPO, IPO), which compare the best completion of a group with the worst.
 
     D    = g(chosen) - g(rejected),  g = sum over tokens of logp - ref_logp, or their mean
     loss = mean over pairs of l(D)
 
-The loss of a pair depends on two rows, which may be in different micro-batches or ranks. The margin
-D is therefore computed first for the whole optimizer step, by one more forward pass without
-gradient (`marks`). In the training pass, each row contributes half of the pair's loss l(D), and the
-gradient with respect to its own log-ratio g:
+The loss of a pair depends on two rows, which may be in different micro-batches or on different
+ranks. Covey therefore first computes the margin D of every pair in the optimizer step, in one more
+forward pass without gradient (`marks`). In the training pass, each row contributes half of its
+pair's loss l(D), and the gradient of l(D) with respect to the row's own log-ratio g:
 
     loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
 
-The contributions of all rows add up to the loss and the gradient of all pairs, for any split of the
-step.
+However the step is split into micro-batches and over ranks, the contributions of all rows add up to
+the loss and the gradient of all pairs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from covey.types import Batch
 
 
 def best_against_worst(batch: Batch) -> torch.Tensor:
-    """Advantages +c for the best completion of a group, -c for the worst, and 0 for the others.
+    """Return the advantage c for the best completion of a group, -c for the worst, else 0.
 
-    Ties go to the shorter completion, and then to the earlier completion. A group whose rewards are
-    all equal has no pair. The value c is the number of groups divided by the number of pairs, so
-    that a mean over all groups equals a mean over the groups with a pair.
+    Among completions with equal rewards, the shortest is taken; among equally short completions,
+    the first. A group whose rewards are all equal has no pair. The value c is the number of groups
+    divided by the number of pairs. With this value, a mean over all groups equals a mean over the
+    groups that have a pair.
     """
     rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
     able = ~rewards.isnan() & (lengths > 0)
@@ -49,7 +50,7 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
 
 def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch.Tensor:
-    """Return the margin D [B, T] of each row's pair; NaN in rows without a pair in `batch`."""
+    """Return the margin D of each row's pair, [B, T]; NaN if `batch` has no such pair."""
     assert batch.advantage is not None
     assert batch.ref_logp is not None, "a pair is compared with the reference"
     gain = log_ratio(logp, batch.ref_logp, batch.mask, average=average).double().squeeze(1)
@@ -93,7 +94,7 @@ def _margin(tokens: Tokens) -> torch.Tensor:
 
 
 def _gain(tokens: Tokens, *, loss: torch.Tensor, slope: torch.Tensor, average: bool) -> Gain:
-    """Return each row's contribution to the loss of its pair, repeated for all of its tokens."""
+    """Return each row's contribution to its pair's negative loss, copied to every token."""
     assert tokens.ref_logp is not None
     assert tokens.marked is not None
     side = log_ratio(tokens.logp, tokens.ref_logp, tokens.mask, average=average)

@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
-Each estimator takes (d, log r, mask), where d = logp - ref_logp and log r = logp - old_logp are
-[B, T] and clamped to +-20. A good estimate of the KL may have the gradient of another
-divergence:
+Each estimator takes (d, log r, mask), where d = logp - ref_logp and log r = logp - old_logp are [B,
+T] and clamped to +-20. An estimator whose value is a good estimate of the KL may have the gradient
+of a different divergence:
 
 | name       | value            | gradient    | expected gradient, on policy             |
 |------------|------------------|-------------|------------------------------------------|
@@ -25,7 +25,7 @@ import torch
 from covey.objective.masked import bounded, row_sum, spread
 
 MAX_ADAPTATION = 0.2
-"""Relative deviations from the target KL are clipped to this size before beta adapts."""
+"""`adapted_beta` clips the relative deviation from the target KL to +-MAX_ADAPTATION."""
 
 
 def k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -50,20 +50,20 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator k3 of whole completions, with d summed over the tokens.
+    """The estimator k3 for whole completions: d is first summed over a completion's tokens.
 
-    The formula is DeepSeek-R1's equation as printed (arXiv 2501.12948).
+    The formula is the one that the DeepSeek-R1 paper prints (arXiv 2501.12948).
     """
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 
 
 def ratio_k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator r d, which is k1 corrected for tokens that an older policy sampled."""
+    """The estimator r d: k1 with the importance weight r for tokens of an older policy."""
     return log_ratio.exp() * d
 
 
 def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator r k3, which is k3 corrected for tokens that an older policy sampled.
+    """The estimator r k3: k3 with the importance weight r for tokens of an older policy.
 
     DeepSeek-V3.2.
     """
@@ -71,11 +71,11 @@ def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> to
 
 
 def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
-    """Return beta adapted towards the target KL, arXiv 1909.08593.
+    """Return the KL coefficient beta, adapted toward a target KL (arXiv 1909.08593).
 
     The result is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). If
-    rollouts / horizon were not limited to 1, a step with more rollouts than the horizon would make
-    beta oscillate or become negative.
+    rollouts / horizon were not limited to 1, a training step with more rollouts than `horizon`
+    could make beta oscillate or become negative.
     """
     error = min(max(kl / target - 1.0, -MAX_ADAPTATION), MAX_ADAPTATION)
     return beta * (1.0 + error * min(rollouts / horizon, 1.0))

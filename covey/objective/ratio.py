@@ -20,7 +20,7 @@ def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean log-ratio over a completion, log s = 1/T_i sum_t x, for all its tokens.
+    """The completion's mean log-ratio, log s = 1/T_i sum_t x, used for each of its tokens.
 
     GSPO, arXiv 2507.18071.
     """
@@ -38,7 +38,7 @@ def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-ratio log q = sum_t x of a whole completion, which is treated as one action.
+    """The summed log-ratio log q = sum_t x, which treats the whole completion as one action.
 
     RLOO, arXiv 2402.14740.
     """
@@ -46,7 +46,7 @@ def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The logarithm of the mean token ratio, log w with w = 1/T_i sum_t exp(x).
+    """The logarithm of the mean token ratio: log w, where w = 1/T_i sum_t exp(x).
 
     The mean ratio is equation 8 of GRPO-S (arXiv 2508.04349).
     """
@@ -55,7 +55,7 @@ def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-ratio 0 with the gradient of logp, for REINFORCE, which treats data as on-policy."""
+    """A log-ratio of 0 with the gradient of logp: REINFORCE treats data as on-policy."""
     return x - x.detach()
 
 
@@ -73,4 +73,4 @@ RATIOS: Mapping[str, Ratio] = MappingProxyType(
 )
 
 PER_SEQUENCE: frozenset[Ratio] = frozenset({sequence, sequence_token, product, arithmetic})
-"""Ratios that are equal for all tokens of a completion; diagnostics count each completion once."""
+"""Functions that give one ratio per completion; diagnostics count each completion once."""

@@ -1,10 +1,10 @@
-"""Joins the rows of one rollout into one row, because statistics are over rollouts, not rows.
+"""Joins all rows of a rollout into one row, because statistics are per rollout, not per row.
 
-A rollout whose context was rewritten by the chat template has several rows in a batch. Advantages,
-corrections and the results of `marks` depend on whole rollouts. Covey computes these values on
-joined rows and then splits them again, so the result is the same as for one row with the same
-tokens. Shapes: B stands for rows, T for tokens, R for rollouts, and W for tokens of the longest
-rollout.
+If the chat template rewrites earlier turns, a rollout has several rows in a batch. Advantages,
+importance-sampling corrections and the results of `marks` depend on all tokens of a rollout. Covey
+computes per-rollout values on joined rows and then splits the values into the original rows. The
+result is the same as if each rollout had one row. Shapes: B is the number of rows, T the number of
+tokens per row, R the number of rollouts, and W the number of tokens in the longest rollout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.types import Batch
 
 
 class Joined(NamedTuple):
-    """A batch with one row for each rollout, and the position of each original token in it."""
+    """A batch with one row per rollout, and each original token's position in this batch."""
 
     batch: Batch
     row: torch.Tensor | None = None
@@ -44,7 +44,7 @@ class Joined(NamedTuple):
 
 
 def joined(batch: Batch) -> Joined:
-    """Join the rows of each rollout in their order; return `batch` if each rollout is one row."""
+    """Join the rows of each rollout in order; keep `batch` if each rollout has one row."""
     if batch.one_row_each:
         return Joined(batch)
     assert batch.rollout is not None

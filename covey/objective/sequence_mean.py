@@ -1,4 +1,4 @@
-"""Means over the tokens of completions; if all tokens have the same gradient, it stays exact."""
+"""The mean over each completion's tokens; averaging equal gradients leaves them unchanged."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Advantages that depend on entropies or tokens, not only on rewards.
+"""Advantages that depend on token entropies or token ids, not only on rewards.
 
-The module has the entropy-shaped advantages of arXiv 2508.04349 (v5), called GTPO and GRPO-S. The
-module also has the advantages of another algorithm called GTPO (arXiv 2508.03772). The entropy H is
-the entropy of the policy that collected the batch.
+The module implements the entropy-shaped advantages GTPO and GRPO-S (arXiv 2508.04349, v5). The
+module also implements the advantages of a different algorithm that is called GTPO too (arXiv
+2508.03772). The entropy H is the entropy of the policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. A group whose
 completions are all correct or all wrong has advantage 0 and is left out of all statistics. In the
-paper's runs, dynamic sampling drops groups that are all correct or all wrong. If groups that are
-all wrong were kept, entropies alone would decide their advantages.
+experiments of arXiv 2508.04349, dynamic sampling drops groups whose completions are all correct or
+all wrong. In a group whose completions are all wrong, entropies alone would decide the advantages.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 Scope = Literal["group", "batch"]
 SHAPED_BY_ENTROPY: frozenset[Need] = frozenset({"groups", "old_entropy", "success"})
 WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens"})
-"""The inputs that the advantages of this module read."""
+"""The inputs that an objective must provide for the advantage functions of this module."""
 
 
 class Polarity(NamedTuple):
-    """Masks [B] of correct and of wrong rollouts; rollouts in neither mask are left out."""
+    """Masks [B] of correct and of wrong rollouts; all other rollouts have advantage 0."""
 
     correct: torch.Tensor
     wrong: torch.Tensor
 
 
 def polarity(batch: Batch) -> Polarity:
-    """Split scored completions into correct and wrong ones, in groups that have both."""
+    """Return masks of correct and of wrong completions, in groups that have both kinds."""
     # A completion without trained tokens has no entropy.
     scored = ~batch.rewards.isnan() & batch.mask.any(dim=1)
     correct, wrong = scored & batch.success, scored & ~batch.success
@@ -89,7 +89,7 @@ def entropy_shaped_tokens(
 
 
 def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return v / (mean of v), where the mean is over a group's completions at each position."""
+    """Divide each value by the mean over the group's completions at the same position."""
     _, index = group.unique(return_inverse=True)
 
     def at_position(of: torch.Tensor) -> torch.Tensor:
@@ -130,11 +130,12 @@ def without_conflicts(
 ) -> torch.Tensor:
     """GTPO of arXiv 2508.03772: bad completions get no gradient for tokens shared with good ones.
 
-    The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, or 0 if its mean
-    entropy H_i exceeds max_entropy. A conflict token occurs at the same position in a good and a
-    bad completion of the group, within a common prefix or, counted from the end, a common suffix.
-    The advantage of a conflict token is multiplied by `bonus` in good completions and by 0 in bad
-    completions. The advantage of a completion is divided by its number of conflict tokens.
+    The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, where mean_g R is the
+    group's mean reward and H_i is the completion's mean entropy. If H_i exceeds max_entropy, the
+    advantage is 0. A conflict token is in a prefix or suffix that a good and a bad completion of
+    the group have in common. The advantage of a conflict token is multiplied by `bonus` in good
+    completions and by 0 in bad completions. The advantage of a completion is divided by the number
+    of conflict tokens in the completion.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)
@@ -148,7 +149,7 @@ def without_conflicts(
 def _conflicts(
     batch: Batch, advantage: torch.Tensor, bonus: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factor of each token [B, T] and the number of conflict tokens of each row."""
+    """Return a factor for each token's advantage and each row's number of conflict tokens."""
     forward = _conflict_run(batch.tokens, batch.mask, batch.group, advantage)
     order = _from_the_end(batch.mask)
     reverse = _conflict_run(
@@ -171,7 +172,7 @@ def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
 def _conflict_run(
     tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the leading tokens [B, T] that good and bad completions of a group have in common."""
+    """Return a mask [B, T] of the prefix that good and bad completions of a group share."""
     shared = torch.zeros_like(mask)
     for each in group.unique():
         rows = (group == each).nonzero().squeeze(1)

@@ -1,7 +1,7 @@
-"""Surrogates: the gain of each token, which the optimizer step increases.
+"""Surrogates: the per-token objectives that an optimizer step increases.
 
-On policy, where the ratio r is 1, the gradient of every surrogate is the advantage. Surrogates
-differ from each other for tokens whose probability has already changed.
+On policy, where the ratio r is 1, the gradient of every surrogate with respect to logp is the
+advantage. Surrogates differ for tokens whose probability has changed since the batch was collected.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class Tokens(NamedTuple):
     """The inputs of a surrogate, each [B, T] and 0 outside the mask."""
 
     log_ratio: torch.Tensor
-    """The log-ratio log r, which has a gradient."""
+    """The log-ratio log r, through which the gradient flows."""
     logp: torch.Tensor
     old_logp: torch.Tensor
     advantage: torch.Tensor
     mask: torch.Tensor
     marked: torch.Tensor | None = None
-    """The result of the objective's function `marks`; None if the objective has none."""
+    """The result of the objective's function `marks`; None if there is no such function."""
     ref_logp: torch.Tensor | None = None
-    """Log-probs of the reference, for surrogates of pairs. The field is None without a
-    reference."""
+    """Log-probabilities under the reference, for pairwise surrogates such as DPO; None if there is
+    no reference."""
     beta: float = 0.0
-    """The beta of the objective, for surrogates of pairs."""
+    """The objective's coefficient beta, for pairwise surrogates such as DPO."""
 
 
 class Gain(NamedTuple):
@@ -45,8 +45,8 @@ class Gain(NamedTuple):
     """Mask (bool) of the tokens whose ratio is above its upper bound, so the gradient is 0 or
     reduced."""
     clipped_dual: torch.Tensor | None = None
-    """Mask (bool) of the tokens with A < 0 whose ratio is above the dual bound; None without that
-    bound."""
+    """Mask (bool) of the tokens with A < 0 whose ratio is above the bound `dual`; None if `dual` is
+    0."""
 
 
 def clipped(
@@ -54,10 +54,11 @@ def clipped(
 ) -> Gain:
     """The PPO surrogate min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), arXiv 1707.06347.
 
-    The gradient is r A, or 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. A
-    token with A < 0 whose ratio has risen, or a token with A > 0 whose ratio has fallen, is not
-    clipped. With `dual` (arXiv 1912.09729) a token with A < 0 is also clipped above r = dual, so
-    that the gain is at least dual A.
+    The gradient is r A for an unclipped token and 0 for a clipped token. A token is clipped if A >
+    0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low. A token with A < 0 whose ratio has
+    risen, or a token with A > 0 whose ratio has fallen, is not clipped. With `dual` (arXiv
+    1912.09729), a token with A < 0 is also clipped if r > dual, so the surrogate is at least dual
+    A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -81,7 +82,8 @@ def unclipped(tokens: Tokens) -> Gain:
 def log_likelihood(tokens: Tokens) -> Gain:
     """The REINFORCE surrogate A logp, without a ratio.
 
-    The gradient is the advantage A, even if the policy has moved far.
+    The gradient with respect to logp is the advantage A, however far the policy has moved from the
+    sampler.
     """
     return _unbounded(tokens.advantage * tokens.logp, tokens)
 
@@ -89,8 +91,8 @@ def log_likelihood(tokens: Tokens) -> Gain:
 def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: float = 0.0) -> Gain:
     """The surrogate w A logp, where the weight w is r clipped to [min_weight, max_weight].
 
-    CISPO, arXiv 2506.13585. The weight is a constant with absolute bounds, so no token ever loses
-    its gradient.
+    CISPO, arXiv 2506.13585. The weight w is a constant that is clipped but never masked, so every
+    token keeps its gradient.
     """
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(min_weight, max_weight)
@@ -136,7 +138,7 @@ def gamma_weight(
     power_neg: float = 3.0,
     rate_neg: float = 2.0,
 ) -> Gain:
-    """The surrogate phi(r) A logp, with the constant weight phi(w) = w^power exp(rate (1 - w)).
+    """The surrogate phi(r) A logp, where phi(r) = r^power exp(rate (1 - r)) is a constant.
 
     VESPO, arXiv 2602.10693. The weight phi is 1 for a ratio of 1, and goes to 0 for ratios near 0
     and far above 1. The ratio `r` of a whole completion may be tiny, so it is clamped to at least
@@ -153,12 +155,12 @@ def gamma_weight(
 def trust_mask(
     tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 20.0
 ) -> Gain:
-    """The surrogate min(r, max_weight) A logp, only for tokens whose probability changed little.
+    """The surrogate min(r, max_weight) A logp; 0 for tokens whose probability changed a lot.
 
-    DPPO. Tokens are selected by total variation, as in arXiv 2602.04879. A token with A > 0 is kept
-    if p - p_old <= clip_high, and any other token is kept if p - p_old >= -clip_low. The bounds
-    apply to probabilities, not to their ratio: for example, a rare token may double its
-    probability.
+    DPPO. Tokens are selected by total variation, as in arXiv 2602.04879. A token with A > 0 is
+    trained if p - p_old <= clip_high, and any other token is trained if p - p_old >= -clip_low. The
+    bounds limit the change of a token's probability p, not the ratio r. For example, a rare token
+    may double its probability.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0
@@ -196,8 +198,8 @@ def unclipped_without_marked(tokens: Tokens) -> Gain:
 def clipped_at_marks(tokens: Tokens) -> Gain:
     """The surrogate min(r A, clip(r) A), where `marks` gives the bound of each ratio.
 
-    BAPO, 2510.18927. Only one bound applies: the upper bound where A > 0, and the lower bound
-    elsewhere.
+    BAPO, 2510.18927. Each token has only one clip bound: an upper bound if A > 0, and otherwise a
+    lower bound.
     """
     assert tokens.marked is not None
     ratio, advantage, bound = (
@@ -215,7 +217,7 @@ def clipped_at_marks(tokens: Tokens) -> Gain:
 
 
 def penalized_where_marked(tokens: Tokens, *, coefficient: float = 1.0) -> Gain:
-    """r A, minus coefficient |log r| for tokens that `marks` selects. KL-Cov, arXiv 2505.22617."""
+    """r A, minus coefficient * |log r| for tokens selected by `marks`. KL-Cov, 2505.22617."""
     assert tokens.marked is not None
     penalty = (coefficient * tokens.log_ratio.abs()).where(tokens.marked, 0.0)
     return _unbounded(tokens.log_ratio.exp() * tokens.advantage - penalty, tokens)

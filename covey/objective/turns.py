@@ -1,14 +1,14 @@
 """Advantages for the turns of multi-turn rollouts.
 
 The reward R of a rollout is the total of its turn rewards r_k. The environment may give rewards to
-single turns. If these rewards do not sum to the rollout's reward R, the last turn gets the
+individual turns. If the turn rewards do not sum to the rollout's reward R, the last turn gets the
 difference:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
-All tokens of a turn have the same advantage. A rollout without turns counts as one turn. Shapes: B
-is the number of rollouts, one row each; T is the number of tokens; K is the number of turns in the
-longest rollout.
+All tokens of a turn have the same advantage. A rollout that is not divided into turns counts as one
+turn. Shapes: B is the number of rollouts (one row per rollout), T is the number of tokens per row,
+and K is the largest number of turns in a rollout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.types import Batch
 
 
 class TurnTable(NamedTuple):
-    """The turns of a batch, each field [B, K]."""
+    """The turns of a batch; the fields have the shape [B, K], except `number` [B, T]."""
 
     returns: torch.Tensor
     """The discounted return U of each turn, float64; NaN where scoring failed."""
@@ -30,7 +30,7 @@ class TurnTable(NamedTuple):
     """Boolean mask: True for a turn of the rollout, False for padding."""
     state: torch.Tensor
     number: torch.Tensor
-    """[B, T]: the index of the turn of each token."""
+    """[B, T]: the index of the turn that a token belongs to."""
 
     def tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Copy the value [B, K] of each turn to its trained tokens [B, T]; other tokens get 0."""
@@ -71,7 +71,7 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 def _compared(
     table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
 ) -> torch.Tensor:
-    """Return the advantages [B, K] of turns; turns with the same value in `cell` are compared."""
+    """Return each turn's advantage [B, K], relative to the turns with the same `cell` id."""
     values, cells = table.returns[table.present], cell[table.present]
     if normalize == "std":
         found = standardized(values, cells, ddof=ddof, eps=eps)
@@ -91,8 +91,8 @@ def by_turn(
     """The return of each turn, standardized over the turns of its group.
 
     With `compare = "turn"`, turns are compared only with turns of the same index. Turns with the
-    same index are in different states once rollouts diverge. `gigpo` compares only turns in equal
-    states.
+    same index are in different states once rollouts diverge. The algorithm `gigpo` compares only
+    turns in equal states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)

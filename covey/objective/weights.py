@@ -5,8 +5,8 @@ step's total numbers of tokens, rollouts and groups. With these weights, the los
 weighted sum, so it does not depend on how the step is split into micro-batches or over ranks.
 Weights are computed in float64, and rounded once to the dtype of the loss.
 
-The step has N rollouts, T tokens and P groups; rollout i has T_i tokens, and group g has T_g
-tokens.
+An optimizer step has N rollouts, T tokens and P groups. Rollout i has T_i tokens, and group g has
+T_g tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from covey.types import Batch, Totals
 
 
 def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
-    """Weights 1 / (N T_i): the mean over rollouts of the mean over their tokens.
+    """Weights 1 / (N T_i): average over each rollout's tokens, then over the N rollouts.
 
     GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
-    are penalised too little (arXiv 2503.20783). If all tokens of a rollout have the same objective
-    value, the weighted sum is the mean of these values over rollouts.
+    are penalized too little (arXiv 2503.20783). If all tokens of a rollout have the same objective
+    value, the weighted sum is the mean of the rollouts' values.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -34,12 +34,12 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def sequence_mean_token_sum(batch: Batch, totals: Totals) -> torch.Tensor:
-    """Weights 1 / N: the mean over rollouts of the sum over their tokens."""
+    """Weights 1 / N: sum over each rollout's tokens, then average over the N rollouts."""
     return batch.mask.double() / max(1, totals.sequences)
 
 
 def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -> torch.Tensor:
-    """Weights 1 / (N length) with a constant length, which gives no length bias.
+    """Weights 1 / (N length) with a constant `length`, which avoids a bias by rollout length.
 
     Dr.GRPO, arXiv 2503.20783.
     """
@@ -55,7 +55,7 @@ def token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
-    """Weights 1 / (P T_g): the mean over groups of the mean over their tokens.
+    """Weights 1 / (P T_g): average over each group's tokens, then over the P groups.
 
     DAPO's equation 8.
     """
@@ -64,7 +64,7 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
-    """Weights 1 / (P T_i): the sum over rollouts of token means, divided by the number of groups.
+    """Weights 1 / (P T_i): average over each rollout's tokens; sum the averages; divide by P.
 
     The weights 1 / (P T_i) are for pairwise losses such as DPO, where each group has one pair of
     completions.
@@ -73,7 +73,7 @@ def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the token count of each id in `ids`, float64 [B, 1]. A count of 0 is returned as 1."""
+    """Return the token count of each rollout or group id, float64 [B, 1]; at least 1."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

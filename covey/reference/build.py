@@ -76,9 +76,10 @@ def _check_moving(policy: LanguageModel, kind: str) -> None:
 def make_self_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build a self-teacher, which is the policy itself at the sampling temperature.
+    """Build the teacher of self-distillation: the policy itself or a copy of the policy.
 
-    The function `load` loads a second copy of the starting weights, if needed.
+    The teacher uses the sampling temperature. If the teacher needs a second copy of the starting
+    weights, the function `load` loads the copy.
     """
     section = config.teacher
     if section.policy == "current":
@@ -99,7 +100,7 @@ def make_self_teacher(
 def make_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[str], LanguageModel]
 ) -> Reference:
-    """Build the teacher model for distillation, which must have the policy's tokenizer.
+    """Build the teacher of distillation, a model that must have the policy's tokenizer.
 
     The function `load` loads a model from a path. If the path contains an adapter, `load` also
     loads the base model.

@@ -1,4 +1,4 @@
-"""The client of a reference server: a reference policy over HTTP, with the standard library only.
+"""A client that gets the log-probabilities of a reference policy from a server over HTTP.
 
 If the server is unavailable (restarted, overloaded, not yet up), the client retries for up to
 `patience` seconds. Retrying is safe, because requests do not change the server's state. An error
@@ -56,9 +56,9 @@ class Address:
     url: str
     token: str = ""
     timeout: float = 120.0
-    """Seconds without data from the server before one attempt fails."""
+    """If the server sends no data for this many seconds, the attempt fails."""
     patience: float = 300.0
-    """Seconds to retry while the server is unavailable."""
+    """Maximum seconds of retries while the server is unavailable."""
 
     def __post_init__(self) -> None:
         key = "config: reference.url"
@@ -92,8 +92,8 @@ class ServerReference(Reference):
     tokenizer: str
     """Digest of the policy's tokenizer. Client and server must use the same token ids."""
     weights: str = ""
-    """The digest that the server's weights must have; if empty, the digest in the first reply is
-    used."""
+    """The required digest of the server's weights. If empty, the digest in the server's first reply
+    becomes the required digest."""
     note: Callable[[str], None] = _to_stderr
     budget: int = field(init=False)
     """Maximum number of padded tokens that the server accepts in one request."""
@@ -135,14 +135,14 @@ class ServerReference(Reference):
         return LogProbs(*(values.to(device) for values in whole))
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
-        """Write the URL and the digest of the reference weights."""
+        """Write the server's URL and the digest of its weights into the checkpoint."""
         if not writes:
             return
         record = {"url": self.address.url, "weights": self.weights}
         (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Refuse to resume with different reference weights."""
+        """Raise ModelError if the server's weights differ from the checkpoint's digest."""
         try:
             before = json.loads((folder / RECORD_FILE).read_text())["weights"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -212,7 +212,7 @@ class ServerReference(Reference):
 
 
 def _send(address: Address, method: str, path: str, body: bytes | None, most: int) -> _Reply:
-    """Send one request. A successful reply of more than `most` bytes is refused without reading it.
+    """Send one request. Raises ModelError if a successful reply exceeds `most` bytes.
 
     The client does not follow redirects, because a redirect would send the bearer token to another
     host.

@@ -1,10 +1,10 @@
-"""Connection limits of a reference server: the number of open connections, and their duration.
+"""Limits the number and the duration of connections to a reference server.
 
 A client that opens connections and sends nothing, or one byte at a time, must not block other
 clients. The server sets a short time limit for receiving the head (request line and headers) of a
 request. If there are too many connections, the oldest connection without a complete request is
-closed. The module server.py limits the time for request bodies, and sends error replies. This
-module closes a connection if the server cannot send a reply to its client.
+closed. The module server.py limits the time for request bodies, and sends error replies. If the
+server cannot send a reply, this module closes the connection.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from covey.escape import printable_line
 
 Phase = Literal["head", "body", "reply"]
-"""The phase of a connection: waiting for a request, for the rest of the request's body, or for the
-reply."""
+"""The phase of a connection: the server waits for a request (`head`), receives its body (`body`),
+or prepares and sends the reply (`reply`)."""
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 CONNECTION = "covey.connection"
-"""The key under which a request's ASGI scope contains its connection."""
+"""The key of the `Connection` object in the state of a request's ASGI scope."""
 LINGER = 30.0
 """Seconds that a client has to read its reply before the connection is aborted."""
 LOG_SECONDS = 10.0
-"""Minimum seconds between two equal log lines; lines in between are counted but not written."""
+"""Minimum seconds between two equal log lines; repeats in between are only counted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionLimiter:
-    """All open connections by phase, oldest first, with their time limits."""
+    """Tracks all open connections, and closes connections that exceed a limit."""
 
     most: int
     """Maximum number of open connections."""
     head_seconds: float
-    """Time limit for a request's head, from the connection's start or the last reply."""
+    """Time limit for receiving a request's head, counted from the last reply or, for the first
+    request, from when the connection opened."""
     request_seconds: float
     """Time limit for a whole request; must be longer than the web application's own time limit."""
     phases: dict[Phase, dict[Connection, None]] = field(
@@ -55,7 +56,9 @@ class ConnectionLimiter:
     def opened(self, connection: Connection) -> None:
         """Add a connection.
 
-        If there are too many connections, close a connection that waits for a request.
+        If there are too many connections, close the oldest connection that waits for a request. If
+        none waits, close the oldest connection whose request body is incomplete, or else the new
+        connection.
         """
         if sum(map(len, self.phases.values())) >= self.most:
             # A complete request is never dropped, and the newest client is the most likely to send
@@ -85,7 +88,7 @@ class ConnectionLimiter:
             waiting.pop(connection, None)
 
     def _end(self, connection: Connection) -> None:
-        """Close a connection that timed out; a reply in flight gets LINGER seconds more."""
+        """Close a connection that timed out; an unfinished reply gets LINGER more seconds."""
         transport = connection.transport
         transport.close()
         connection.timer = asyncio.get_running_loop().call_later(LINGER, transport.abort)
@@ -143,7 +146,7 @@ def _tracked(application: Application) -> Application:
 
 
 class LogLines(logging.Handler):
-    """A log handler that writes each record as one escaped line, limited in length and number."""
+    """A log handler that writes each record as one short escaped line, and limits repeats."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(logging.WARNING)
@@ -152,7 +155,7 @@ class LogLines(logging.Handler):
         self.suppressed = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, unless the same line was written a moment ago."""
+        """Write a log record, unless an equal line was written less than LOG_SECONDS ago."""
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"

@@ -24,7 +24,7 @@ class Fingerprint:
     """Digest of architecture, vocabulary size, number of layers and hidden size. The reference
     model may be larger than the policy."""
     weights: str
-    """Digest of every weight, in the dtype that is used for computation."""
+    """Digest of all weights, in the dtype that the model computes with."""
 
 
 def fingerprint(model: LanguageModel) -> Fingerprint:
@@ -45,7 +45,7 @@ def fingerprint(model: LanguageModel) -> Fingerprint:
 
 
 def tokenizer_digest(model: LanguageModel) -> str:
-    """Return the digest of a vocabulary in the order of token ids, and of the special token ids."""
+    """Return the digest of a tokenizer's vocabulary and special token ids."""
     tokenizer = model.tokenizer
     return _digest(
         {

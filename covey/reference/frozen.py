@@ -18,7 +18,7 @@ from covey.types import Batch
 
 @dataclass(slots=True, kw_only=True)
 class FrozenReference(Reference):
-    """A second copy of the starting weights on the device."""
+    """A reference that keeps a second copy of the starting weights on the device."""
 
     kind: ClassVar[str] = "frozen"
 
@@ -48,11 +48,11 @@ class FrozenReference(Reference):
 
 @dataclass(slots=True, kw_only=True)
 class OffloadedReference(FrozenReference):
-    """A second copy of the starting weights in main memory, copied to the device for `logp`.
+    """A reference with weights in main memory, which are copied to the device for `logp`.
 
     The weights of the reference never change, so they are not copied back to main memory. After
     `logp` the parameters point to main memory again, and the device memory is free for gradients.
-    Buffers are small and stay on the device.
+    The model's buffers are small and stay on the device.
     """
 
     kind: ClassVar[str] = "offloaded"
@@ -73,7 +73,7 @@ class OffloadedReference(FrozenReference):
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Copy the weights to the device, once for all calls of `logp` inside a `with` block."""
+        """Copy the weights to the device once for all calls of `logp` in a `with` block."""
         if self.on_device:
             yield
             return
@@ -92,12 +92,12 @@ class OffloadedReference(FrozenReference):
 
 @dataclass(slots=True, kw_only=True)
 class CurrentPolicy(FrozenReference):
-    """The policy itself with its current weights: no second copy. For a self-teacher."""
+    """The policy itself with its current weights, as the teacher of self-distillation."""
 
     kind: ClassVar[str] = "current"
 
     def __post_init__(self) -> None:
-        """Do nothing, because the model is the policy itself."""
+        """Do not freeze the model, because the model is the policy itself."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,10 +107,10 @@ class AdapterOffReference(FrozenReference):
     kind: ClassVar[str] = "adapter_off"
 
     def __post_init__(self) -> None:
-        """Do nothing, because the model belongs to the policy and stays on the device."""
+        """Do not freeze the model, because the model belongs to the policy."""
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:
-        """Return the log-probability and the entropy of every trained token without the adapter."""
+        """Return log-probability and entropy of every trained token, with the adapter off."""
         with adapter_off(self.model) as base:
             return self._logp(base, batch)

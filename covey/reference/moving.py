@@ -29,7 +29,7 @@ REFERENCE_FILE = "reference.safetensors"
 
 @dataclass(slots=True, kw_only=True)
 class MovingReference(FrozenReference):
-    """A second copy of the weights, which moves towards the policy every few optimizer steps."""
+    """A reference whose weights move toward the policy's every few optimizer steps."""
 
     alpha: float
     every: int
@@ -51,7 +51,7 @@ class MovingReference(FrozenReference):
 
     @torch.no_grad()
     def after_step(self, policy: Policy) -> None:
-        """Move the reference towards the policy after every `every` optimizer steps."""
+        """Update the reference weights if the step number is a multiple of `every`."""
         if policy.version % self.every:
             return
         # Weights that are not trained stay equal in policy and reference.

@@ -24,7 +24,7 @@ class Reference:
 
     @property
     def identity(self) -> str:
-        """A short description of the reference for the run's records."""
+        """A short description of the reference, which the run saves in its files."""
         raise NotImplementedError
 
     def logp(self, batch: Batch) -> LogProbs:

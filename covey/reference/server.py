@@ -43,7 +43,8 @@ from covey.reference.wire import (
 )
 
 DISCARD_FACTOR = 4
-"""If a request body is too large, the server discards at most DISCARD_FACTOR times the limit."""
+"""If a request body is too large, the server reads and discards at most DISCARD_FACTOR times the
+size limit."""
 BODY_RATE = 2**18
 """Minimum upload rate in bytes per second. A client that uploads at BODY_RATE bytes per second or
 faster never times out."""
@@ -159,9 +160,10 @@ class Service:
     async def _body(self, request: Request, keep: int) -> bytes | None:
         """Read the body of a request; return None if it is larger than `keep` bytes.
 
-        The server reads a body slightly above the limit to its end. If it stopped earlier, the
-        client would see a broken connection instead of the error message. The server stops reading
-        a body that is far above the limit or arrives too slowly.
+        If a body is slightly above the size limit, the server still reads the whole body. If the
+        server stopped reading earlier, the client would see a broken connection instead of the
+        error message. The server stops reading a body that is far above the size limit or arrives
+        too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds
@@ -245,7 +247,7 @@ class QueuedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counters of the batcher's finished work. Only the batcher's thread writes the counters."""
+    """Counters of finished batches and tokens, which only the batcher's thread writes."""
 
     batches: int = 0
     tokens: int = 0

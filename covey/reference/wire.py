@@ -31,7 +31,7 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
 """The dtype and the number of dimensions of each tensor in a request."""
 
 BYTES_PER_TOKEN = 17
-"""Maximum bytes of a request per padded token, including padding and lengths."""
+"""Upper bound on a request's bytes per padded token, including the tensors of lengths."""
 HEADER_BYTES = 4096
 """An upper bound on the bytes of a request's tensor names, shapes and metadata."""
 SLACK = 1e-4
@@ -52,7 +52,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogpRequest:
-    """A request for the log-probabilities of some rows, with the temperature."""
+    """A request for the log-probabilities of batch rows at a given temperature."""
 
     batch: Batch
     temperature: float
@@ -62,7 +62,7 @@ class LogpRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits of a reference server."""
+    """The limits of a request: vocabulary size, tokens per row, and padded tokens."""
 
     vocabulary: int
     context: int
@@ -112,7 +112,7 @@ def encode_reply(values: LogProbs, weights: str) -> bytes:
 
 
 def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[LogProbs, str]:
-    """Parse a reply and the digest of the server's weights; refuse impossible values."""
+    """Return a reply's values and weights digest; raise WireError if the reply is invalid."""
     tensors, metadata = _read(body)
     for name in LogProbs._fields:
         found = tensors.get(name)
@@ -124,12 +124,12 @@ def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[Lo
 
 
 def reply_bytes(shape: torch.Size) -> int:
-    """Return the maximum size of the reply to a request with a batch of the given shape."""
+    """Return the maximum size in bytes of the reply for a batch of the given shape."""
     return HEADER_BYTES + len(LogProbs._fields) * shape.numel() * torch.float32.itemsize
 
 
 def check_values(values: LogProbs, temperature: float) -> None:
-    """Refuse log-probabilities above 0, entropies below 0, and values that are not finite.
+    """Raise WireError for log-probabilities above 0, entropies below 0, or non-finite values.
 
     If a NaN reached the loss, the loss would clamp it, and the token would silently lose its
     gradient and its penalty.
@@ -153,7 +153,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move the tensors that a model reads to the model's device."""
+    """Copy a batch's model inputs to a device."""
     moved: dict[str, Any] = {name: getattr(batch, name).to(device) for name in TYPES}
     host = None if device.type == "cpu" else HostRows.of(batch)
     return replace(batch, **moved, host=host)
@@ -225,7 +225,7 @@ def _check_values(tensors: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
 
 
 def _batch(tensors: Mapping[str, torch.Tensor]) -> Batch:
-    """Return a batch with only the fields that a model reads."""
+    """Return a batch with the given model inputs; all other fields are 0."""
     rows = len(tensors["tokens"])
     zeros = torch.zeros(rows, dtype=torch.float64)
     read: dict[str, Any] = dict(tensors)

@@ -43,10 +43,10 @@ def mix(
 ) -> Mix:
     """A weighted mean of rewards.
 
-    Each entry of `parts` is a table with `name`, `weight` and options. With `correct_first`, a
-    correct completion scores higher than any incorrect completion, and an empty completion scores
-    lowest. Without `correct_first`, reward parts such as `efficiency` and `safety` also reward an
-    empty text.
+    Each entry of `parts` is a config table with the `name`, the `weight` and the options of a
+    reward. With `correct_first`, a correct completion scores higher than any incorrect completion,
+    and an empty completion scores lowest. Without `correct_first`, reward parts such as
+    `efficiency` and `safety` also reward an empty text.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -70,11 +70,11 @@ def mix(
 def by_task(
     *, tasks: Mapping[str, Mapping[str, Any]], column: str = "", default: str = ""
 ) -> ByTask:
-    """Score each task with its own reward.
+    """Score the prompts of each task with the task's own reward.
 
-    Each entry of `tasks` is a table with `name` and options. If `column` names a data column, the
-    value in this column selects the reward, whatever the task is. `default` is the reward for
-    prompts that do not have the column.
+    Each entry of `tasks` is a config table with the `name` and the options of a reward. If `column`
+    names a data column, the prompt's value in this column selects the reward instead of the task.
+    The option `default` names the reward for prompts without a value in the data column.
     """
     rewards = {}
     for key, table in tasks.items():
@@ -125,7 +125,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
 
 
 def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
-    """Return the reward class or function with a name, from the registry or by import path."""
+    """Return a reward class or function, given its registry name or its import path."""
     if name in REWARDS:
         return REWARDS[name]
     if is_import_path(name):
@@ -140,7 +140,7 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
 
 
 def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
-    """Return all options of the reward in a config section, after validation."""
+    """Validate a reward's config section, and return all of the reward's options."""
     maker = find_reward(section.name, where)
     if section.name in REWARDS or inspect.isclass(maker):
         return resolve_options(maker, section, where)
@@ -148,9 +148,9 @@ def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
 
 
 def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
-    """Validate the options of a user's function against its keyword-only arguments.
+    """Check the options of a user's reward function against its keyword-only arguments.
 
-    In a TRL-style reward function, arguments without a default are columns of the data.
+    In a TRL-style reward function, arguments without a default are data columns, not options.
     """
     trl_style = is_trl_style(function)
     known = {
@@ -179,7 +179,7 @@ def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") ->
 
 
 def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
-    """Raise ConfigError for a reward that must not be used alone."""
+    """Raise ConfigError for a reward that must not be the only one, such as an LLM judge."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
             f"config: {where}.name = {name!r} cannot be the only reward, because a policy can "

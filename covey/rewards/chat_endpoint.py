@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible chat endpoints, with retries, from the standard library."""
+"""A client for OpenAI-compatible chat endpoints, with retries, rate limits and a cache."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _post(request: urllib.request.Request, timeout: float) -> _Reply:
 
 
 def _server_message(body: bytes) -> str:
-    """Return the server's error message, from its JSON reply or its text."""
+    """Return the error message in a server's JSON reply, or the text of any other reply."""
     text = body.decode("utf-8", "replace")
     try:
         reply = json.loads(text)
@@ -190,7 +190,7 @@ class RateLimit:
     """Maximum requests and tokens per minute; 0 means no limit."""
 
     endpoint: str
-    """The address of the endpoint; processes with the same endpoint and user share the limit."""
+    """The endpoint's URL. All processes of a user that call the same URL share the limit."""
     requests: int = 0
     tokens: int = 0
 
@@ -256,7 +256,7 @@ class RateLimit:
 
 
 def _rows(text: str) -> list[tuple[float, int]]:
-    """Return the requests that a file lists; [] if a killed process left the file incomplete."""
+    """Parse a file's list of requests; return [] if a killed process left it incomplete."""
     try:
         return [(float(started), int(tokens)) for started, tokens in json.loads(text or "[]")]
     except (ValueError, TypeError):

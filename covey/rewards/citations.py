@@ -32,7 +32,7 @@ _BRACKETS = {")": "(", "]": "["}
 
 
 def _trim(address: str) -> str:
-    """Remove trailing punctuation and unmatched closing brackets."""
+    """Remove trailing punctuation and unmatched closing brackets from a URL or DOI."""
     for _ in range(8):
         address = address.rstrip(_CLOSING)
         opening = _BRACKETS.get(address[-1:])
@@ -43,7 +43,7 @@ def _trim(address: str) -> str:
 
 
 def _key(address: str) -> str | None:
-    """Return the normalised form of an address; None if the text is not an address."""
+    """Return the normalized form of a URL, DOI or arXiv number; None for any other text."""
     arxiv = _ARXIV.search(address)
     if arxiv:
         return f"arxiv:{arxiv[1].lower()}"
@@ -60,10 +60,10 @@ def _key(address: str) -> str | None:
 
 
 def addresses(text: str) -> set[str]:
-    """Return the URLs, DOIs and arXiv numbers in a text, each in normalised form.
+    """Return the URLs, DOIs and arXiv numbers in a text, each in normalized form.
 
-    The normalised form leaves out scheme, `www.`, fragments, closing punctuation, trailing slashes
-    and paper versions.
+    The normalized form leaves out the scheme, `www.`, the fragment, closing punctuation, trailing
+    slashes and the version of a paper.
 
     >>> sorted(addresses("See https://www.a.org/b/#c, http://a.org/b and arXiv:2402.03300v2."))
     ['a.org/b', 'arxiv:2402.03300']
@@ -103,7 +103,7 @@ def _marks(text: str) -> set[str]:
 
 
 def _split_entries(text: str) -> tuple[str, dict[str, str]]:
-    """Return the text without its list of sources, and the entries of that list by number."""
+    """Split a text into its body and the numbered entries of its list of sources."""
     body: list[str] = []
     entries: dict[str, str] = {}
     listed = False
@@ -121,13 +121,13 @@ def _split_entries(text: str) -> tuple[str, dict[str, str]]:
 
 
 def sources(text: str) -> set[str]:
-    """Return the distinct sources that a text cites, each in normalised form.
+    """Return the distinct sources that a text cites, each in normalized form.
 
     A URL, DOI or arXiv number is a citation wherever it occurs in the text. A citation mark such as
     `[1]` cites entry 1 in a list of sources. An entry of a list of sources is a line `[1] ...`, or
-    a line `1. ...` under a heading such as References. An entry is identified by its address. An
-    entry without an address is identified by its title, which must have at least three words. A
-    citation mark that has no entry in the list of sources is ignored.
+    a line `1. ...` under a heading such as References. A list entry is identified by its URL, DOI
+    or arXiv number. A list entry without any of these is identified by its title, which must have
+    at least three words. A citation mark that has no entry in the list of sources is ignored.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -148,14 +148,15 @@ class Citations(Reward):
 
     The reward is at most 1.
 
-    Sources are URLs, DOIs, arXiv numbers, and entries in a list of sources that a mark such as [1]
-    cites. A repeated source counts once.
+    A source is a URL, a DOI, an arXiv number, or an entry of the list of sources that a citation
+    mark such as [1] cites. A repeated source counts once.
 
-    If `prompt.info` has `sources`, a list of addresses or ids such as `doc3`, only the listed
-    sources count. A citation mark such as `[doc3]` cites the source with the id `doc3`. Every cited
-    address that is not in `sources` costs `unknown_penalty`. A citation mark that looks like an id
-    in `sources`, but has a different number, also costs `unknown_penalty`. A completion with at
-    least `minimum` sources is a success.
+    If `prompt.info` has `sources`, a list of URLs, DOIs, arXiv numbers or ids such as `doc3`, only
+    the listed sources count. A citation mark such as `[doc3]` cites the source with the id `doc3`.
+    Every cited URL, DOI or arXiv number that is not in `sources` lowers the reward by
+    `unknown_penalty`. A citation mark that looks like an id in `sources`, but has a different
+    number, also lowers the reward by `unknown_penalty`. A completion with at least `minimum`
+    sources is a success.
     """
 
     minimum: int = 2
@@ -193,7 +194,7 @@ def _allowed(prompt: Prompt, listed: object) -> set[str]:
 
 
 def _count_cited(text: str, allowed: set[str]) -> tuple[int, int]:
-    """Return the number of cited sources that are allowed, and the number of other sources."""
+    """Return how many allowed sources and how many other sources a text cites."""
     body, _ = _split_entries(text)
     shapes = {_shape(name) for name in allowed}
     marks = {mark for mark in _marks(body) if _shape(mark) in shapes}

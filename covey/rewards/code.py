@@ -108,7 +108,7 @@ def _parse_test(number: int, test: Any) -> tuple[Case, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTests(TargetReward):
-    """The fraction of tests passed; with `partial = false`, 1 if all tests pass, otherwise 0.
+    """The fraction of tests passed. With `partial = false`, 1 if all tests pass, or else 0.
 
     A test of a function has the keys `call` (such as `add(1, 2)`) and `expected` (a Python literal
     such as `3`). A test of a program has the keys `stdin` and `stdout`. The program never sees the
@@ -117,7 +117,7 @@ class CodeTests(TargetReward):
 
     partial: bool = True
     seconds: float = 4.0
-    """Time limit of each test."""
+    """Time limit of each test, in seconds."""
     total_seconds: float = 20.0
     """Time limit of all tests of a completion; tests that do not start in time fail."""
     memory_mb: int = 512
@@ -183,7 +183,7 @@ class CodeTests(TargetReward):
 
 
 def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
-    """Return feedback as text: which test fails, how, and the last line of the error."""
+    """Return feedback on a failed test: input, expected result and the error's last line."""
     given, wanted = ("call", "expected") if "call" in test else ("stdin", "stdout")
     error = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     how = error if error else "the result is different" if outcome.ran else outcome.ended

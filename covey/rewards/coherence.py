@@ -1,9 +1,9 @@
 """The coherence measure: how much a text looks like language, mathematics or code.
 
 The measure uses statistics only: frequent pairs of Latin letters, common characters of other
-writing systems, and typical neighbours of symbols in formulas and programs. Keyboard mashing and
-random characters have other statistics than real text. The measure cannot detect nonsense that
-consists of real words.
+writing systems, and pairs of symbols that are typical of formulas and programs. The statistics of
+keyboard mashing and random characters differ from the statistics of real text. The measure cannot
+detect nonsense that consists of real words.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ PRIOR, PRIOR_PAIRS = 4.8, 5.0
 """Short texts have too few letter pairs for a reliable mean. Covey therefore adds PRIOR_PAIRS
 letter pairs of level PRIOR to every text before it computes the mean level."""
 LOW, HIGH = 3.0, 4.1
-"""A text whose mean level of letter pairs is below LOW is noise; above HIGH, it is language."""
+"""A text is noise if the mean level of its letter pairs is below LOW, and language if the mean
+level is above HIGH."""
 WINDOW, WINDOWS = 4096, 5
-"""In a long text, Covey measures only WINDOWS evenly spaced parts of WINDOW characters."""
+"""In a long text, Covey measures only WINDOWS evenly spaced excerpts of WINDOW characters."""
 
 # Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
 # probability of about 2 ** (d - 9), from common words of ten languages, mostly English.
@@ -189,7 +190,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _levels(word: str) -> list[int]:
-    """Return how common each letter pair of a word is, including the pairs at its two ends.
+    """Return the frequency level of each letter pair of a word; word edges count as letters.
 
     If a letter occurs three times in a row, the pair of the second and third letter gets level 0.
     """
@@ -219,7 +220,7 @@ _known_sum = lru_cache(maxsize=1 << 14)(_sum_of_levels)
 
 
 def _latin(text: str) -> float:
-    """Return the plausibility of the letter pairs in words of Latin script."""
+    """Return the plausibility of the letter pairs in Latin-script words, from 0 to 1."""
     total, pairs = PRIOR * PRIOR_PAIRS, PRIOR_PAIRS
     for word in _WORD.findall(text):
         # A single letter may be a variable in a formula, so it is not counted.
@@ -233,18 +234,19 @@ def _latin(text: str) -> float:
 
 
 def _jumbled(word: str) -> bool:
-    """Whether a word often changes between upper and lower case or between letters and digits.
+    """Return whether a word often switches between cases, or between letters and digits.
 
-    Encoded data, such as base64, often changes between cases, and between letters and digits.
+    Encoded data, such as base64, often switches between upper and lower case, and between letters
+    and digits.
     """
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
 
 
 def _signs(text: str) -> float:
-    """Return the plausibility of neighbouring signs, from 0 to 1.
+    """Return the plausibility of adjacent symbols, from 0 to 1.
 
-    A pair of signs is plausible if it is common in formulas or programs.
+    A pair of adjacent symbols is plausible if the pair is common in formulas or programs.
     """
     odd = pairs = len(_ODD_INFIX.findall(text))
     for run in _SIGNS.findall(text):
@@ -315,7 +317,7 @@ def _medley(kinds: Counter[str]) -> float:
 
 
 def _runs(text: str, counts: Counter[str]) -> int:
-    """Count the characters in repetitions such as `aaaaaa`, without the first three of each."""
+    """Count repeated characters, as in `aaaaaa`, after the first three of each repetition."""
     # Without four of a character in a row, a match of _RUN has at least eight letters.
     four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
     words = (word for word in text.split() if len(word) >= (4 if four else 8))
@@ -323,7 +325,7 @@ def _runs(text: str, counts: Counter[str]) -> int:
 
 
 def _monotony(text: str, counts: Counter[str], kinds: Counter[str]) -> float:
-    """Return a factor below 1 for repeated characters or phrases."""
+    """Return a factor that is below 1 for a text that repeats characters or phrases."""
     total = kinds.total()
     factor = 1.0 - _between(_runs(text, counts) / total, 0.35, 0.75)
     # Tables of numbers may repeat themselves.

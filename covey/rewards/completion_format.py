@@ -11,7 +11,7 @@ THINKING = (
     "through it one step at a time, check each step against the question, and only after that "
     "write down the result."
 )
-"""A text for the thinking part that fits every problem and is long enough for all formats."""
+"""A generic thinking text that suits every problem and is long enough for every format."""
 FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
@@ -32,7 +32,7 @@ class Format:
     """The name of the thinking tag; empty for a format without a thinking tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
-    """Opening and closing mark of an answer, such as the fence of a code block."""
+    """The strings before and after an answer, such as the fences of a code block."""
 
     def render(self, thinking: str, answer: str) -> str:
         """Return the completion with the given thinking and answer."""

@@ -19,15 +19,15 @@ from covey.run.health_checks import CHECKS, Check, Settings, Times
 from covey.run.history import History
 
 REPEAT = 50
-"""Number of steps after which Covey logs a finding again if the problem persists."""
+"""Number of training steps after which Covey repeats the message about a persistent problem."""
 SILENCE, SILENT_SECONDS = 10, 60.0
-"""A run counts as stalled if it logs no step for 10 times the median time of a step, and for at
-least 60 seconds."""
+"""A run counts as stalled if its last step ended at least 60 seconds ago, and at least 10 times the
+median step time ago."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A finding of a health check."""
+    """A problem, or a piece of information, that a health check found in a run's metrics."""
 
     name: str
     since: int
@@ -35,17 +35,19 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines. It may be enough to adopt one of the suggested lines."""
+    """Suggested configuration lines. Adopting one of the suggested configuration lines may be
+    enough."""
     also: str
-    """A remedy that is not a setting; empty if there is none."""
+    """Advice that is not a change of settings, such as to use easier prompts. The text may be
+    empty."""
     problem: bool
-    """True for a problem; False for information only."""
+    """True if the finding is a problem; False if it is only information."""
     until: int | None = None
-    """The last step that shows the problem. The value is None if the newest step still shows the
+    """The last step that shows the problem. `until` is None if the newest step still shows the
     problem."""
 
     def line(self) -> str:
-        """Return the finding as one line."""
+        """Return the finding as one line of text."""
         remedy = "; ".join([*([" or ".join(self.change)] if self.change else []), self.also])
         remedy = remedy.strip("; ")
         end = f" to {self.until}" if self.until is not None else ""
@@ -64,12 +66,12 @@ class Health:
     settings: Settings = field(default_factory=dict)
     history: History = field(default_factory=History)
     active: dict[str, Finding] = field(default_factory=dict)
-    """The findings of the last step, by name."""
+    """Maps the name of a health check to its finding at the last training step."""
     logged: dict[str, int] = field(default_factory=dict)
-    """The step at which each finding was last logged."""
+    """Maps the name of a health check to the step at which its finding was last logged."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
-        """Add the metrics of a step; return new findings, and persistent findings to log again."""
+        """Run the checks on the metrics of a new step; return the findings to log now."""
         self.history.add(row)
         before, self.active = self.active, {}
         for name, check in CHECKS.items():
@@ -125,7 +127,7 @@ def _changes(check: Check, settings: Settings) -> Iterator[str]:
 
 
 def _key(line: str) -> str:
-    """Return the setting that a config line changes."""
+    """Return the name of the setting in a configuration line, such as `objective.beta`."""
     return line.partition(" = ")[0]
 
 
@@ -136,7 +138,7 @@ def _toml(value: Any) -> str:
 
 
 def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
-    """Return all findings in the steps of a run, in the order in which the checks found them.
+    """Run the health checks on all steps of a run; return the findings, earliest first.
 
     Findings of the same step are sorted as in `CHECKS`: causes before effects.
     """
@@ -160,7 +162,7 @@ def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Find
 
 
 def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:
-    """Return a finding if a run, whose last step ended `seconds` seconds ago, has stalled."""
+    """Return a finding if a run has stalled, given the seconds since its last step."""
     times = [row["time/total"] for row in rows[-10:] if row.get("time/total")]
     if not times or seconds < max(SILENT_SECONDS, SILENCE * median(times)):
         return None
@@ -174,7 +176,7 @@ def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse a name in train.stop_on that is not a health check."""
+    """Raise ConfigError if a name in train.stop_on is not the name of a health check."""
     for name in names:
         if name not in CHECKS:
             hint = nearest(name, CHECKS)

@@ -1,6 +1,6 @@
-"""Health checks: problems in training, the symptom that shows each problem, and settings to change.
+"""The health checks: how to detect each training problem, and which settings to change.
 
-The symptoms themselves are in health_symptoms.py.
+The functions that detect the problems are in health_symptoms.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from covey.run import health_symptoms as symptoms
 from covey.run.history import BLOCK, History
 
 Settings = Mapping[str, Any]
-"""The configuration as plain data, in sections."""
+"""The configuration of a run as nested dictionaries: each section maps settings to values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,12 @@ class Check:
     steps as the start of the problem."""
     why: str
     change: tuple[tuple[str, Any], ...]
-    """Settings to change, each with a new value or a factor (`Times`) for its current value."""
+    """Settings to change. Each setting has a new value, or a factor (`Times`) that multiplies its
+    current value."""
     also: str = ""
-    """A remedy other than a change of settings."""
+    """Advice that is not a change of settings, such as to use easier prompts."""
     problem: bool = True
-    """True if a finding of the check is a problem; False if it is information only."""
+    """True if the check detects a problem; False if it only gives information."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,4 +177,5 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         ),
     }
 )
-"""Health checks by name. Reports list the checks in this order: causes before consequences."""
+"""Maps the name of each health check to the check. Reports list findings in the order of this
+mapping: causes before consequences."""

@@ -1,4 +1,4 @@
-"""Symptoms of problems in the metrics of a run.
+"""Detect training problems from the metrics of a run.
 
 Each public function looks for one problem in the last steps. Each function returns a text that
 describes the problem, or None if there is no problem.
@@ -70,7 +70,7 @@ def kl_high(history: History) -> str | None:
 
 
 def clip_fraction(history: History) -> str | None:
-    """Find clipping that removes most of the gradient."""
+    """Detect that clipping removes the gradient of more than half of the tokens."""
     values, limit = history.last("policy/clipfrac_avg", 3), high("policy/clipfrac_avg")
     return f"{values[-1]:.0%} of ratios are clipped" if values and min(values) > limit else None
 
@@ -84,7 +84,7 @@ def large_updates(history: History) -> str | None:
 
 
 def ratio_drift(history: History) -> str | None:
-    """Find probability ratios that stay far from 1."""
+    """Find a mean probability ratio that stays far from 1 over several steps."""
     values, bounds = history.last("policy/ratio", 5), METRICS["policy/ratio"].healthy
     assert bounds is not None
     low, top = bounds
@@ -123,7 +123,7 @@ def entropy_collapse(history: History) -> str | None:
 
 
 def cut_off(history: History) -> str | None:
-    """Find completions that mostly reach the token limit, in the first and in the last steps."""
+    """Detect that most completions reach the token limit, both at the start and now."""
     stops = "rollout/stop_rate"
     ended, once = history.mean(stops, BLOCK), history.start(stops)
     if not (ended < 0.2 and once < 0.2 and history.mean(SUCCESS, BLOCK) < 0.5):
@@ -132,7 +132,7 @@ def cut_off(history: History) -> str | None:
 
 
 def length_explosion(history: History) -> str | None:
-    """Find completions that grow fast, or reach the token limit, without getting better."""
+    """Detect completions that get much longer, or hit the token limit, but not better."""
     lengths, stops = "rollout/lengths", "rollout/stop_rate"
     now, then = history.mean(lengths, 3), history.mean(lengths, 3, before=7)
     better = history.mean(SUCCESS, 3) > history.mean(SUCCESS, 3, before=7) + 0.02
@@ -164,11 +164,11 @@ def format_only(history: History) -> str | None:
 
 
 def parts_against(history: History) -> str | None:
-    """Find a reward that rises at the cost of correctness, or of one of its own parts.
+    """Detect that the reward, or a part of it, rises while accuracy or another part falls.
 
     The reward counts as rising if it rises by more than 5 standard errors. A reward part counts as
-    falling if it falls by more than 3 standard errors. A lower limit is enough for the falling
-    part, because a rise of the reward and a fall of a part rarely coincide by chance.
+    falling if it falls by more than 3 standard errors. The limit for a fall can be lower, because a
+    rise and a fall rarely coincide by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -183,7 +183,7 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str, old: float, errors: float) -> float:
-    """Return the mean of a metric over the last steps minus `old`, its mean in earlier steps.
+    """Return the mean of a metric over the last steps, minus its earlier mean `old`.
 
     A change of less than `errors` standard errors counts as 0.
     """
@@ -209,7 +209,7 @@ def mismatch(history: History) -> str | None:
 
 
 def stalled(history: History) -> str | None:
-    """Find a step that took half a minute or more, and many times as long as other steps."""
+    """Find a step that took at least 30 seconds and at least 5 times as long as usual."""
     times = history.last("time/total", 6)
     if not times or times[-1] < 30 or times[-1] < 5 * median(times[:-1]):
         return None

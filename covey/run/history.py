@@ -1,4 +1,4 @@
-"""The first and recent steps of a run for health checks, in bounded memory."""
+"""Store the metrics of a run's first and recent steps, for health checks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from statistics import fmean, median
 from typing import Any, TypeGuard
 
 KEPT = 60
-"""Maximum number of recent steps that checks can read."""
+"""Number of recent steps whose metrics stay in memory for health checks."""
 START = 5
-"""Number of steps at the start of a run that are averaged into a metric's initial value."""
+"""The initial value of a metric is its mean over this many steps at the start of the run."""
 BLOCK = 5
-"""Number of steps in one block. Health checks compare the mean of a metric in two blocks."""
+"""Number of successive training steps in one block. Health checks compare a metric's means over two
+blocks of steps."""
 REWARD = "objective/scores"
 
 
@@ -25,11 +26,11 @@ class History:
 
     rows: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT))
     first: dict[str, list[float]] = field(default_factory=dict)
-    """The values of each metric in the first steps."""
+    """Maps each metric to its values in the first steps of the run."""
     most: dict[str, float] = field(default_factory=dict)
-    """The largest absolute value of each metric."""
+    """Maps each metric to its largest absolute value so far."""
     best: float = -math.inf
-    """The highest mean reward of any block of steps, without the most recent blocks."""
+    """The highest mean reward over a block of steps. The most recent blocks do not count."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -73,7 +74,7 @@ class History:
         return fmean(values) if len(values) == START else math.nan
 
     def parts(self) -> list[str]:
-        """Return the names of the reward's parts."""
+        """Return the names of the metrics that log the parts of the reward."""
         return [name for name in self.row if name.startswith("objective/parts/")]
 
 
@@ -83,7 +84,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def noise(values: Sequence[float]) -> float:
-    """Return the standard deviation of a series around its trend, from successive differences.
+    """Estimate the standard deviation of the noise in a series that may have a trend.
 
     >>> noise([1.0, 2.0, 3.0, 4.0]), round(noise([0, 1, 0, 1, 0]), 3)
     (0.0, 1.048)

@@ -1,4 +1,4 @@
-"""The class of an entry in the metrics registry, and the possible sources of metrics."""
+"""The class `Metric`, which describes a logged metric, and the kinds of metric sources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """An entry of the metrics registry."""
+    """The description of one metric in the metrics registry."""
 
     definition: str
     unit: str = ""

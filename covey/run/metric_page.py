@@ -12,7 +12,7 @@ HEAD = "| metric | meaning | unit | over | healthy | elsewhere |"
 
 
 def table() -> str:
-    """Return the registry as Markdown."""
+    """Return the metrics registry as a Markdown table."""
     rows = [_row(name, entry) for name, entry in METRICS.items()]
     sources = [f"- *{name}*: {text}" for name, text in SOURCES.items()]
     return "\n".join([HEAD, "|---|---|---|---|---|---|", *rows, "", *sources]) + "\n"
@@ -27,7 +27,7 @@ def _row(name: str, entry: Metric) -> str:
 
 
 def healthy(entry: Metric) -> str:
-    """Return the healthy range in words; an empty text if there is none.
+    """Return the healthy range of a metric in words, or an empty string if it has none.
 
     >>> healthy(Metric("", healthy=(None, 15.0))), healthy(Metric("", healthy=(0.9, 1.1)))
     ('at most 15', '0.9 to 1.1')

@@ -1,10 +1,10 @@
 """Registry of all metrics: name, definition, unit, source, healthy range and aliases.
 
-The page docs/metrics.md, health checks, trackers and tests read this registry. Metrics that
-open-instruct also has are named as in open-instruct. Means over tokens include only trained tokens.
-A mean over tokens is the sum over all trained tokens of a training step, divided by the number of
-these tokens. A mean over tokens is never a mean over the means of micro-batches. A name with `*`
-stands for several metrics.
+Health checks, the web page and tests use this registry. The page docs/metrics.md is generated from
+this registry. Metrics that open-instruct also has are named as in open-instruct. Means over tokens
+include only trained tokens. A mean over tokens is the sum over all trained tokens of a training
+step, divided by the number of these tokens. A mean over tokens is never a mean over the means of
+micro-batches. A metric name with `*` stands for several metrics.
 """
 
 from __future__ import annotations
@@ -294,14 +294,14 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 
 
 def metric(name: str) -> Metric | None:
-    """Return the entry of a metric, or None if there is no such metric."""
+    """Return the registry entry of a metric, or None if the metric is unknown."""
     if name in METRICS:
         return METRICS[name]
     return next((entry for key, entry in METRICS.items() if fnmatchcase(name, key)), None)
 
 
 def meaning(name: str) -> str | None:
-    """Return the definition of a metric, or None if there is no such metric."""
+    """Return the definition of a metric, or None if the metric is unknown."""
     entry = metric(name)
     return None if entry is None else entry.definition
 
@@ -346,7 +346,7 @@ def current_name(name: str) -> str:
 
 
 def with_open_instruct_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step under Covey's and open-instruct's names.
+    """Return the metrics of a step under Covey's names and also under open-instruct's names.
 
     >>> with_open_instruct_names({"policy/ratio": 1.0})
     {'policy/ratio': 1.0, 'val/ratio': 1.0}

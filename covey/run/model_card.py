@@ -1,4 +1,4 @@
-"""The model card: README.md of an exported model, written from its run folder without torch."""
+"""Write the model card (README.md) of an exported model, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Hub names of the models that have a short name in Covey."""
+"""Maps a model's short name in Covey to its name on the Hugging Face Hub."""
 UNKNOWN = "unknown"
-"""The text shown for a setting that was removed from an edited configuration."""
+"""The text that the model card shows for a setting that the configuration lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Exported:
     source: str
     """The folder or the name from which the model was loaded."""
     step: int | None
-    """The training step, if the model is a checkpoint of a run."""
+    """The training step of the checkpoint; None if the model is not a checkpoint of a run."""
     dtype: str
     stop_ids: Sequence[int]
     merged: bool = False
@@ -36,7 +36,7 @@ class Exported:
 
 
 def model_card(exported: Exported, run: RunFolder | None) -> str:
-    """Return README.md for a model, with the records of the run that trained it, if any."""
+    """Return a model's README.md as text; if a run trained the model, describe the run."""
     merged = " Its adapter is merged into the weights." if exported.merged else ""
     if run is None:
         origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
@@ -60,7 +60,7 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
 
 
 def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
-    """Return a description of the run's training, and the tags of the model."""
+    """Return a text about how the model was trained, and the tags of the model card."""
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
     if sft:

@@ -1,4 +1,4 @@
-"""Provenance of a run: versions, machine, git state and command, enough to repeat the run."""
+"""Record what is needed to repeat a run: versions, machine, git state and command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("covey", "torch", "transformers", "tokenizers", "safetensors", "nump
 
 
 def describe_environment(seed: int, device: str, threads: int) -> dict[str, Any]:
-    """Return versions, machine, git state, command and seed."""
+    """Return this run's package versions, machine, git state, command and seed."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -42,7 +42,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of git in the working folder; None without git or a repository."""
+    """Run git in the working folder; return its output, or None if git fails."""
     try:
         done = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, timeout=10, check=False

@@ -1,8 +1,8 @@
-"""Read the records of a run, which may be damaged by a disk, a crash or an editor.
+"""Read the files of a run folder, even if a crash, a disk or an editor damaged some lines.
 
-Most functions leave out unreadable lines, and write one note with the file and the line numbers.
-Code that needs every line calls `read_lines`, which raises an error for an unreadable line. The
-classes of this module list the fields that Covey reads from the records. This module does not
+Most functions skip unreadable lines, and report them to the user in one message per file. Code that
+needs every line calls `read_lines`, which raises an error for an unreadable line. The classes of
+this module list the fields that Covey reads from the files of a run folder. This module does not
 import torch.
 """
 
@@ -51,7 +51,7 @@ class _Estimate(_Row):
 
 
 class _Evaluation(_Row):
-    """A line of eval.jsonl. Further fields of eval.jsonl are estimates, such as `pass@4`."""
+    """A line of eval.jsonl. eval.jsonl can contain more estimates, such as `pass@4`."""
 
     step: Count
     prompts: Count
@@ -78,7 +78,7 @@ class _Turn(_Row):
 
 
 class _Rollout(_Row):
-    """A line of rollouts/*.jsonl. Fields that older versions did not write have a default."""
+    """A line of rollouts/*.jsonl. Fields that old files lack have a default."""
 
     prompt_id: str
     prompt: str
@@ -157,14 +157,14 @@ SAVED: Shape = TypeAdapter(_Saved)
 ANY_OBJECT: Shape = TypeAdapter(Row)
 
 TAIL = 64 * 1024
-"""Number of bytes at the end of a file in which Covey looks for the last row."""
+"""To find the last JSON line of a file, Covey reads only this many bytes at its end."""
 OLD_ROLLOUT = {"answer": "target"}
 OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
 """Maps the field names of Covey 0.1 to the current field names."""
 
 
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """Replace the field names of Covey 0.1 in some rows by the current field names."""
+    """Return copies of rows, with field names of Covey 0.1 changed to the current names."""
     return [{names.get(name, name): value for name, value in row.items()} for row in rows]
 
 
@@ -175,7 +175,7 @@ def to_stderr(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file: the parsed row, or the reason why it cannot be read."""
+    """A line of a JSON Lines file, with its parsed row or the reason why parsing failed."""
 
     raw: bytes
     row: Row | None
@@ -222,7 +222,7 @@ def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
 
 
 def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
-    """Parse a line into a row of the given type, or return the reason why this is impossible."""
+    """Parse and validate a JSON line; the result has the row or the reason of a failure."""
     try:
         return Line(raw, _checked(raw, shape))
     except ValueError as error:
@@ -230,7 +230,7 @@ def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
 
 
 def _checked(raw: bytes, shape: Shape) -> Row:
-    """Return a JSON object of the given type, or raise ValueError with a short reason."""
+    """Parse a JSON object and validate its fields; raise ValueError if it is invalid."""
     try:
         # JSON has no NaN, so a value that is not finite is written as null.
         row: Row = json.loads(raw.decode("utf-8"), parse_constant=lambda name: None)
@@ -249,7 +249,7 @@ def _checked(raw: bytes, shape: Shape) -> Row:
 
 
 def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
-    """Read JSON lines; ignore an unfinished last line.
+    """Read a JSON Lines file; ignore an unfinished last line.
 
     Raise RunError if a complete line is invalid.
     """
@@ -262,7 +262,7 @@ def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
 
 
 def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
-    """Read the valid lines, and report all invalid lines in one note."""
+    """Return the valid rows of a JSON Lines file; report invalid lines in one message."""
     try:
         lines = scan_lines(path, shape)
     except RunError as error:
@@ -276,7 +276,7 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
 
 
 def last_row(path: Path) -> Row:
-    """Return the last readable row with a step; {} if the last 64 KiB of the file have none."""
+    """Return the last valid row of a JSON Lines file; {} if its last 64 KiB contain none."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -292,9 +292,9 @@ def last_row(path: Path) -> Row:
 
 
 def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
-    """Return rows sorted by step without duplicates.
+    """Sort rows by step; of rows with the same step, keep only the last row.
 
-    Write a note if rows were unsorted or duplicated.
+    Call `note` with a message if rows were unsorted or duplicated.
     """
     last = {row["step"]: row for row in rows}
     ordered = [last[step] for step in sorted(last)]
@@ -318,7 +318,7 @@ def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
 
 
 def episode_row(rollout: Rollout) -> Row:
-    """Return the fields that only multi-turn rollouts have in their row; {} for other rollouts."""
+    """Return the JSON fields that only multi-turn rollouts have; {} for other rollouts."""
     if rollout.episode is None:
         return {}
     return {
@@ -329,7 +329,7 @@ def episode_row(rollout: Rollout) -> Row:
 
 
 def read_episode(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a multi-turn rollout from its row.
+    """Return the segments, turns and episode of a multi-turn rollout from its JSON row.
 
     Raise KeyError, TypeError or ValueError if the row is damaged.
     """
@@ -354,7 +354,7 @@ def _segment(row: Mapping[str, Any]) -> Segment:
 
 
 def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield a line of text for each turn of a rollout, and whether the policy was trained on it.
+    """Yield the turns of a rollout as lines of text, each with True if the policy wrote it.
 
     Yield nothing for a single-turn rollout.
     """

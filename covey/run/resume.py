@@ -1,9 +1,10 @@
-"""Choose the checkpoint from which a run resumes, and set aside the records of later steps.
+"""Choose the checkpoint from which a run resumes, and move aside the files of later steps.
 
-A run resumes from the newest checkpoint that it saved, and never deletes records. If the newest
-checkpoint is missing or damaged, the command stops and prints the step to pass as `--step`. The
-records of steps after the checkpoint move to the folder superseded/1, at the next resume to
-superseded/2, and so on. This module does not import torch.
+By default, a run resumes from the newest checkpoint that it saved. Resuming deletes no logs and no
+complete checkpoints. If the newest checkpoint is missing or damaged, Covey stops and prints the
+command that resumes from an older checkpoint. Covey moves the files of steps after the checkpoint
+to the folder superseded/1, at the next resume to superseded/2, and so on. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from covey.run.records import (
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
            "checkpoints.jsonl": SAVED}  # fmt: skip
-"""JSON Lines files with one line per step. checkpoints.jsonl is last, because it determines the
-step from which a run resumes."""
+"""JSON Lines files in which each line belongs to a step. When a run resumes, Covey removes lines
+from checkpoints.jsonl last, because this file determines the step from which the run resumes."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Folders that contain one file or folder per step. Each value is the file name suffix, or an empty
-string for folders. Only Covey 0.1 had the folder "review"."""
+"""Maps each folder that has one entry per step to the file name suffix of its entries. The suffix
+is empty if the entries are folders. Only Covey 0.1 had the folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Start:
 
 
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
-    """Return the point from which a run resumes: the given step, or the run's newest checkpoint.
+    """Return the checkpoint to resume from: that of `step` if given, otherwise the newest.
 
     If the checkpoint is missing or damaged, raise RunError with advice on what to do. `save_every`
     is the number of steps between checkpoints. `save_every` is used only for runs of older versions
@@ -77,12 +78,12 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 
 
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
-    """Return a text about a saved checkpoint that is missing, or None if none is missing.
+    """Return a message if the last saved checkpoint is missing; otherwise return None.
 
     A checkpoint may be missing because a disk is not mounted.
 
-    checkpoints.jsonl lists the saved checkpoints. Without checkpoints.jsonl, other records show
-    which checkpoints were saved.
+    checkpoints.jsonl lists the saved checkpoints. If checkpoints.jsonl is missing, Covey infers
+    from the logged steps and rollouts whether a checkpoint is missing.
     """
     saved, recorded = run.saved_steps(), _last_recorded(run)
     last = max(saved or [], default=0)
@@ -106,7 +107,7 @@ def _last_recorded(run: RunFolder) -> int:
 
 
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
-    """Return the newest undamaged checkpoint; if `before` is given, the newest before that step.
+    """Return the newest undamaged checkpoint; if `before` is given, only of earlier steps.
 
     If `note` is given, it is called with a message about each damaged checkpoint.
     """
@@ -121,7 +122,7 @@ def last_good(run: RunFolder, before: int | None = None, note: Note | None = Non
 
 
 def offer(run: RunFolder, before: int | None = None) -> str:
-    """Return the command that resumes from the last good checkpoint, or from the start."""
+    """Return a message with the command that resumes from the newest undamaged checkpoint."""
     good = last_good(run, before)
     what = (
         "there is no other checkpoint; to start again"
@@ -138,9 +139,10 @@ def resume_command(run: RunFolder) -> str:
 
 
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:
-    """Move all records of steps after `start` to superseded/N; return the folder if it exists.
+    """Move the logs and checkpoints of steps after `start` to a new folder superseded/N.
 
-    A run that starts again from step 0 also repeats the evaluation of step 0.
+    Return the folder superseded/N, or None if there was nothing to move. If the run starts again
+    from step 0, also move the evaluation of step 0, because the run repeats this evaluation.
     """
     keep = start.step if start.checkpoint is not None else -1
     numbered = (run.path / "superseded" / str(number) for number in itertools.count(1))
@@ -170,7 +172,7 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 
 
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
-    """Return the whole content of a file, the lines to keep and the lines to move, as bytes.
+    """Return three byte strings: the whole file, the lines to keep, and the lines to move.
 
     Keep unreadable lines and the lines of steps up to step `keep`. Move the lines of later steps
     and an unfinished last line.

@@ -1,10 +1,10 @@
 """The log of reward changes between runs: each change, its reason and its effect.
 
 When a run starts, Covey compares its reward with the reward of the previous run of the same task in
-the same folder. If the reward differs, the run writes reward_change.json, with the reason and the
-expected effect from the configuration. The file reward_change.json does not contain the observed
-effect. Covey computes the observed effect of a reward change from the evaluations of the two runs.
-This module does not import torch.
+the same folder. If the two rewards differ, Covey writes reward_change.json. The file contains the
+reason and the expected effect, which the user states in the configuration. The file
+reward_change.json does not contain the observed effect. Covey computes the observed effect of a
+reward change from the evaluations of the two runs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from covey.run.settings import changed_settings, setting_text
 
 FILE = "reward_change.json"
 MOST_PARTS = 6
-"""Maximum number of reward parts in the text of an observed effect."""
+"""A report on the observed effect of a reward change lists at most this many reward parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardChange:
-    """A run whose reward differs from the reward of the previous run of its task."""
+    """How the reward of a run differs from that of the previous run of the same task."""
 
     previous_run: str
     """The folder name of the previous run, in the same parent folder as this run."""
     before: str
-    """Identity of the previous reward: name, version and hash of options and source."""
+    """Identifier of the previous run's reward: name, version, and a hash of its options and source
+    code."""
     after: str
     settings: Mapping[str, tuple[str, str]]
-    """The settings in [reward] that differ, with the old and the new value. No settings are listed
-    if only the source code of the reward differs.
+    """Maps each changed setting in the configuration section [reward] to its old and new value. The
+    mapping is empty if only the source code of the reward changed.
     """
     reason: str = ""
     expected_effect: str = ""
 
     @property
     def what(self) -> str:
-        """The reward change as text."""
+        """A short text that says what changed in the reward."""
         if self.settings:
             return ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self.settings.items())
         versions = [identity.partition("#")[0] for identity in (self.before, self.after)]
@@ -79,7 +80,7 @@ def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardCh
 
 
 def read_change(run: RunFolder) -> RewardChange | None:
-    """Return the reward change in a run's reward_change.json; None if the file is not readable."""
+    """Read a run's reward_change.json; return None if the file is missing or invalid."""
     try:
         found = json.loads((run.path / FILE).read_text(encoding="utf-8"))
         settings = {str(k): (str(a), str(b)) for k, (a, b) in found["settings"].items()}
@@ -90,7 +91,7 @@ def read_change(run: RunFolder) -> RewardChange | None:
 
 
 def _previous(run: RunFolder, settings: Mapping[str, Any]) -> RunFolder | None:
-    """Return the latest earlier run of the same task in the same folder."""
+    """Return the most recent other run of the same task in the same folder, if any."""
     here = run.path.resolve()
     others = [each for each in list_runs(run.path.parent) if each.path.resolve() != here]
     started = {each.path: each.environment(_ignore) for each in others}
@@ -107,7 +108,7 @@ def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _ignore(text: str) -> None:
-    """Drop a message about damaged records: the caller skips runs with damaged records."""
+    """Ignore a message about damaged files: the caller skips runs with damaged files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ class Logged:
     observed_effect: str
 
     def lines(self) -> list[str]:
-        """Return the change, its reason, and its expected and observed effect, one line each."""
+        """Return lines of text about the reward change, its reason and its effects."""
         return [
             f"reward changed since {self.change.previous_run}: {self.change.what}",
             f"identity: {self.change.before} -> {self.change.after}",
@@ -148,7 +149,7 @@ def logged_change(run: RunFolder) -> Logged | None:
 
 
 def reward_log(parent: Path) -> list[Logged]:
-    """Return the reward changes of the runs in a folder, sorted by the names of the runs."""
+    """Return the reward changes of all runs in a folder, sorted by run name."""
     return [found for run in list_runs(parent) if (found := logged_change(run)) is not None]
 
 
@@ -179,9 +180,9 @@ def _pairs(
 ) -> Sequence[tuple[str, float, float, str]]:
     """Return the old and new value of the greedy accuracy and of each reward part.
 
-    Reward parts that only one of the rows contains are left out. The last item of each tuple is the
-    text `, within noise` if the confidence intervals of the two accuracies overlap; otherwise it is
-    empty.
+    Reward parts that only one of the two evaluations contains are left out. The last item of the
+    accuracy's tuple is the text `, within noise` if the confidence intervals of the two accuracies
+    overlap. The last item of all other tuples is empty.
     """
     a, b = old["greedy"], new["greedy"]
     apart = b["low"] > a["high"] or b["high"] < a["low"]

@@ -1,8 +1,8 @@
-"""Index of a rollout file: the offset and some fields of each line, for the web page.
+"""Index the rollout files for the web page: the offset and some fields of each line.
 
-A rollout file may be a gigabyte in size. To answer fast, each request of the web page spends only a
-fraction of a second on indexing more lines of the rollout file. A full rollout is read from its
-offset in the file when the page shows it.
+A rollout file may be a gigabyte in size. Each request of the web page indexes more lines for only a
+fraction of a second, so that the page answers fast. To show a rollout, the page reads the full
+rollout from its offset in the file.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from covey.run.records import OLD_ROLLOUT, ROLLOUT, Number, Row, open_file, pars
 LONGEST = 2**26
 """Maximum length of a line in bytes; longer lines are not shown."""
 HEAD = 160
-"""Number of characters of each prompt and target that the index stores."""
+"""The index stores this many characters of each prompt and of each target."""
 KEPT = 4
-"""Number of files whose index stays in memory."""
+"""Maximum number of rollout files whose index stays in memory."""
 
 
 @with_config(ConfigDict(strict=True))
 class _Listed(TypedDict):
-    """The fields of a line that the index needs.
+    """The fields that the index reads from a line of a rollout file.
 
     Log-probabilities, which are the largest field, are skipped.
     """
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
     """The index stores only the beginning of the prompt and of the target."""
     target: str
     text: int
-    """Hash of the text; completions with the same hash have the same text."""
+    """Hash of the completion's text. Completions with the same hash count as identical."""
     reward: float | None
     success: bool | None
     finish: str
@@ -76,12 +76,12 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The index of one rollout file, up to the last line that was read."""
+    """The index of one rollout file, as far as the file has been read."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
     groups: dict[str, list[Entry]] = field(default_factory=dict)
-    """The index entries of each prompt, by prompt id."""
+    """Maps each prompt id to the index entries of the prompt's rollouts."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     share: float = 0.0
@@ -149,7 +149,7 @@ class RolloutIndex:
             self.notes.append(text)
 
     def row(self, line: int) -> Row:
-        """Read a rollout from the file, by its line number, and return it."""
+        """Read and return the rollout at the given line of the file."""
         place = bisect_left(self.entries, line, key=lambda entry: entry.line)
         found = self.entries[place : place + 1]
         row = self._read(found[0]) if found and found[0].line == line else None
@@ -163,7 +163,7 @@ class RolloutIndex:
             return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return the numbers of the lines that contain `words` in their prompt, target or text.
+        """Return the line numbers of rollouts with `words` in prompt, target or completion.
 
         Also return whether the search reached the end of the file within the given number of
         seconds.
@@ -189,7 +189,7 @@ class RolloutIndex:
 
 
 def _row(raw: bytes) -> Row | None:
-    """Parse a line as a rollout, with current field names; None if it is not a rollout."""
+    """Parse a line as a rollout and update old field names; return None if parsing fails."""
     try:
         row = from_json(raw, allow_inf_nan=False)
         ROLLOUT.validate_python(row)
@@ -199,7 +199,7 @@ def _row(raw: bytes) -> Row | None:
 
 
 def _listed(raw: bytes) -> _Listed | None:
-    """Parse only the fields of a line that the index stores; None if the line is not a rollout."""
+    """Parse the fields of a rollout that the index stores; return None if parsing fails."""
     try:
         return LISTED.validate_json(raw)
     except ValidationError:

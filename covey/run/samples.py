@@ -1,4 +1,4 @@
-"""A Markdown page with the completions of a step that have the highest and lowest rewards.
+"""Write a Markdown page with the highest-reward and lowest-reward completions of a step.
 
 Training curves do not show reward hacking, but the completions with the highest rewards do.
 """
@@ -14,7 +14,7 @@ from covey.types import Group, Prompt, Rollout
 
 
 def samples_page(step: int, groups: Sequence[Group], count: int) -> str:
-    """Return the `count` completions of highest and of lowest reward, as a Markdown page.
+    """Return a Markdown page with the `count` best and `count` worst completions by reward.
 
     Completions with the same reward are ordered by a hash, so the order is arbitrary but fixed.
     """
@@ -63,7 +63,7 @@ def quoted(text: str) -> list[str]:
 
 
 def _code(text: str) -> str:
-    """Return text on one line as Markdown code, with enough backticks around it."""
+    """Return text as one line of Markdown code, quoted with as many backticks as needed."""
     line = printable(" ".join(text.split())) or "none"
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"

@@ -1,4 +1,4 @@
-"""Compare the settings of two runs, or of one run at its start and now."""
+"""Compare the settings of two runs, or the settings of a run at its start and now."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from covey.run.folder import CHANGES, RunFolder
 from covey.run.records import ANY_OBJECT, to_stderr, usable_lines
 
 MOST_NAMED = 8
-"""Maximum number of edited settings that a message lists by name. For the remaining edited
-settings, the message gives only their number.
+"""Maximum number of edited settings that a message lists by name. The message only counts the
+edited settings beyond this number.
 """
 
 
@@ -44,7 +44,7 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
 
 
 def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting as a pair of dotted name and value."""
+    """Yield the dotted name of every setting, such as `train.steps`, and its value."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from flat_settings(value, f"{prefix}{key}.")
@@ -55,7 +55,7 @@ def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 def changed_settings(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the old and new value of each setting that differs; None for a missing value.
+    """Return the old and new value of each changed setting; a missing value counts as None.
 
     >>> changed_settings({"train": {"steps": 5, "epochs": 1}}, {"train": {"steps": 7, "epochs": 1}})
     {'train.steps': (5, 7)}

@@ -1,7 +1,7 @@
-"""Metrics of forward and backward passes, optimizer steps and supervised training.
+"""Definitions of the metrics of training passes, optimizer steps and supervised training.
 
-This file defines names and descriptions. `covey/objective/diagnostics.py` and
-`covey/training/step.py` compute the values.
+This file defines the names and descriptions of metrics. `covey/objective/diagnostics.py` and
+`covey/training/step.py` compute the values of the metrics.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 With a cgroup, the kernel counts all memory of a sandbox, including kernel memory for pipes, sockets
 and files. Without a cgroup, the harness polls the memory of the processes that it can see.
 
-A cgroup needs a writable directory in the cgroup hierarchy, with the memory and pids controllers
-delegated. Root can usually write to the cgroup hierarchy. Users other than root can start Covey in
-a delegated scope, which has a writable directory: `systemd-run --user --scope -p Delegate=yes covey
-...`.
+To make a cgroup, Covey needs a writable directory in the cgroup hierarchy. The memory and pids
+controllers must be delegated to this directory. Root can usually write to the cgroup hierarchy.
+Users other than root can start Covey in a delegated scope, which has a writable directory:
+`systemd-run --user --scope -p Delegate=yes covey ...`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WANTED = {*_NEEDED, "cpu"}
 _PREFIX = "covey-run-"
 _MAIN = "covey-main"
 _OVERHEAD = 64 << 20
-"""Memory in bytes for the harness, the files of the interpreter, and data structures of the
-kernel."""
+"""Bytes added to a sandbox's memory limit, for the harness, interpreter files and kernel data
+structures."""
 _HELPERS = 4
-"""Number of processes in a cgroup that do not belong to the program: bubblewrap, the harness, and
-one child process of each.
+"""Number of processes in a sandbox's cgroup that are not part of the untrusted program: bubblewrap,
+the harness, and one child process of each.
 """
 _REMOVE_SECONDS = 1.0
 _numbers = itertools.count()
@@ -40,7 +40,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
-    """Make a cgroup for one sandbox; on exit, remove it with all its processes.
+    """Make a cgroup for one sandbox; on exit, kill its processes and remove the cgroup.
 
     Raises RewardError if the cgroup cannot be made.
     """
@@ -68,7 +68,7 @@ def _limit(folder: Path, limits: Limits) -> None:
 
 
 def settings(limits: Limits) -> dict[str, str]:
-    """Return the content of each control file of a cgroup."""
+    """Return the text to write to each control file of a cgroup, by file name."""
     return {
         "memory.max": str(limits.memory_bytes + limits.file_bytes + _OVERHEAD),
         "memory.swap.max": "0",
@@ -94,10 +94,10 @@ def parent_here() -> Path | None:
 
 
 def find_parent(mountinfo: str, membership: str) -> Path | None:
-    """Find a directory in which to make cgroups with limits: our own cgroup or one of its parents.
+    """Return a usable directory for new cgroups: this process's cgroup or one of its parents.
 
-    A process that leaves a cgroup escapes the limits of the cgroup. Use a parent cgroup only if our
-    own cgroup, and every cgroup between our own and the parent, has no limits.
+    A process that leaves a cgroup escapes the limits of the cgroup. The search through the parent
+    cgroups therefore stops at the first cgroup that has limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
@@ -112,7 +112,7 @@ def find_parent(mountinfo: str, membership: str) -> Path | None:
 
 
 def own_folder(mountinfo: str, membership: str) -> tuple[Path, Path] | None:
-    """Return the mount point of the hierarchy and the directory of our own cgroup."""
+    """Return the mount point of cgroups and the directory of this process's own cgroup."""
     paths = [line[3:] for line in membership.splitlines() if line.startswith("0::")]
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -132,7 +132,7 @@ def _is_limited(folder: Path) -> bool:
 
 
 def _enable_controllers(folder: Path) -> bool:
-    """Delegate controllers to the children of a cgroup.
+    """Enable the memory, pids and cpu controllers for the children of a cgroup.
 
     A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. If
     all processes of the cgroup belong to our session, move them to a child cgroup first.
@@ -177,7 +177,7 @@ def _is_of_our_session(pid: str) -> bool:
 
 
 def _make(parent: Path) -> tuple[Path, int]:
-    """Make a group. A lock on the cgroup's directory shows that its owner is alive."""
+    """Make a group. Lock the cgroup's directory, so that `sweep` keeps the cgroup."""
     while True:
         folder = parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}-{time.monotonic_ns()}"
         folder.mkdir()

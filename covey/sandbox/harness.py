@@ -1,9 +1,10 @@
 """The harness: the first process in the sandbox. Each test case runs in a child process.
 
 The sandbox does not contain the package covey, so Covey sends the compiled code of the harness into
-the sandbox with the job. Every program gets its own sandbox, so the harness must start fast and
-imports only small modules such as `_json` and `_signal`. The harness never runs the program itself.
-The harness does not know the expected results, so no program can read expected results.
+the sandbox, together with the program and its test cases. Every program gets its own sandbox, so
+the harness must start fast and imports only small modules such as `_json` and `_signal`. The
+harness process never runs the untrusted program itself; child processes run it. The harness does
+not know the expected results, so no program can read expected results.
 
 As process 1 of its namespace, the harness gets no signals from other processes of the namespace.
 When the harness ends, all processes of the namespace die.
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
 ENDED = ("exited", "timed out", "output limit", "killed")
 READY = b"ready\n"
 TICK = 20
-"""The milliseconds between checks of the total memory."""
+"""Milliseconds between two checks of the sandbox's total memory."""
 FILES = 10_000
-"""Maximum number of files, because even an empty file takes memory that no size limit counts."""
+"""Maximum number of files in a sandbox. A size limit alone would not count the memory of empty
+files."""
 Pipe = tuple[int, int]
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run every test case; report each case as a line of numbers, followed by its outputs."""
+    """Run every test case; write a line of numbers and the outputs of each case to stdout."""
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
@@ -80,7 +82,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 class Watch:
-    """Writes the input of a child process to a pipe, and reads its outputs up to a size limit."""
+    """Sends a child process its input, and reads the outputs up to a size limit."""
 
     def __init__(self, given: bytes, pipes: list[Pipe], limit: int, report: int) -> None:
         (reads, self.stdin), *outputs = pipes
@@ -99,7 +101,7 @@ class Watch:
         self.poll.register(self.stdin, select.POLLOUT)
 
     def step(self, milliseconds: float) -> bool:
-        """Wait for data and transfer it; return whether there was any data."""
+        """Transfer data to and from the child process; return False after a timeout."""
         events = self.poll.poll(milliseconds)
         for file, _ in events:
             if file == self.report:
@@ -132,7 +134,7 @@ class Watch:
             self.stdin = -1
 
     def too_much(self) -> bool:
-        """Return whether an output exceeds the limit."""
+        """Return whether an output of the child process exceeds the size limit."""
         return any(len(data) > self.limit for data in self.kept.values())
 
     def close(self) -> list[bytes]:
@@ -207,7 +209,7 @@ def end_all(child: int, isolated: bool) -> int:
 
 
 def uses_too_much(job: dict[str, Any]) -> bool:
-    """Return whether all processes together use too much memory, which an rlimit cannot detect."""
+    """Return whether all processes together use too much memory or have too many files."""
     disk = os.statvfs(job["place"])
     if disk.f_files - disk.f_ffree > FILES:
         return True
@@ -220,9 +222,10 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 
 
 def held_by(process: str) -> tuple[int, int]:
-    """Return the memory in bytes and the number of sockets of a process; (0, 0) if it has ended.
+    """Return a process's memory in bytes and its number of sockets; (0, 0) if it has ended.
 
-    In /proc, all running threads of a process show the same numbers, and ended threads show none.
+    All running threads of a process show the same numbers in /proc, so one running thread is
+    enough.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -234,7 +237,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return one column of the lines that begin with `starts`, as integers; [] on a read error."""
+    """Read integers from one column of the lines that begin with `starts`; [] on an error."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -243,7 +246,7 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 
 
 def empty(place: str) -> None:
-    """Remove the files of a test case before the next test case.
+    """Remove the files that a test case left, before the next test case starts.
 
     Nested directories are first moved up, because the path of a deep directory can be too long.
     """
@@ -273,7 +276,7 @@ def remove_files(folder: str) -> list[str]:
 
 
 def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
-    """Run a test case in this process, and exit with Python's exit code, without slow cleanup."""
+    """Run a test case in this child process, and then exit without the usual slow cleanup."""
     code = 0
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
@@ -300,7 +303,7 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
 
 
 def run_case(job: dict[str, Any], number: int, value: int) -> None:
-    """Run the program. If the test case has a call, evaluate the call and send its value."""
+    """Run the program. If the test case has a `call` expression, send its value."""
     if not job["isolated"]:  # without isolation, nothing removes the files of a case
         os.mkdir(str(number))
         os.chdir(str(number))
@@ -356,7 +359,7 @@ def lower(kind: int, soft: int, hard: int) -> None:
 
 
 def encode(value: object) -> str:
-    """Encode plain data as JSON; types that JSON does not have become `[kind, ...]`."""
+    """Encode a value as JSON; containers and types that JSON lacks become `[kind, ...]`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -393,5 +396,5 @@ def foreign(value: Any) -> str:
 
 
 def sequence(kind: str, items: list[object]) -> str:
-    """Encode a container as `[kind, item, ...]`."""
+    """Encode a container as a JSON list `[kind, item, ...]`."""
     return f'["{kind}", {", ".join(map(encode, items))}]' if items else f'["{kind}"]'

@@ -3,9 +3,9 @@
 For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
 separately. Process limits do not apply to root, even in a user namespace. If Covey runs as root,
 the sandbox has no user namespace, and the harness switches to a separate user id. In the sandbox,
-root may only change its user id; bubblewrap drops all other capabilities. The user id must be
-unique, because the process limit counts all processes of a user on the machine. In a container
-where root cannot switch to another user id, Covey treats root as an ordinary user.
+root may only change its user id; bubblewrap drops all other capabilities. Each sandbox needs its
+own user id, because the kernel's process limit counts all processes of a user on the machine. In a
+container where root cannot switch to another user id, Covey treats root as an ordinary user.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def package_folders() -> list[str]:
 
 
 def package_places() -> list[str]:
-    """Return the path that each directory in `package_folders` has inside the sandbox, in order."""
+    """Return the path inside the sandbox of each directory that `package_folders` returns."""
     return [f"/packages/{number}" for number in range(len(package_folders()))]
 
 
 def command(file_bytes: int) -> list[str]:
-    """Return the bubblewrap command line without the command to isolate, which comes last.
+    """Return the bubblewrap command line; the caller appends the command to isolate.
 
     The command line does not contain the seccomp filter, which bubblewrap reads from a file
     descriptor.
@@ -74,7 +74,7 @@ def command(file_bytes: int) -> list[str]:
 
 
 def entering(group: Path | None) -> list[str]:
-    """Return a command prefix that enters a cgroup before the command starts.
+    """Return a command prefix that moves the process into a cgroup before the command starts.
 
     The command prefix also makes the sandbox the first process that the OOM killer ends. Programs
     cannot change their OOM priority, because /proc is read-only in the sandbox.
@@ -91,7 +91,7 @@ def socket_bytes() -> int:
 
 
 def own_uid() -> int | None:
-    """Return a user id that no other sandbox has while this process lives; None for ordinary users.
+    """Reserve a user id until this process ends; return None if Covey cannot change user ids.
 
     For a sandbox that ends before this process, use `uids.leased`.
     """
@@ -115,7 +115,7 @@ def _namespaces() -> list[str]:
 
 @cache
 def _file_system() -> tuple[str, ...]:
-    """Mount only the files that Python needs, read-only."""
+    """Return options that mount only the files that Python needs, read-only."""
     arguments = ["--ro-bind", "/usr", "/usr"]
     for name in _SYSTEM_LINKS:
         path = Path("/", name)
@@ -134,7 +134,7 @@ def _file_system() -> tuple[str, ...]:
 
 
 def _packages(seen: list[str]) -> list[str]:
-    """Mount installed packages under neutral names, which hide their location."""
+    """Return options that mount installed packages under names that hide their location."""
     arguments = _parents(package_places()[0])
     hidden = []
     for folder, place in zip(package_folders(), package_places(), strict=True):
@@ -157,7 +157,7 @@ def _parents(path: str) -> list[str]:
 
 
 def _own_files(file_bytes: int) -> list[str]:
-    """Mount a private /proc, /dev and temporary directory."""
+    """Return options that mount a private /proc, /dev and temporary directory."""
     arguments = ["--proc", "/proc", *_parents("/dev/null")]
     # The harness is process 1. Its directory gives access to its memory.
     arguments += ["--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]

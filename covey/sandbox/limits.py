@@ -1,4 +1,4 @@
-"""Resource limits of a sandboxed program, its test cases, and their outcomes."""
+"""The resource limits, test cases and test outcomes of sandboxed programs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Limits:
     """
 
     cpu_seconds: int = 4
-    """The limit on CPU time of each process."""
+    """Limit on the CPU time of each process, in seconds."""
     wall_seconds: float = 4.0
     total_seconds: float = 30.0
-    """The time limit of all test cases together. A case that cannot start in time counts as timed
-    out."""
+    """Time limit in seconds for all test cases of a program together. A test case that cannot start
+    within this time counts as timed out."""
     memory_bytes: int = 512 << 20
-    """The memory limit of each process; with isolation, also of all processes and sockets
-    together."""
+    """Limit on the memory of each process. With isolation, the limit also applies to all processes
+    and sockets together."""
     processes: int = 32
     """Maximum number of processes and threads, enforced only with isolation."""
     file_bytes: int = 16 << 20
@@ -62,7 +62,8 @@ class Outcome:
     stdout: bytes = b""
     stderr: bytes = b""
     value: bytes = b""
-    """The value of the call as untrusted JSON, which `covey.sandbox.values` compares."""
+    """The value of `Case.call` as untrusted JSON. `covey.sandbox.values` compares this value with
+    the expected value."""
     seconds: float = 0.0
 
     @property

@@ -32,12 +32,13 @@ _BOOTSTRAP = (
     "names['main'](job)"
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
-"""Command-line options of Python. The option -I is missing, because with -I Python ignores
-PYTHONHASHSEED, which fixes the order of sets."""
+"""Command-line options for the Python interpreter in the sandbox. Covey does not pass -I, because
+with -I Python ignores PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
-"""Extra seconds for the harness to end all processes before the harness itself is killed."""
+"""Seconds after the time limit in which the harness can end all processes, before Covey kills the
+harness."""
 _HEADER = re.compile(
     rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
 )
@@ -48,8 +49,8 @@ def run_program(
 ) -> list[Outcome]:
     """Run a Python program once per test case, and return the outcome of each test case.
 
-    `unsafe` runs the program as an ordinary process with all rights of its user. With `unsafe`,
-    only the limits on time and on each single process apply.
+    With `unsafe`, the program runs without a sandbox, with all rights of the current user. With
+    `unsafe`, no limit applies to the number of processes or to all processes together.
 
     Raises RewardError if the sandbox itself cannot start.
     """
@@ -73,7 +74,7 @@ def run_program(
 
 
 def mark() -> str:
-    """Return a label with this process's id, for the command lines of the sandboxes it starts."""
+    """Return a label that marks the sandboxes of this process in their command lines."""
     return f"covey-sandbox-of-{os.getpid()}"
 
 
@@ -115,7 +116,7 @@ def _started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the harness, and send it the program and the cases to run.
 
-    On exit, all processes of the harness are dead.
+    On exit, the harness and all its child processes are dead.
     """
     with contextlib.ExitStack() as stack:
         place = isolation.PLACE
@@ -163,7 +164,7 @@ def _filter_file() -> Iterator[int]:
 
 
 def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tuple[bytes, bytes]:
-    """Return stdout and stderr of the harness, limited to `most` bytes and `seconds`."""
+    """Read stdout and stderr of the harness for `seconds`, up to `most` bytes each."""
     assert process.stdout
     assert process.stderr
     received: dict[IO[bytes], bytearray] = {
@@ -189,7 +190,7 @@ def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tup
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the sandbox. All processes of the sandbox die with its first process."""
+    """Kill the sandbox. All processes of a sandbox die when its first process dies."""
     for pipe in (process.stdout, process.stderr):
         if pipe:
             pipe.close()  # makes a harness that is still alive exit
@@ -207,7 +208,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read_reports(data: bytes, cases: int) -> list[Outcome]:
-    """Parse the reports of the harness.
+    """Parse the reports of the harness into the outcomes of the test cases.
 
     Test cases without a report were killed together with the harness.
     """

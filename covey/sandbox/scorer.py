@@ -1,8 +1,8 @@
 """A persistent sandbox for scorers that evaluate text and are slow to import.
 
 `run_program` starts a sandbox for each program. The sandbox in this module stays open and imports
-the scorer only once. For each text, the sandbox forks a child, which takes milliseconds (see
-`server.py`).
+the scorer only once. For each text, the sandbox forks a child process to score the text. A fork
+takes milliseconds (see `server.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from covey.sandbox.program import _FLAGS, _end, _filter_file
 LIMITS = Limits(
     cpu_seconds=4, wall_seconds=8.0, memory_bytes=2 << 30, processes=2, file_bytes=1 << 20
 )
-"""Limits for scoring one text. CPU time is the tightest limit, so that the machine's load does not
-change scores."""
+"""Resource limits for scoring one text. CPU time is the tightest limit, so that the machine's load
+does not change scores."""
 LONGEST = LIMITS.wall_seconds + 1.0
 """Maximum seconds to score one text."""
 _START_SECONDS = 60.0
@@ -67,11 +67,11 @@ class Sandboxed:
     """A scoring function in its own sandbox. The first call of `score` starts the sandbox.
 
     The last module in `modules` defines the functions `load`, `prepare` and `score`. `load()`
-    imports slow packages. `prepare(trusted)` turns the trusted part of a request into the input of
-    `score(prepared, text)`. Of these three functions, only `score` reads the untrusted text.
-    `score` runs in a separate process and returns a number from 0 to 1. The sandbox hides the
-    package covey, so the source of `modules` is sent into the sandbox. A module may import
-    installed packages and earlier modules in `modules`.
+    imports slow packages. `prepare(trusted)` turns the trusted part of a request into the argument
+    `prepared` of `score(prepared, text)`. Of these three functions, only `score` reads the
+    untrusted text. `score` runs in a separate process and returns a number from 0 to 1. The sandbox
+    hides the package covey, so the source of `modules` is sent into the sandbox. Each module in
+    `modules` may import installed packages and the modules before it.
     """
 
     modules: tuple[str, ...]
@@ -193,9 +193,9 @@ def _code(name: str) -> Any:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return the next line of the reply, or empty bytes after a timeout.
+    """Return the next line that the sandbox writes, or empty bytes after a timeout.
 
-    Raises _GoneError at end of file.
+    Raises _GoneError if the sandbox has ended.
     """
     assert process.stdout
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""Trackers, which write the metrics of a run to JSON Lines, to the console or to other packages."""
+"""Trackers write the metrics of a run to files, to the console or to tools such as W&B."""
 
 from covey.run.trackers.jsonl import JsonlTracker
 from covey.run.trackers.protocol import Tracker, Trackers

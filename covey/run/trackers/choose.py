@@ -15,13 +15,13 @@ from covey.run.trackers.protocol import Tracker
 TRACKERS: Mapping[str, str] = MappingProxyType(
     {"tensorboard": "TensorBoardTracker", "wandb": "WandbTracker", "trackio": "TrackioTracker"}
 )
-"""Class of each tracker, by the tracker's name. A tracker's module, Python package and pip extra
-have the same name as the tracker.
+"""Maps the name of each tracker to its class name. The tracker's name is also the name of its
+module, of the Python package that it needs, and of the pip extra.
 """
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse an unknown tracker, or a tracker whose package is not installed."""
+    """Raise ConfigError if a tracker is unknown or its Python package is not installed."""
     for name in names:
         if name not in TRACKERS:
             hint = nearest(name, TRACKERS)

@@ -25,7 +25,7 @@ NARROW = 90
 BAR = 50
 """Minimum terminal width, in columns, for showing a progress bar beside the metrics."""
 PLAIN_LOG_SECONDS = 5.0
-"""Minimum seconds between two plain lines, except for the first and the last step."""
+"""Minimum seconds between two printed lines. The first and the last step are always printed."""
 
 
 def duration(seconds: float) -> str:
@@ -82,7 +82,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """Prints plain lines, for logs and pipes."""
+    """Prints plain lines of text, for output to log files and pipes."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         self.run = run
@@ -99,7 +99,7 @@ class ConsoleTracker(Tracker):
         self.note(f"{verb}: {steps} steps of {rollouts} rollouts, in {self.run.path}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Print a line every few seconds."""
+        """Print the metrics of a step, but at most one line every few seconds."""
         step = metrics["step"]
         if time.monotonic() - self.printed < PLAIN_LOG_SECONDS and step not in (1, self.steps):
             return
@@ -108,7 +108,7 @@ class ConsoleTracker(Tracker):
         self.note(f"step {step}/{self.steps}  {summary(metrics)}  {left} left")
 
     def seconds_left(self, step: int) -> float:
-        """Return the remaining time, from the mean time of the steps so far."""
+        """Estimate the remaining seconds of the run from the mean time per step so far."""
         mean = (time.monotonic() - self.began) / max(1, step - self.done)
         return mean * (self.steps - step)
 
@@ -121,7 +121,7 @@ class ConsoleTracker(Tracker):
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
-        """Print the result, and commands that show more about the run."""
+        """Print the results and where the model is, or how to resume after an early stop."""
         if done < steps:
             saved = f"saved step {done} of {steps}" if done else "no step has ended, none is saved"
             self.note(f"{signal}: {saved}")
@@ -140,7 +140,7 @@ class ConsoleTracker(Tracker):
 
 
 class LiveTracker(ConsoleTracker):
-    """During training, shows a progress bar with the numbers of the last step."""
+    """Shows a progress bar with the metrics of the last step during training."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         super().__init__(run, console)
@@ -190,7 +190,7 @@ class LiveTracker(ConsoleTracker):
 
 
 def console_tracker(run: RunFolder, console: Console) -> ConsoleTracker:
-    """Return a tracker with a progress bar for a terminal, or with plain lines for other output."""
+    """Return a tracker that shows a progress bar in a terminal, and plain lines elsewhere."""
     return LiveTracker(run, console) if console.file.isatty() else ConsoleTracker(run, console)
 
 

@@ -1,6 +1,6 @@
 """Base classes for trackers that send metrics to other packages, such as W&B.
 
-The base classes choose what is logged, and when.
+The base classes decide which data a tracker logs, and when.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 SHOWN = 8
-"""Number of highest-reward and of lowest-reward completions in a table."""
+"""A table shows this many completions with the highest rewards, and as many with the lowest
+rewards."""
 LONGEST = 4000
-"""Maximum number of characters of a text in a table; the run folder has the whole text."""
+"""Tables cut longer texts to this many characters. The run folder contains the whole texts."""
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 SAVED_BYTES = 255
-"""Size of NAME.json in bytes. The JSON text is padded with spaces to a fixed size, so that every
-write replaces the whole file.
+"""Size in bytes of a tracker's file NAME.json, such as wandb.json. The JSON text is padded with
+spaces to a fixed size, so that every write replaces the whole file.
 """
 
 
@@ -46,15 +47,15 @@ class ExternalTracker(Tracker):
         self.samples_every: int = settings.get("save", {}).get("samples_every", 0)
 
     def open(self, done: int) -> None:
-        """Open the package's log, to log the steps after step `done`."""
+        """Open the tracking package's log; the next step to log is `done` + 1."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a training step."""
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table of completions with the columns in `COLUMNS`.
+        """Log completions as a table; its columns are in `COLUMNS`.
 
-        By default, log no completions.
+        The base class logs no completions.
         """
 
     def is_new(self, event: str, step: int) -> bool:
@@ -69,7 +70,7 @@ class ExternalTracker(Tracker):
         self.open(done)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Log all numbers of a step."""
+        """Log all finite metrics of a training step."""
         self._log("step", metrics["step"], finite_numbers(metrics))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -90,16 +91,18 @@ class ExternalTracker(Tracker):
 
 
 class RememberingTracker(ExternalTracker):
-    """A tracker for packages with append-only logs, such as W&B. It logs no step twice.
+    """A tracker for append-only logs, such as W&B. The tracker logs no step twice.
 
-    A resumed run repeats the steps after its checkpoint and gets the same numbers.
-    NAME.json in the run folder contains the run's id and the last logged steps.
+    A resumed run repeats the steps after its checkpoint and gets the same numbers. The file
+    NAME.json in the run folder, such as wandb.json, contains the tracking package's run id and the
+    last logged steps.
     """
 
     name: str
     """The name of the tracker, which is also the name of its Python package."""
     session: Any = None
-    """The run object of the tracking package. The method `open` starts or continues the run."""
+    """The run object of the tracking package. The method `open` creates the run object, which
+    starts a new run or continues an earlier run."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
@@ -116,16 +119,16 @@ class RememberingTracker(ExternalTracker):
             return {}
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return whether an event of a step is not logged yet, and mark the event as logged."""
+        """Return True if the event is not yet logged for this step, and mark it as logged."""
         if step <= self.known.get(event, -1):
             return False
         self.known[event] = step
         return True
 
     def remember(self) -> None:
-        """Save the last logged steps in NAME.json. This method is called after each log entry.
+        """After each log entry, save the last logged step of each event in NAME.json.
 
-        The method overwrites the file in place with a single write. Replacing the file by a rename
+        The method overwrites NAME.json in place with a single write. Replacing the file by a rename
         would be slow, because some file systems wait for the disk at a rename.
         """
         text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
@@ -136,9 +139,10 @@ class RememberingTracker(ExternalTracker):
             os.close(handle)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step or of its evaluation.
+        """Log the metrics of a training step, or of the evaluation after the step.
 
-        The tracking package puts the numbers of a step and of its evaluation into one row.
+        The tracking package merges the metrics of a step and of the evaluation after the step into
+        one row of its log.
         """
         self.session.log(dict(values), step=step)
 
@@ -149,7 +153,7 @@ class RememberingTracker(ExternalTracker):
         self.session.log({"completions": table}, step=step)
 
     def close(self) -> None:
-        """Send all data that is not sent yet, and end the run of the tracking package."""
+        """Send the remaining data, and end the tracking package's run."""
         if self.session is not None:
             self.session.finish()
 
@@ -160,14 +164,14 @@ class RememberingTracker(ExternalTracker):
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row except `step`. For an estimate, return only its value."""
+    """Return the finite metrics of a row, without `step` and without confidence bounds."""
     values = {n: v.get("value") if isinstance(v, Mapping) else v for n, v in row.items()}
     values.pop("step", None)
     return {name: value for name, value in values.items() if is_number(value)}
 
 
 def sample_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return the completions with the highest and lowest rewards as rows of plain text cells."""
+    """Return the highest-reward and lowest-reward completions as table rows."""
     scored = sorted((row for row in rows if row["reward"] is not None), key=lambda r: -r["reward"])
     chosen = scored if len(scored) <= 2 * SHOWN else [*scored[:SHOWN], *scored[-SHOWN:]]
     return [[_cell(row, column) for column in COLUMNS] for row in chosen]
@@ -181,6 +185,6 @@ def _cell(row: Mapping[str, Any], column: str) -> Any:
 
 
 def shortened(text: str) -> str:
-    """Return text without control characters, cut if it is very long."""
+    """Escape control characters in a text, and cut the text if it is very long."""
     more = f" ... ({len(text) - LONGEST} more characters)" if len(text) > LONGEST else ""
     return printable(text[:LONGEST]) + more

@@ -1,4 +1,4 @@
-"""The JSON Lines tracker, which writes the records of every run to its folder."""
+"""The JSON Lines tracker writes metrics, evaluations and rollouts to the run folder."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class JsonlTracker(Tracker):
         self.run = run
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Remove the traceback file that an earlier, failed start of this run has left."""
+        """Remove failure.txt, the traceback of an earlier failed attempt at this run."""
         self.run.clear_failure()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of a step."""
+        """Append the metrics of a step to steps.jsonl."""
         self.run.log_step(dict(metrics))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -31,5 +31,5 @@ class JsonlTracker(Tracker):
         self.run.log_evaluation({"step": step, **evaluation.row()})
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of a step, such as its rollouts, to a file."""
+        """Write a table of a step, such as the step's rollouts, to a JSON Lines file."""
         self.run.write_table(name, step, rows)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """Receives the events of a run. Every method does nothing unless it is overridden."""
+    """Receives the events of a run. By default, every method does nothing."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
         """Training begins.
@@ -26,16 +26,16 @@ class Tracker:
         """`count` more completions of the current step or evaluation are finished."""
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """A training step is done."""
+        """A training step is done; `metrics` are the metrics of the step."""
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """An evaluation after `step` is done."""
+        """The evaluation after training step `step` is done."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A step has new rows: one per rollout, or one per held-out prompt of an evaluation."""
+        """A step has a new table, with a row per rollout or per held-out prompt."""
 
     def note(self, text: str) -> None:
-        """A message for the user."""
+        """Covey has a message for the user."""
 
     def close(self) -> None:
         """The run has ended, successfully or not."""

@@ -29,7 +29,7 @@ class TensorBoardTracker(ExternalTracker):
         self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Write scalars as one event, in the classic form that all event file readers support."""
+        """Write all scalars in one event, in the old format that all readers support."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -38,7 +38,7 @@ class TensorBoardTracker(ExternalTracker):
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """Write completions as indented Markdown blocks.
 
-        The indentation disables any Markdown in a completion.
+        Because of the indentation, TensorBoard does not interpret Markdown in a completion.
         """
         lines: list[str] = []
         for row in rows:

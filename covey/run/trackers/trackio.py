@@ -1,7 +1,7 @@
-"""The trackio tracker: a local database, which `trackio show` opens.
+"""The trackio tracker, which writes to a local database that `trackio show` opens.
 
-The variable TRACKIO_DIR sets the folder, and TRACKIO_PROJECT the project. If TRACKIO_SPACE_ID is
-set, trackio sends the data to this Space on the Hub.
+The environment variable TRACKIO_DIR sets the folder of the database, and TRACKIO_PROJECT sets the
+project name. If TRACKIO_SPACE_ID names a Hugging Face Space, trackio sends the data to this Space.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from covey.run.trackers.external import PROJECT, RememberingTracker
 
 
 class TrackioTracker(RememberingTracker):
-    """Logs to a trackio run, with tables of completions.
+    """Logs metrics and tables of completions to a trackio run.
 
     A resumed run continues the same trackio run.
     """

@@ -15,7 +15,7 @@ from covey.run.trackers.external import PROJECT, RememberingTracker
 
 
 class WandbTracker(RememberingTracker):
-    """Logs to a W&B run, with tables of completions. A resumed run continues the same W&B run."""
+    """Logs metrics and completions to W&B. A resumed run continues the same W&B run."""
 
     name = "wandb"
 
