@@ -1,4 +1,4 @@
-"""The efficiency reward, which penalises tool calls, edits, turns, words and repetition."""
+"""The efficiency reward: penalties for repetition and for too many tool calls or words."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from covey.rewards.text import count_words
 from covey.types import Prompt, episode_of
 
 PHRASE = 6
-"""Words per phrase. Ordinary prose seldom repeats a phrase of PHRASE words."""
+"""Words per phrase. Ordinary prose seldom repeats a sequence of 6 words."""
 MIN_WORDS = 24
-"""Minimum number of words for which the fraction of repeated phrases is meaningful."""
+"""Repeated phrases are not counted in a text with fewer than MIN_WORDS words."""
 MAX_REPETITION = 0.3
 READ = 40_000
-"""Number of characters that are checked at the beginning and at the end of a long text."""
+"""In a long text, only the first and the last READ characters are checked for repetition."""
 
 # A point before a digit belongs to a number or a version.
 _SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")
@@ -31,7 +31,7 @@ _TOKEN = re.compile(
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of more than 5 characters, in lower case and with single spaces only.
+    """Return the sentences of a text in lower case; omit sentences of at most 5 characters.
 
     >>> sentences("Pi is 3.14159. So the area is 12.5!")
     ['pi is 3.14159', 'so the area is 12.5']
@@ -48,10 +48,11 @@ def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
     The result is the larger of the fractions of repeated sentences and repeated phrases. Repeated
-    sentences are considered only if the text has more than 3 sentences. Repeated phrases of 6 words
-    or signs are considered only if the text has at least 24 words. The fraction of repeated phrases
-    also detects padding without punctuation, and padding in which only the ends of the sentences
-    differ. To save time, Covey does not count repeated phrases if the result cannot exceed `above`.
+    sentences are considered only if the text has more than 3 sentences. A phrase is a sequence of 6
+    words or punctuation marks. Repeated phrases are considered only if the text has at least 24
+    words and punctuation marks. The fraction of repeated phrases also detects padding without
+    punctuation, and padding in which only the ends of the sentences differ. To save time, repeated
+    phrases are not counted if their fraction cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -72,25 +73,25 @@ def repetition(text: str, above: float = 0.0) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency(Reward):
-    """1 minus penalties for steps, length and repetition; at least 0.
+    """1 minus penalties for too many tool calls or words and for repetition; at least 0.
 
-    A step is a `<tool_call>` in the text. Each step beyond the first `expected_steps` steps costs
-    0.1. In a multi-turn episode, each edit beyond the first `expected_edits` edits and each policy
-    turn beyond the first `max_rounds` turns also cost 0.1. Steps, edits and turns together cost at
-    most 0.5. An edit is a call of one of the `edit_tools`.
+    Each `<tool_call>` beyond the first `expected_steps` tool calls lowers the reward by 0.1. In a
+    multi-turn episode, each edit beyond the first `expected_edits` edits and each policy turn
+    beyond the first `max_rounds` turns also lower the reward by 0.1. The penalties for tool calls,
+    edits and turns together are at most 0.5. An edit is a call of one of the `edit_tools`.
 
-    A text of more than `max_words` words costs 0.3 * (words - max_words) / max_words, at most 0.3.
-    Repetition costs 0.2 if more than 30 % of the text is repeated.
+    If a completion has more than `max_words` words, the penalty is 0.3 * (words - max_words) /
+    max_words, at most 0.3. Repetition costs 0.2 if more than 30 % of the text is repeated.
 
-    Each part of the reward is 1 without a penalty, and 0 with the full penalty.
+    Each reward part is 1 without a penalty, and 0 with the maximum penalty.
     """
 
     expected_steps: int = 3
     max_words: int = 512
     expected_edits: int = 0
-    """Number of edits without a penalty; with 0, no edit is penalised."""
+    """Edits beyond this number are penalized; 0 means that no edit is penalized."""
     max_rounds: int = 0
-    """Number of turns without a penalty; with 0, no turn is penalised."""
+    """Policy turns beyond this number are penalized; 0 means that no turn is penalized."""
     edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
 
     def __post_init__(self) -> None:
@@ -131,6 +132,6 @@ class Efficiency(Reward):
 
 
 def _tool(call: Mapping[str, Any]) -> str:
-    """Return the name of the tool that a call names; empty for a malformed call."""
+    """Return the tool name in a tool call, or an empty text if the call is malformed."""
     function = call.get("function")
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""

@@ -12,9 +12,10 @@ from covey.types import Prompt, episode_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReward(Reward):
-    """The result of the environment's `reward` method; without the method, the sum of turn rewards.
+    """The reward that the environment gives to an episode.
 
-    An episode with a reward of at least `success_at` is a success.
+    If the environment has a `reward` method, this method gives the reward. Otherwise, the reward is
+    the sum of the turn rewards. An episode with a reward of at least `success_at` is a success.
     """
 
     success_at: float = 1.0

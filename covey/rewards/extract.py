@@ -138,7 +138,7 @@ _READERS: Mapping[str, Callable[[str], str | None]] = MappingProxyType(
     }
 )
 STYLES = tuple(_READERS)
-"""Styles of marking the final answer, in the order in which they are tried."""
+"""The styles in which a completion may give its final answer, in the order of the search."""
 
 
 def check_styles(styles: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ def check_styles(styles: Sequence[str]) -> None:
 
 
 def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
-    r"""Return the final answer that the first matching style finds, or None.
+    r"""Return the final answer that the first matching style finds; None if no style matches.
 
     | style | final answer |
     |---|---|
@@ -180,7 +180,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
 
 
 def extract_text(text: str) -> str:
-    """Return the content of `<answer>` after the thinking, or all text after the thinking.
+    """Return the text after the thinking, or only the content of `<answer>` if it occurs.
 
     If a completion gives several different answers, return an empty string.
 

@@ -1,4 +1,4 @@
-"""Format rewards, which check tags and not whether the answer is correct."""
+"""Format rewards, which check the tags of a completion but not the final answer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswerForm(Reward):
-    """1 if the completion consists of a non-empty thinking part and answer part; otherwise 0.
+    """1 if the completion is a thinking part and an answer part, neither empty; otherwise 0.
 
     The format is wrong if a tag is repeated, nested or not closed, or if there is text outside the
-    tags. With `graded`, a broken format gets 0.25 for each part (thinking, answer) that occurs
-    exactly once, is closed and is not empty.
+    tags. With `graded`, a completion in a wrong format gets 0.25 for each part (thinking, answer)
+    that occurs exactly once, is closed and is not empty.
     """
 
     graded: bool = False
@@ -97,7 +97,8 @@ class ThinkToolForm(Reward):
     | direct | instead of tool if there is none: 1 for text after the thinking |
     | tidy | 1: one think block first, nothing nested; several tool calls may follow |
 
-    Unpaired tags set the reward part `think` or `tool` to -0.5. The reward is at least 0.
+    Unpaired `<think>` tags set the reward part `think` to -0.5, and unpaired `<tool_call>` tags set
+    `tool` to -0.5. The reward is at least 0.
 
     The published code of this reward checks only the first tool call. In the published code of this
     reward, the parts `tidy` and `direct` do not exist, so no completion can score above 0.8.

@@ -1,4 +1,4 @@
-"""The part of the reasoning_gym reward that runs in the sandbox: the datasets' scorers."""
+"""Runs the scorers of reasoning_gym datasets; this module runs in the sandbox."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Datasets whose scorer evaluates the answer as code; the values are parsers for the answer."""
+"""Maps each dataset whose scorer evaluates answers as code to a parser of safe answers."""
 
 
 def load() -> None:
-    """Import slow packages and fill the caches of sympy.
+    """Import packages that load slowly, and fill the caches of sympy.
 
     Child processes inherit the imported packages and the filled caches.
     """
@@ -54,7 +54,7 @@ def load() -> None:
 
 
 def prepare(info: Mapping[str, Any]) -> tuple[str, Any, Entry]:
-    """Return the name of the dataset, the dataset and the entry of a prompt."""
+    """Return the dataset's name, the dataset, and the dataset entry of a prompt."""
     dataset, entry = entry_of(info)
     name = info["reasoning_gym"]["dataset"]
     # An entry of a composite dataset comes from one of its sub-datasets, which scores it.
@@ -62,7 +62,7 @@ def prepare(info: Mapping[str, Any]) -> tuple[str, Any, Entry]:
 
 
 def score(prepared: tuple[str, Any, Entry], text: str) -> float:
-    """Return the score of an answer by the dataset's own scorer, from 0 to 1."""
+    """Return the score from 0 to 1 that the dataset's own scorer gives to an answer."""
     name, dataset, entry = prepared
     try:
         answer = readable(name, text, entry)
@@ -76,7 +76,7 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
 def scored(dataset: Any, answer: str, entry: Entry) -> float:
     """Return the score of an answer, from 0 to 1.
 
-    `answer` must be a text that `readable` returned.
+    `answer` must be a text that the function `readable` returned.
     """
     try:
         given = float(dataset.score_answer(answer, entry))
@@ -91,7 +91,8 @@ def readable(name: str, text: str, entry: Entry) -> str:
     If the scorer evaluates the answer as code, parse the answer, and return a text generated from
     the syntax tree.
 
-    Raises NotPlainError if the text is not plain data or arithmetic.
+    Raises NotPlainError if an answer to be evaluated is neither plain data (numbers, strings,
+    lists) nor arithmetic.
     """
     if name not in EVALUATING:
         return text

@@ -19,8 +19,8 @@ def identity(name: str, reward: Any) -> str:
 
     The hash covers the reward's options and its source code. For a built-in reward, the hash covers
     the source code of the packages `covey.rewards` and `covey.sandbox`. For a user's reward, the
-    hash covers the source file that defines the reward. Two runs with the same identity give the
-    same scores.
+    hash covers the source file that defines the reward. Rewards with the same identity give the
+    same score to the same completion.
 
     >>> from covey.rewards.think_answer import ThinkAnswer
     >>> identity("think_answer", ThinkAnswer()).startswith("think_answer@1#")
@@ -51,7 +51,8 @@ def _state(value: Any) -> Mapping[str, Any] | None:
 def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> str:
     """Return a text that describes a value and everything that the value contains.
 
-    The hashes of the source files are added to `sources`.
+    The function adds to `sources` the hash of each source file that defines a class or function in
+    the value.
 
     A function is described by its name, not by its memory address.
     """

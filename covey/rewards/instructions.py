@@ -20,14 +20,14 @@ from covey.types import Prompt
 class Instructions(Reward):
     """The fraction of IFEval's strict checks that the text after the thinking passes.
 
-    The prompt names its instructions in columns (`instruction_id_list` and `kwargs`, as in
-    google/IFEval) or in its target (as in open-instruct's RLVR data). An empty completion follows
-    no instruction. A completion is a success if all checks pass. This reward does not check the
-    content of the text; combine it with a reward that does.
+    The instructions of a prompt come from the data columns `instruction_id_list` and `kwargs` (as
+    in google/IFEval) or from the target (as in open-instruct's RLVR data). An empty completion
+    follows no instruction. A completion is a success if all checks pass. This reward does not check
+    the content of the text; combine it with a reward that does.
     """
 
     all_or_nothing: bool = False
-    """If true, the reward is 1 if the completion follows all instructions, and 0 otherwise."""
+    """If true, only a completion that follows all instructions gets 1; any other gets 0."""
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
@@ -220,7 +220,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "punctuation:no_comma": lambda text, given: "," not in text,
     }
 )
-"""The check of each instruction, by the name of the instruction in IFEval."""
+"""Maps the IFEval name of each instruction to the function that checks a text."""
 
 OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -272,7 +272,7 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""Maps each instruction's name in open-instruct to its name in IFEval and its renamed arguments."""
+"""Maps each open-instruct name to the IFEval name and the IFEval names of its arguments."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
@@ -291,7 +291,7 @@ def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
 
 
 def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and arguments of an instruction from open-instruct's data."""
+    """Return the IFEval name and arguments of an instruction in open-instruct's format."""
     try:
         data: Mapping[str, Any] = json.loads(target)
         name, renamed = OPEN_INSTRUCT[data["func_name"]]

@@ -1,4 +1,4 @@
-"""Detects the language of a text by its script and common words, for instructions about languages.
+"""Detects a text's language by its script and common words, to check language instructions.
 
 The detection covers the 30 languages of IFEval. The result is None for unsupported languages and
 very short texts.
@@ -83,7 +83,7 @@ def language_of(text: str) -> str | None:
 
 
 def _script(text: str) -> str | None:
-    """Return the script to which most letters of a text belong.
+    """Return the writing system, such as `latin`, to which most letters of a text belong.
 
     The result is None if the text has no letters or the script is not supported.
     """

@@ -1,4 +1,4 @@
-"""Length penalties for a group of rollouts, added to their rewards."""
+"""Length penalties, which are added to the rewards of the rollouts in a group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Soft:
     limit: int
     """Maximum completion length; by default rollout.max_tokens."""
     cache: int
-    """Number of tokens before the limit at which the penalty starts; the default is limit / 5."""
+    """The penalty starts this many tokens before the limit; the default is limit / 5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
@@ -57,13 +57,14 @@ class Soft:
 class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
-    Let L be the larger of the mean length and the mid-range of lengths. The penalty is 0 up to L
-    tokens, and then falls linearly to -size at 2 L tokens. In an easy group (accuracy of at least
-    `easy`), the length L is computed from the correct rollouts, and only correct rollouts are
-    penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised. In groups
-    that are neither easy nor hard, the length L is computed from all rollouts. In groups that are
-    neither easy nor hard, only the majority is penalised: the correct rollouts if they are the
-    majority, else the incorrect rollouts.
+    A completion of at most L tokens gets no penalty, and from L to 2 L tokens the penalty falls
+    linearly from 0 to -`size`. The length L is the mean completion length, or the midpoint between
+    the shortest and the longest completion if this midpoint is larger. In an easy group (accuracy
+    of at least `easy`), the length L is computed from the correct rollouts, and only correct
+    rollouts are penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised.
+    In groups that are neither easy nor hard, the length L is computed from all rollouts. In groups
+    that are neither easy nor hard, only the majority is penalised: the correct rollouts if they are
+    the majority, else the incorrect rollouts.
 
     The default of `easy` is Covey's choice, because the paper gives no value.
     """
@@ -99,9 +100,11 @@ class GroupRelative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """A truncated completion gets at most the reward `at_most`: open-instruct's non_stop_penalty.
+    """Limits the reward of truncated completions, like open-instruct's non_stop_penalty.
 
-    In open-instruct, `at_most` replaces the reward. In Covey, `at_most` never raises the reward.
+    If the reward of a truncated completion is above `at_most`, Covey lowers it to `at_most`. In
+    open-instruct, a fixed value replaces the reward of a truncated completion, even if the reward
+    is lower.
     """
 
     at_most: float = 0.0

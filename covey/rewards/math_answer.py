@@ -23,8 +23,8 @@ from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
 MAX_SUMS = 6
-"""Maximum number of bracketed sums, because a product of n sums of two terms has up to 2^n
-terms."""
+"""Maximum number of bracketed sums in a formula, because a product of n sums of two terms has up to
+2^n terms."""
 MAX_PARTS = 12
 """Maximum number of items of a list for math-verify, which compares the items in every order."""
 
@@ -38,16 +38,16 @@ _TWO_NUMBERS = re.compile(r"(?:^|[^\w^])[0-9.]+ +[0-9]")
 class MathAnswer(TargetReward):
     """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
 
-    Numbers are compared exactly. The option `tolerance` is relative, and applies only if the target
-    is not a whole number. With a tolerance of 1 % and a target of 1000, every guess from 990 to
-    1010 would be correct. With a tolerance for whole numbers, the policy would learn to guess
+    Numbers are compared as exact fractions, not as floats. The option `tolerance` is relative, and
+    applies only if the target is not a whole number. If a tolerance of 1 % applied to the target
+    1000, every guess from 990 to 1010 would be correct, and the policy would learn to guess
     roughly.
 
     With `symbolic`, formulas are compared by evaluation at a few points. If evaluation at a few
-    points does not decide, the library math-verify compares the formulas. The library math-verify
-    gets only the final answer. From a whole completion, math-verify would pick the part that
-    matches the target. A formula must be marked as the final answer, for example with `\boxed`. For
-    unmarked answers, the style `number` finds only numbers.
+    points does not decide, the library math-verify compares the formulas. Covey passes only the
+    final answer to math-verify. Given a whole completion, math-verify would pick the part that
+    matches the target. A formula must be marked as the final answer, for example with `\\boxed`. If
+    a completion marks no final answer, the style `number` finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
@@ -56,7 +56,7 @@ class MathAnswer(TargetReward):
     tolerance: float = 1e-6
     symbolic: bool = True
     unsafe: bool = False
-    """Whether math-verify, which evaluates text, runs as an ordinary process without isolation."""
+    """Whether math-verify runs without the sandbox, although it evaluates text as code."""
 
     version: ClassVar[int] = 2
 

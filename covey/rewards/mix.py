@@ -1,6 +1,4 @@
-"""Composite rewards: a weighted mean with a format gate and a weight schedule, or a reward per
-task.
-"""
+"""Composite rewards: a weighted mean of rewards, and a separate reward for each task."""
 
 from __future__ import annotations
 
@@ -23,24 +21,25 @@ ACCURACY, FORMAT = "accuracy", "format"
 class Mix(Reward):
     """The weighted mean of reward parts: r = sum_k w_k r_k, with weights that sum to 1.
 
-    The reward part called `accuracy` decides `success`. With `gated` and a reward part called
-    `format`, a completion earns accuracy only if its format is correct. If the format is wrong,
-    accuracy is replaced by its lower bound. If the format is wrong and the reward part `accuracy`
-    has no bounds, a positive accuracy is replaced by 0. Without `gated`, a wrong format does not
+    The reward part called `accuracy` decides `success`. If `gated` is true and a reward part is
+    called `format`, the accuracy counts only if the format is correct. With `gated`, a wrong format
+    sets the accuracy to its lower bound. With `gated`, if the reward part `accuracy` has no lower
+    bound, a wrong format sets a positive accuracy to 0. Without `gated`, a wrong format does not
     change the accuracy.
 
-    At the start of a run, the option `early` gives the weights. The weights change linearly from
-    `early` to `weights` over the fraction `early_until` of the run's steps. With `robust`, the
+    At the start of a run, the option `early` gives the weights. During the first `early_until` (a
+    fraction) of the run, the weights change linearly from `early` to `weights`. With `robust`, the
     amount by which the reward exceeds its lower bound is multiplied by `robust_factor`.
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, for any
-    weights. A correct completion scores in the upper half of the reward range. Correct completions
-    are ordered by the weighted mean within the upper half. If the format of a correct completion is
-    wrong, the weighted mean includes only the reward part `format`. An incorrect completion scores
-    in the lower half of the reward range. The score of an incorrect completion is half of the
-    weighted mean of accuracy, judges and, if `gated`, the format. Reward parts other than accuracy,
-    judges and format are ignored for an incorrect completion. A completion without a final answer,
-    or a completion that is not language, has the lowest reward.
+    weights. A correct completion scores in the upper half of the reward range. Within the upper
+    half of the reward range, a higher weighted mean gives a higher score. If the format of a
+    correct completion is wrong, the weighted mean includes only the reward part `format`. An
+    incorrect completion scores in the lower half of the reward range. The score of an incorrect
+    completion is half of the weighted mean of accuracy, judges and, if `gated`, the format. Reward
+    parts other than accuracy, judges and format are ignored for an incorrect completion. A
+    completion without a final answer gets the lowest reward, and so does an incorrect completion of
+    gibberish.
     """
 
     parts: Mapping[str, Reward]
@@ -99,7 +98,7 @@ class Mix(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds of the weighted mean, for all weights that the run may use."""
+        """The lowest and the highest reward, over all weights that the run may use."""
         ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -109,7 +108,7 @@ class Mix(Reward):
         return sum(w * low for w, (low, _) in counted), sum(w * high for w, (_, high) in counted)
 
     def at(self, share: float) -> Mix:
-        """Return this mix with its weights after the fraction `share` of the run.
+        """Return this mix with the weights that apply after the fraction `share` of the run.
 
         If a reward part is itself a mix, its weights also change.
         """
@@ -171,7 +170,7 @@ class Mix(Reward):
 
 
 def _is_noise(text: str, robust: bool) -> bool:
-    """Whether the thinking or the answer is noise and not language. Links are ignored.
+    """Whether the thinking or the answer is gibberish. Links are ignored.
 
     If `robust` is true, only the answer is tested, because `robust_factor` has already tested the
     thinking.
@@ -193,7 +192,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the nested parts of reward parts, under names such as `format/think`."""
+    """Return the parts that make up each reward part, under names such as `format/think`."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()
@@ -215,7 +214,7 @@ def _check_weights(what: str, weights: Mapping[str, float], parts: Mapping[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByTask(Reward):
-    """One reward for each task in a mixture, or for each value of a data column."""
+    """Chooses the reward function by the prompt's task, or by the value of a data column."""
 
     tasks: Mapping[str, Reward]
     column: str = ""
@@ -228,17 +227,17 @@ class ByTask(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The largest of the rewards' time limits."""
+        """The largest time limit among the rewards of all tasks."""
         return max(max_seconds(reward) for reward in self.tasks.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest bound among the rewards."""
+        """The lowest and the highest reward that a completion of any task can get."""
         ends = [reward.bounds for reward in self.tasks.values()]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return this reward with its weights when the fraction `share` of the run is done."""
+        """Return this reward with the weights at the fraction `share` of the run."""
         return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,9 +1,10 @@
-"""Parse an answer as data or arithmetic, and generate a safe text for scorers that evaluate it.
+"""Parses an answer and generates a safe copy, for scorers that evaluate answers as code.
 
 Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Scorers that
-evaluate an answer never get the text that a model wrote. Covey parses the text, and allows only the
-node types that this module lists. The scorer gets a text that Covey generates from the answer's
-syntax tree. The parser runs in the sandbox, so that a crash on odd text does no harm.
+evaluate an answer never get the text that a model wrote. Covey parses the answer, and allows only
+the types of syntax-tree nodes that this module lists. The scorer gets a text that Covey generates
+from the answer's syntax tree. The parser runs in the sandbox, so that a crash on odd text does no
+harm.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Data = str | int | float | list["Data"]
 
 
 class NotPlainError(ValueError):
-    """Raised if the text is not plain data or arithmetic, or exceeds a limit."""
+    """Raised if the text is neither plain data nor arithmetic, or if it exceeds a limit."""
 
 
 def plain_data(text: str) -> str:
@@ -47,7 +48,7 @@ def plain_data(text: str) -> str:
 def plain_formula(text: str, names: Collection[str] = ()) -> str:
     """Parse arithmetic with functions and powers, and return it as newly generated text.
 
-    Each name must be a single letter or occur in `names`.
+    Each variable must be a single letter, or be listed in `names`.
 
     >>> plain_formula("x**3/3+sin( 2*x ) + C")
     'x ** 3 / 3 + sin(2 * x) + C'
@@ -103,12 +104,12 @@ def _number(node: ast.expr) -> int | float:
 
 
 class _Sum:
-    """Checks the nodes of a syntax tree, and computes an upper bound on the size of its value."""
+    """Checks an expression's syntax tree, and bounds the size of the expression's value."""
 
     operators: tuple[type[ast.operator], ...] = SUMS
 
     def bits(self, node: ast.expr, depth: int) -> int:
-        """Return an upper bound on the number of bits of the value.
+        """Return an upper bound on the number of bits of an expression's value.
 
         Raises NotPlainError for a node that is not allowed.
         """

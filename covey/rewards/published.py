@@ -5,8 +5,8 @@ Covey evaluates expressions with limits and without `eval`, reads the signs of n
 numbers exactly. The rewards never raise an error, whatever the completion is.
 
 Known hacks of the published rewards are not fixed, because published models were trained with these
-rewards. The docstring of each reward lists the hacks of `covey rewards lab` that work on the
-reward. For your own runs, use the reward `think_answer` or a template.
+rewards. The command `covey rewards lab` tries known hacks, and the docstring of each reward lists
+the hacks that work. For your own runs, use the reward `think_answer` or a template.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _single_number(text: str) -> Fraction | None:
 class LmBook(Reward):
     """A GSM8K reward from 0 to 2.8 for completions with `<reasoning>` and `<answer>` tags.
 
-    The reward comes from theLMbook and from code that is based on it.
+    The reward comes from theLMbook and from code that is based on theLMbook.
 
     | part | value |
     |---|---|
@@ -106,7 +106,7 @@ def _countdown_problem(prompt: Prompt) -> tuple[list[int], Fraction]:
 
 
 def _solves(equation: str, numbers: list[int], target: Fraction) -> bool:
-    """Whether an expression uses each number exactly once and equals the target."""
+    """Whether an expression uses each given number exactly once and equals the target."""
     if not _ARITHMETIC.fullmatch(equation):
         return False
     try:
@@ -127,7 +127,7 @@ def _countdown_answer(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanoAha(Reward):
-    """The countdown reward of nanoAhaMoment: format + equation, from 0 to 2.
+    """The countdown reward of nanoAhaMoment: `format` + `equation`, from 0 to 2.
 
     | part | value |
     |---|---|
@@ -135,8 +135,9 @@ class NanoAha(Reward):
     | | but the answer has other characters than digits, `+-*/().` and spaces; else 0 |
     | equation | 1: the first answer part uses each number exactly once and equals the target |
 
-    The published code uses `eval`, which never finishes on `95**87**64`, and in a later version
-    `literal_eval`, which rejects every sum. This reward does not allow powers and `//`.
+    The published code evaluates expressions with `eval`, which never finishes on `95**87**64`. A
+    later version uses `literal_eval`, which rejects every sum. This reward does not allow powers
+    and `//`.
 
     Known hacks that work: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless
     calls; answer before unclosed think; correct then wrong.
@@ -165,7 +166,7 @@ class NanoAha(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoZero(Reward):
-    """The countdown reward of GRPO-Zero: 0.1 * format + answer, from 0 to 1.1.
+    """The countdown reward of GRPO-Zero: 0.1 * `format` + `answer`, from 0 to 1.1.
 
     | part | value |
     |---|---|
@@ -243,7 +244,7 @@ class SimpleGrpo(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenInstruct(Reward):
-    """The reward of open-instruct, which requires a correct format: 0 or `verification_reward`.
+    """The reward of open-instruct, which by default requires a correct format.
 
     The format is correct if an answer part directly follows the end of the thinking, with only
     whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number
@@ -255,10 +256,10 @@ class OpenInstruct(Reward):
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
     If the format is wrong, the whole text is searched for the answer. The published code treats the
-    format as correct only if the format reward is exactly 1. With any other value of
-    `r1_style_format_reward`, every score in the published code is 0. In Covey, this reward works
-    with any value of `r1_style_format_reward`. The regex in the published code drops the minus sign
-    of whole numbers; this reward keeps the sign.
+    format as correct only if the format reward is exactly 1. In the published code, every score is
+    0 if `r1_style_format_reward` is not 1. In Covey, this reward works with any value of
+    `r1_style_format_reward`. The regex in the published code drops the minus sign of whole numbers;
+    this reward keeps the sign.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;
@@ -282,7 +283,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds: 0, and the highest reward, which includes the format reward if `additive`."""
+        """The lowest and highest reward; `additive` adds the format reward to the highest."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,18 +1,19 @@
-"""Decides whether a reasoning_gym scorer only reads and compares, and needs no sandbox.
+"""Decides whether a reasoning_gym scorer only reads and compares, and so needs no sandbox.
 
-The scorer's bytecode is inspected before the scorer runs. The inspection includes `score_answer`,
-each method and function that it refers to, and the functions, lambdas and comprehensions inside
-them. A scorer is pure if everything that it uses is on one of this module's lists of allowed items.
-The lists contain bytecode instructions, builtins, functions of `math` and `json`, regex patterns,
-and names of methods. Anything that is not on a list makes a scorer impure, and an impure scorer
-runs in the sandbox.
+The scorer's bytecode is inspected before the scorer runs. The inspection covers the method
+`score_answer`, all functions and methods that `score_answer` uses, and the lambdas and
+comprehensions in this code. A scorer is pure if everything that it uses is on one of this module's
+lists of allowed items. The lists contain bytecode instructions, builtins, functions of `math` and
+`json`, regex patterns, and names of methods. A scorer that uses anything outside these lists is
+impure, and runs in the sandbox.
 
 A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
-scorer does not combine `range` with whole numbers that it reads from text. A pure scorer keeps no
-state between completions. A pure scorer sets no attributes, and cannot change values that it shares
-with other calls.
+scorer does not use both `range` and a function that parses whole numbers from text. A pure scorer
+keeps no state between completions. A pure scorer sets no attributes, and cannot change values that
+it shares with other calls.
 
-The check assumes that the entry and the options of the dataset are plain data.
+The check assumes that the dataset's entry and options are plain data, such as numbers, strings and
+lists.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Mo
 from typing import Any
 
 MOST_CHARACTERS = 4_000
-"""Maximum characters of a text for a pure scorer, because some scorers take quadratic time."""
+"""Maximum characters of an answer for a pure scorer; some scorers take quadratic time."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -44,17 +45,17 @@ BUILTINS = _words(
     Exception IndexError KeyError OverflowError TypeError ValueError ZeroDivisionError
     """
 )
-"""Builtins that a scorer may call. The functions `round`, `pow` and `print` are not allowed;
+"""Builtins that a pure scorer may call. The functions `round`, `pow` and `print` are not allowed;
 `round` and `pow` can take long."""
 
 FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,
     math.exp, math.gcd, math.isclose, math.isfinite, math.isinf, math.isnan, math.prod, math.sqrt,
 )  # fmt: skip
-"""Not `Fraction`:
+"""Functions and classes of other modules that a pure scorer may use.
 
-`Fraction("1e999999999")` never ends. A `Decimal` is allowed, because `Decimal("1e999999999")`
-stores the exponent as a small integer.
+`Fraction` is not allowed, because `Fraction("1e999999999")` never ends. A `Decimal` is allowed,
+because `Decimal("1e999999999")` stores the exponent as a small integer.
 """
 
 METHODS = _words(
@@ -77,8 +78,8 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 """Regex patterns that a pure scorer may use, because they take linear time on any text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Pairs of functions that a pure scorer may not combine. For example, a scorer with `range` and
-`int` could run very long if the answer contains a large number."""
+"""Pairs of functions that must not both occur in a pure scorer. For example, a scorer with `range`
+and `int` could run very long if the answer contains a large number."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -104,7 +105,7 @@ STEPS = _words(
     PUSH_EXC_INFO CHECK_EXC_MATCH POP_EXCEPT RERAISE RAISE_VARARGS LOAD_ASSERTION_ERROR
     """
 )
-"""Bytecode instructions of Python 3.11 to 3.14 that refer to no name."""
+"""Allowed bytecode instructions of Python 3.11 to 3.14; none looks up a global name."""
 
 LOOKUPS = ("LOAD_ATTR", "LOAD_METHOD")
 
@@ -124,7 +125,7 @@ class ImpureError(Exception):
 
 
 def is_pure(dataset: Any) -> bool:
-    """Whether the scorer of a dataset is pure: it only reads and compares."""
+    """Whether a dataset's scorer is pure, that is, only reads and compares."""
     scorer: Any = type(dataset)
     config: Any = type(getattr(dataset, "config", None))
     names = _names_if_pure(scorer, config)
@@ -141,7 +142,7 @@ def _names_if_pure(scorer: type, config: type) -> frozenset[str] | None:
 
 
 def attributes_of(scorer: type, config: type) -> frozenset[str]:
-    """Return the attributes that a pure scorer refers to.
+    """Return the names of the attributes that a pure scorer uses.
 
     Raises ImpureError for an impure scorer.
     """
@@ -249,7 +250,7 @@ def _looked_up(following: Iterator[dis.Instruction]) -> str:
 
 
 def _check_step(step: dis.Instruction, loops: set[int]) -> None:
-    """Raise ImpureError if a bytecode instruction is unknown or refers to a name."""
+    """Raise ImpureError if a bytecode instruction is not allowed in a pure scorer."""
     if step.opname == "BINARY_OP":
         known = step.argrepr == "[]" or step.argrepr.rstrip("=") in OPERATORS
     elif step.opname == "FORMAT_VALUE":

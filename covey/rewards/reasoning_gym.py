@@ -1,9 +1,9 @@
-"""The Reasoning Gym reward: the score of the dataset's own scorer, with its flaws fixed.
+"""The Reasoning Gym reward: the score of the dataset's own scorer, corrected for known flaws.
 
-Some scorers of reasoning_gym evaluate the answer as code. Covey runs a scorer that evaluates
-answers as code in a sandbox, and passes it only plain data or arithmetic. One scorer of
-reasoning_gym accepts every answer, one accepts `nan`, and one accepts `0` for `0.375`. This reward
-gives 0 to wrong answers that a flawed scorer accepts.
+Some scorers of reasoning_gym evaluate the answer as code. If a scorer evaluates answers as code,
+Covey runs the scorer in a sandbox, and passes only plain data or arithmetic to the scorer. One
+scorer of reasoning_gym accepts every answer, one accepts `nan`, and one accepts `0` for `0.375`.
+This reward gives 0 to wrong answers that a flawed scorer accepts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from covey.sandbox.scorer import LONGEST, sandboxed
 from covey.types import Prompt
 
 BY_FIRST_DIGITS = frozenset({"coin_flip"})
-"""Datasets whose scorer accepts any number that begins with the same digits as the target."""
+"""Datasets whose scorer accepts an answer if only its first digits match, as 0 for 0.375."""
 NEAR = 1e-4
 NONSENSE = "?"
 
@@ -50,7 +50,7 @@ class ReasoningGym:
     """
 
     unsafe: bool = False
-    """Whether to score without isolation, in an ordinary process of this user."""
+    """Whether to run the scorer in an ordinary process of this user, without the sandbox."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     quick: ClassVar[bool] = False

@@ -7,7 +7,7 @@ from covey.rewards.efficiency import repetition
 from covey.rewards.text import count_words, tag_contents
 
 MANY_WORDS, MANY_CALLS = 1000, 8
-"""Limits on words and tool calls; an ordinary solution needs fewer."""
+"""More than MANY_WORDS words or MANY_CALLS tool calls lower the reward of a completion."""
 
 
 def _thinking(text: str, tag: str) -> list[str]:
@@ -18,11 +18,12 @@ def _thinking(text: str, tag: str) -> list[str]:
 
 
 def robust_factor(text: str) -> float:
-    """Return the factor for the reward of a completion: 1 if there is no sign of gaming.
+    """Return a factor for a completion's reward: 1 if there is no sign of reward hacking.
 
-    The factor is a product: 0.5 for thinking that is not language, 0.5 for text that mostly repeats
-    itself, and 0.7 for more than 1,000 words. The factor for tool calls is 1 up to 8 calls, falls
-    by 0.05 for each further call, and is at least 0.5.
+    The result is the product of these factors: 0.5 for thinking that is not language, 0.5 for text
+    that mostly repeats itself, 0.7 for more than 1,000 words, and a factor for tool calls. The
+    factor for tool calls is 1 up to 8 calls, falls by 0.05 for each further call, and is at least
+    0.5.
     """
     factor = 1.0
     thinking = [t for tag in ("think", "reasoning") for t in _thinking(text, tag)]

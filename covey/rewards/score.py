@@ -20,7 +20,7 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     """The reward parts before weighting, so that logged values do not depend on the weights."""
     attempted: bool = True
-    """Whether the completion has a final answer that can be compared, even if it is wrong."""
+    """Whether the completion has a final answer, correct or wrong, that can be scored."""
     feedback: str = field(default="", compare=False)
     """A description of the completion's errors, for the prompt of a self-teacher (docs/sdpo.md)."""
 
@@ -32,20 +32,20 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Number of optimizer steps that are planned before this training step; None in evaluations. In
-    evaluations, TRL-style functions get the number of the last optimizer step of the run.
+    """Number of optimizer steps that the run schedules before this training step; None in
+    evaluations. In evaluations, TRL-style reward functions get `max_steps` as the `global_step`.
     """
     max_steps: int = 0
-    """Number of optimizer steps of the run; 0 without a run."""
+    """Number of optimizer steps of the run; 0 if the reward is called outside a run."""
 
 
 NO_CALL = Call()
 
 
 class SkippedError(Exception):
-    """Raised by a reward to leave a completion without a reward on purpose.
+    """Raised by a reward function that intentionally gives a completion no reward.
 
-    A skipped completion does not count as a failure.
+    A completion that is skipped in this way does not count as a scoring error.
     """
 
 

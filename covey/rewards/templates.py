@@ -4,9 +4,8 @@ A correct completion scores higher than any incorrect completion; see `correct_f
 
 `without_target` sets the score of `accuracy` for a prompt without a target: see `TargetReward`.
 
-`early_format`, if above 0, is the weight of `format` at the start of a run. The weight
-`early_format` is taken from `accuracy`, and goes back to `accuracy` over the first fifth of the
-steps.
+`early_format`, if above 0, is the weight of `format` at the start of a run. The extra weight of
+`format` is taken from `accuracy`, and returns to `accuracy` during the first fifth of the run.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def math(
     symbolic: bool = True,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Reward mix for numbers and formulas; at most 3 tool calls and 400 words are expected.
+    """Reward mix for math answers; more than 3 tool calls or 400 words are penalized.
 
     The option `tolerance` is relative, and applies only to targets that are not whole numbers.
     """
@@ -69,8 +68,8 @@ def code(
 ) -> Mix:
     """Reward mix for programs. Accuracy is the fraction of tests that the program passes.
 
-    The option `unsafe` runs programs without the sandbox. In an environment, `efficiency` expects
-    at most `expected_edits` edits and `max_rounds` turns.
+    The option `unsafe` runs programs without the sandbox. In an environment, the reward part
+    `efficiency` penalizes more than `expected_edits` edits or `max_rounds` turns.
     """
     tests = CodeTests(unsafe=unsafe, without_target=without_target)
     parts = _parts(tests, ThinkToolForm())
@@ -89,7 +88,7 @@ def agent(
     early_format: float = 0.0,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Reward mix for tool calls. Accuracy means the correct tool with the correct arguments."""
+    """Reward mix for tool calls. Accuracy depends on the called tool and its arguments."""
     parts = _parts(ToolCall(without_target=without_target), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -111,9 +110,9 @@ def retrieval(
 
     The reward part `format` requires at least `sources` citations.
 
-    Accuracy is the similarity of the answer to the target. The option `judge`, a table with
-    `base_url` and `model`, gives half of the weight of accuracy to an LLM judge. By default,
-    `gated` is false, so a correct answer with too few sources still earns a reward.
+    Accuracy is the similarity of the answer to the target. The option `judge` (a table with
+    `base_url` and `model`) adds an LLM judge, which gets half of the weight of `accuracy`. By
+    default, `gated` is false, so a correct answer with too few sources still earns a reward.
     """
     accurate = FuzzyText(without_target=without_target)
     parts = _parts(accurate, Citations(minimum=sources))

@@ -30,7 +30,7 @@ class Limits:
     processes: int = 32
     """Maximum number of processes and threads, enforced only with isolation."""
     file_bytes: int = 16 << 20
-    """The size limit of each file; with isolation, also of all files together."""
+    """The size limit of each file. With isolation, the sum over all files has the same limit."""
     output_bytes: int = 1 << 20
     """The size limit of each output: standard output, standard error and the value of a call."""
 

@@ -8,6 +8,6 @@
     math/symbolic_equality.py      undecided: math-verify, in the sandbox
     math/math_verify_scorer.py     the module that runs there
 
-`math/arithmetic_expression.py` computes arithmetic that a model wrote, for countdown and calculator
-calls.
+`math/arithmetic_expression.py` evaluates the arithmetic that a model wrote as a countdown solution
+or in a calculator call.
 """

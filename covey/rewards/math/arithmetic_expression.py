@@ -1,4 +1,4 @@
-"""Exact evaluation of arithmetic expressions that a model wrote, without `eval`.
+"""Evaluates arithmetic expressions that a model wrote, exactly and without `eval`.
 
 Python parses the expression, and only numbers and arithmetic are evaluated. Every limit is checked
 before anything is computed, because `95**87**64` would never finish.
@@ -15,7 +15,7 @@ MAX_DIGITS = 30
 MAX_NESTING = 50
 MAX_NUMBERS = 200
 MAX_BITS = 4096
-"""Maximum size of the numerator and the denominator of an intermediate result."""
+"""Maximum size, in bits, of the numerator and the denominator of an intermediate result."""
 
 # Unicode signs for multiplication (cross, two dots), division and minus (minus sign, dash).
 _TWINS = str.maketrans("\u00d7\u22c5\u00b7\u00f7\u2212\u2013", "***/--")
@@ -32,8 +32,8 @@ class ExpressionError(ValueError):
 def evaluate(text: str, powers: bool = False) -> Fraction:
     """Return the exact value of an expression of numbers, + - * / and parentheses.
 
-    With `powers`, the operators `**` and `^` are allowed as powers. Precedence is Python's: For
-    example, `-2**2` is -4, and `2**3**2` is 512.
+    With `powers`, the operators `**` and `^` are allowed as powers. Operators have the same
+    precedence as in Python: `-2**2` is -4, and `2**3**2` is 512.
 
     >>> evaluate("(3 + 4) * 2 / 4"), evaluate("3.14159 * 5**2", powers=True)
     (Fraction(7, 2), Fraction(314159, 4000))
@@ -61,7 +61,7 @@ def numbers_in(text: str) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    """Check the limits on an expression's text; return the text on one line in ASCII."""
+    """Return an expression as one line of ASCII. Raise an error if it exceeds a limit."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
     text = text.rstrip().translate(_TWINS)

@@ -1,7 +1,7 @@
 r"""Splits equations in an answer, finds the value that an equation states, and removes units.
 
-For example, `x = 42` and `6 \cdot 7 = 42` both state the value 42. An equation such as `41 = 42`
-states no value.
+For example, `x = 42` and `6 \cdot 7 = 42` both state the value 42. The equation `41 = 42` matches
+no target, because its sides have different values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _EQUALS = re.compile(r":=|==|\\equiv(?![A-Za-z])")
 def sides(formula: str) -> list[str]:
     """Split a formula into sides at its equals signs.
 
-    Brackets, lists and formulas with a relation other than `=` are not split.
+    Equals signs inside brackets are ignored. Lists, and formulas with a relation other than `=`,
+    are not split.
 
     >>> sides("x = 6*7 = 42"), sides("x = 3, y = 4"), sides("= 42")
     (['x', '6*7', '42'], ['x = 3, y = 4'], ['42'])
@@ -64,8 +65,8 @@ def stated_values(parts: list[str], target: str) -> list[str]:
     """Return those sides of an equation that must equal the target; [] for an unsolved equation.
 
     A side of the equation must equal the target if it is a number or has the same variables as the
-    target. Other sides of an equation, such as the `x` of `x = 42`, only name the value. An
-    equation such as `2x = 42` is not solved for x.
+    target. A side such as the `x` of `x = 42` only names the value, and is not returned. An
+    equation such as `2x = 42` counts as unsolved.
 
     >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
     (['41', '42'], [])

@@ -1,7 +1,8 @@
-r"""Conversion of math signs, repeating decimals, powers of ten and number bases to one notation.
+r"""Converts math signs, repeating decimals and powers of ten to one notation.
 
-For example, `0.\overline{3}` is a third, `√2` is `\sqrt{2}`, and `52_8` is a numeral in base 8,
-which is compared digit by digit. The functions of this module expect short texts, such as answers.
+For example, `0.\overline{3}` becomes `\frac{3}{9}`, and `√2` becomes `\sqrt{2}`. Numerals with a
+base, such as `52_8`, are compared digit by digit. The functions of this module expect short texts,
+such as answers.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _POWER_OF_TEN = re.compile(
 
 
 def powers_of_ten(text: str) -> str:
-    r"""Replace products with a power of ten by `e` notation.
+    r"""Rewrite products with a power of ten in `e` notation: `2 * 10^3` becomes `2e3`.
 
     >>> powers_of_ten(r"1.602\times 10^{-19}")
     '1.602e-19'
@@ -88,8 +89,8 @@ def same_numeral(answer: str, target: str) -> bool | None:
 
     Return None if neither numeral names a base.
 
-    If the target names a base, the answer may omit the base. For example, `42_8` is not parsed as
-    42, and `0x2a` is not parsed as 0 times 2a.
+    If the target names a base, the answer may omit the base. The numeral `42_8` is not treated as
+    42, and `0x2a` is not treated as 0 times 2a.
 
     >>> same_numeral("42_8", "42"), same_numeral("52", "52_8"), same_numeral("52", "52")
     (False, True, None)
@@ -101,7 +102,7 @@ def same_numeral(answer: str, target: str) -> bool | None:
 
 
 def _numeral(text: str) -> tuple[str, str]:
-    """Return the digits of a numeral and its base; an empty base is ten."""
+    """Return the digits and the base of a numeral; an empty text as the base means ten."""
     match = _BASED.fullmatch(text.strip())
     if match is None:
         return text.strip().casefold(), ""

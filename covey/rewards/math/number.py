@@ -13,7 +13,7 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""Maximum number of characters of a number with its markup, which also limits the size of
+"""Maximum number of characters of a number and its markup. This maximum also limits the size of
 integers."""
 MAX_EXPONENT = 100
 
@@ -88,7 +88,7 @@ _WRAPPED = re.compile(
 )
 _LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
 _ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
-"""Characters for a quick test: a text without any of them cannot match a LaTeX pattern."""
+"""A regex for a quick check: `strip_latex` does not change a text without a match."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
 _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
 
@@ -108,7 +108,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def strip_latex(text: str) -> str:
-    r"""Remove LaTeX spacing, text commands and degree signs from a text.
+    r"""Remove LaTeX spacing, commands such as `\text`, and degree signs from a text.
 
     >>> strip_latex(r"\text{about}\,90^\circ")
     ' about 90'
@@ -171,11 +171,11 @@ def _value(body: str) -> Fraction | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Return the value of a text that is one number, or None.
+    r"""Return the value of a text that is one number; None for any other text.
 
     Units, currencies and `%` are ignored: for example, `50 %` is 50. A comma groups digits by
     three, so `1,000` is a thousand. Texts such as `3,14` and `0,500` are not numbers, because a
-    decimal comma is ambiguous. A list of numbers is not a number.
+    decimal comma is ambiguous. The result for a list of numbers is None.
 
     >>> [str(parse_number(t)) for t in ("$1,000.50", r"x = \frac{3}{4}", "18 dollars.", "17, 18")]
     ['2001/2', '3/4', '18', 'None']

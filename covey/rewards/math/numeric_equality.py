@@ -1,9 +1,9 @@
-r"""Equality of two formulas by evaluation at a few points, 100 times faster than algebra.
+r"""Compares two formulas by their values at three points, 100 times faster than algebra.
 
 Two expressions count as equal if their values agree at three arbitrary points, one of them
-negative. Two expressions count as different if their values differ at all three points. Other cases
-are undecided: agreement at only some points, a value that cannot be computed, or syntax that this
-module does not parse (inequalities, matrices, words).
+negative. Two expressions count as different if their values differ at all three points. The
+comparison is undecided if the values agree at only some points, if a value cannot be computed, or
+if this module cannot parse a formula (inequalities, matrices, words).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from itertools import pairwise
 from types import MappingProxyType
 
 SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
-"""Limits on relative differences. Two values are equal if their relative difference is at most
-SAME, and different if it is above DIFFERENT. If a formula has decimals, which may be rounded, two
-values are different only if their relative difference is above ROUNDED."""
+"""Limits on the relative difference of two values. Two values are equal if their relative
+difference is at most SAME, and different if it is above DIFFERENT. If a formula has decimals, which
+may be rounded, two values are different only if their relative difference is above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of the smaller to the larger summand. Floats could lose a summand that is much
-smaller than the other summand, such as 2^{-100} in 1 - 2^{-100}.
+"""Minimum ratio of the smaller to the larger summand in a sum of two floats. Float addition would
+lose a much smaller summand, such as 2^{-100} in 1 - 2^{-100}.
 """
 MAX_DIGITS = 12
 """Maximum digits of a number; with more digits, different numbers could be the same float."""
 
 Values = list[complex]
-"""The values of an expression, one for each point."""
+"""The values of an expression at the three points of evaluation."""
 
 _TOKEN = re.compile(
     r"\s+|\\[,;:! ]|\\(?:left|right|displaystyle)(?![A-Za-z])"
@@ -109,7 +109,7 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
 
 
 def _value(left: str, right: str) -> list[str]:
-    """Return [right side] of an equation that defines a letter, such as `y = 2x`; else []."""
+    """Return the right side of an equation such as `y = 2x` as a list; [] for other forms."""
     letter, value = left.strip(), right
     alone = len(letter) == 1 and letter.isascii() and letter.isalpha()
     return [value] if alone and letter not in value else []
@@ -152,7 +152,7 @@ def _compare(answer: _Evaluator, target: _Evaluator) -> bool | None:
 
 
 def _points(variable: str) -> Values:
-    """Return the values of a variable at the three points: two above 0 and one below 0."""
+    """Return three values of a variable, two above 0 and one below 0."""
     share = zlib.crc32(variable.encode()) / 2**32
     return [complex(0.61 + 1.7 * share), complex(2.53 - 1.3 * share), complex(-1.87 + 1.1 * share)]
 
@@ -180,7 +180,7 @@ def _tokens(formula: str) -> Iterator[str]:
 
 
 class _Evaluator:
-    """A recursive-descent parser that evaluates a formula at every point as it parses."""
+    """A recursive-descent parser that evaluates a formula at three points while it parses."""
 
     def __init__(self, formula: str) -> None:
         self.tokens = [*_tokens(formula), ""]
@@ -279,9 +279,9 @@ class _Evaluator:
         return values
 
     def argument(self) -> Values:
-        """Parse the argument of a LaTeX command: a bracket, a letter, or one digit.
+        """Parse the argument of a LaTeX command: a bracketed formula, a letter or one digit.
 
-        The text `\\frac12` has two arguments of one digit.
+        For example, `\\frac12` has the arguments 1 and 2.
         """
         token = self.next
         if token[:1] in _DIGITS[:10] and len(token) > 1:

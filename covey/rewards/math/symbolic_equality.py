@@ -1,8 +1,8 @@
-"""Equality of two formulas by computer algebra, for pairs that numeric evaluation cannot decide.
+"""Compares two formulas by computer algebra if numeric evaluation cannot decide.
 
 The library math-verify compares formulas with sympy, which evaluates text and may never finish.
-Covey runs math-verify in the sandbox with a time limit, and rejects in advance formulas that would
-take too long.
+Covey runs math-verify in the sandbox with a time limit. Covey never passes formulas to math-verify
+that would take too long.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_FORMULA = 300
 MAX_BRACKETS = 7
 MAX_TERMS = 100
 MAX_NUMBER = 5000
-"""Maximum number of digits of a power such as 3^1000. Sympy factors a power under a root, which can
-take very long."""
+"""Maximum number of digits of a power such as 3^1000. Sympy factors numbers under a root, which can
+take very long for a large power."""
 MAX_DEGREE = 100
 """Maximum degree of a polynomial in a division. A polynomial division takes time quadratic in the
 degree."""
@@ -80,7 +80,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracketed text that ends before index `at`, or an empty text."""
+    """Return the bracketed text that ends before index `at`; an empty text if none does."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):
