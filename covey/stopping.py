@@ -20,7 +20,7 @@ POLL_SECONDS = 0.25
 """Seconds between checks whether the main thread is waiting for another process."""
 
 _waits = 0
-"""Number of nested waits in the main thread, which is the only thread that receives signals."""
+"""Depth of nested `may_be_given_up` blocks in the main thread; only it receives signals."""
 
 
 class GivenUp(BaseException):
@@ -32,7 +32,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait in the main thread. After a stop signal, GivenUp ends the wait."""
+    """Mark code that waits in the main thread. After a stop signal, GivenUp ends the wait."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -48,14 +48,14 @@ def may_be_given_up() -> Iterator[None]:
 class StopSignal:
     """A stop request by Ctrl-C or SIGTERM.
 
-    The training loop finishes the current step, saves a checkpoint and ends.
+    After a stop request, the training loop finishes the current step, saves a checkpoint and ends.
     """
 
     received: str | None = None
-    """The name of the received signal, or the reason why the run ends without a signal."""
+    """Name of the received signal, or another reason to stop; None if the run continues."""
 
     def ask(self, why: str) -> None:
-        """End the training loop after the current step, unless a signal was received already."""
+        """Ask the training loop to stop after the current step; keep an earlier reason."""
         self.received = self.received or why
 
     @property
@@ -79,8 +79,8 @@ def exit_code(number: int) -> int:
 def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
-    A signal within `repeats` seconds of the first signal is ignored. Ctrl-C may arrive twice: from
-    the terminal, and from a launcher that forwards it to its ranks.
+    A signal within `repeats` seconds of the first signal is ignored. One Ctrl-C may arrive twice:
+    from the terminal, and from a launcher that forwards the signal to its ranks.
     """
     stop, first = StopSignal(), 0.0
 

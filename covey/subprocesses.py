@@ -1,4 +1,4 @@
-"""Subprocesses of covey: their command lines, pickled objects and exit descriptions."""
+"""Helpers for Covey's subprocesses: build commands, pickle objects, describe exits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pickled(thing: Any, name: str) -> bytes:
 
 
 def how_ended(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait `seconds` for a process that closed its connection; describe how the process ended."""
+    """Wait at most `seconds` for a process to end; return text that says how it ended."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Teacher prompts: prompts with privileged text, for a policy that is its own teacher."""
+"""Teacher prompts: prompts with extra text that only the teacher sees (self-distillation)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherPrompts:
-    """The teacher's prompt of each row of a batch, on the CPU."""
+    """The teacher's prompts for a batch, one prompt per row, as CPU tensors."""
 
     tokens: torch.Tensor
     """[B, Q] int64: the tokens of the teacher's prompts, left-aligned."""
     lengths: torch.Tensor
-    """[B] int64: the lengths of the teacher's prompts. The length is 0 if a row has no privileged
-    text; the teacher does not read the row."""
+    """[B] int64: the lengths of the teacher's prompts. A length of 0 means that the row has no
+    teacher prompt, so the teacher skips the row."""
 
     @staticmethod
     def of(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
-        """Pad the prompts of all rows. Return None if every prompt is empty."""
+        """Pad the teacher prompts of all rows. Return None if every prompt is empty."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         if not lengths.any():
             return None
@@ -40,14 +40,14 @@ class TeacherPrompts:
 
 
 def taught_rows(batch: Batch) -> torch.Tensor:
-    """Return bool [B] on the CPU: the rows that have a teacher prompt."""
+    """Return a bool mask [B] on the CPU that marks the rows with a teacher prompt."""
     if batch.teacher_prompts is None:
         return torch.zeros(len(batch), dtype=torch.bool)
     return batch.teacher_prompts.lengths > 0
 
 
 def as_teacher_reads(batch: Batch) -> Batch:
-    """Return the rows of a batch with the teacher's prompts instead of the rollouts' prompts.
+    """Return a copy of the batch, with the teacher's prompts in place of the rollouts' prompts.
 
     The completion tokens stay the same.
     """

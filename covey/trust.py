@@ -1,13 +1,13 @@
-"""Import of user functions that a config names, from modules that the user trusts.
+"""Import functions that a config names, but only from modules that the user trusts.
 
-A config, a run folder and a comparison can be downloaded, and each may name a function of any
-module. Importing a module runs its code, so covey imports only modules that the user trusts, with
-`--trust MODULE` or the environment variable COVEY_TRUST. Worker processes inherit the environment
-variable COVEY_TRUST. Objects that a program passes to the Python API need no trust, because the
-user runs that program.
+A user may download a config, run folder or comparison, which may name a function in any module.
+Importing a module runs its code, so covey imports only modules that the user has listed with
+`--trust MODULE` or in the environment variable COVEY_TRUST. Worker processes inherit the
+environment variable COVEY_TRUST. A program can pass functions of any module to the Python API,
+because the user chose to run the program.
 
-A function that a config names must be Python code written in a trusted module. A name that a
-trusted module only imports, such as `run` from subprocess, is refused.
+A function that a config names must be defined in Python, in a trusted module. covey refuses
+functions that a trusted module imports from an untrusted module, such as `subprocess.run`.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def scoped_trust() -> Iterator[None]:
 
 
 def is_import_path(name: str) -> bool:
-    """Return whether a name is an import path of a function; other names are in a registry."""
+    """Return whether a name is an import path, and not the name of a built-in object."""
     return "." in name or ":" in name
 
 
 def import_callable(path: str, where: str) -> Callable[..., Any]:
     """Import a trusted function or class by `package.module:name` or `package.module.name`.
 
-    Modules in the working directory are found too, as for a script. `where` is the config key that
-    error messages name.
+    Modules in the working directory can be imported too. Error messages name the config key
+    `where`.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
@@ -101,7 +101,7 @@ def _check_trust(module: str, path: str, where: str) -> None:
 
 
 def _check_origin(function: Any, path: str, where: str) -> None:
-    """Refuse a callable that is not Python code, or that an untrusted module defines."""
+    """Raise ConfigError if a callable is not Python code or comes from an untrusted module."""
     defined = function
     while isinstance(defined, functools.partial):
         defined = defined.func

@@ -1,12 +1,12 @@
-"""The types of the data in a run: Prompt, Episode, Rollout, Group, Batch and Totals.
+"""The data types of a run, from `Prompt` and `Rollout` to `Batch` and `Totals`.
 
     Prompt -> Rollout -> Group -> Batch
 
-In shapes, B is the number of rows, T the padded number of completion tokens, and P the padded
-number of prompt tokens.
+In tensor shapes, B is the number of batch rows, T the padded number of completion tokens, and P the
+padded number of prompt tokens.
 
-This module does not import torch at run time, so that plain Python code (tasks, rewards, the run
-folder) can import it.
+This module does not import torch at run time, so that code without torch, such as tasks and
+rewards, can import this module.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ON_CPU = ("host", "kept", "teacher_prompts")
-"""The fields of a batch that stay on the CPU."""
+"""Names of the batch fields that stay on the CPU."""
 EQUAL_REWARDS = 1e-8
-"""Relative tolerance for equal rewards. The rewards of a group count as equal if they differ by
-less than 1e-8 of the largest reward."""
+"""Tolerance for comparing rewards. The rewards of a group count as equal if they differ by at most
+1e-8 * max(1, the largest absolute reward)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt with its target, created by a task.
+    """A prompt and its target (reference answer), created by a task.
 
     Example:
         Prompt(id="arithmetic/train/7", task="arithmetic", target="49",
@@ -47,7 +47,7 @@ class Prompt:
     target: str
     info: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """The unchanged data columns from which `messages` and `target` were made."""
+    """The original dataset columns from which the task made `messages` and `target`."""
 
     @property
     def text(self) -> str:
@@ -61,14 +61,14 @@ class VersionSpan(NamedTuple):
     start: int
     stop: int
     version: int
-    """The version is the number of optimizer steps that produced the weights."""
+    """The policy version: the number of optimizer steps taken before these tokens were sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A token sequence as the engine saw and produced it.
+    """A prompt and the tokens after it, exactly as the engine read and sampled them.
 
-    Segments are created by the modules in `covey/rollout`.
+    The modules in `covey/rollout` create segments.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -76,49 +76,50 @@ class Segment:
     """The tokens after the prompt, including a final end-of-sequence token if it was sampled."""
     trained: tuple[bool, ...]
     """Mask of the tokens in `tokens` that the policy sampled. The mask is False for tool output and
-    messages of other roles."""
+    for messages that the policy did not write."""
     sampler_logp: tuple[float, ...]
-    """Log-probability of each token under the distribution it was drawn from; 0 for tokens that are
-    not trained."""
+    """Log-probability of each token under the sampling distribution; 0 for tokens that the policy
+    did not sample."""
     versions: tuple[VersionSpan, ...]
-    """The policy version of each sampled span, because weights may change during a rollout."""
+    """The policy version that sampled each span of tokens; weights may change during a rollout."""
     kept: tuple[str, ...] = ()
-    """For each sampled token, the set of tokens that top-k, top-p and min-p left to sample from,
-    encoded as in kept_sets.py; empty if sampling was not truncated."""
+    """The set of tokens that top-k, top-p and min-p allowed at each sampled position, encoded as in
+    kept_sets.py; empty if the engine did not record the sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One message of an episode: the tokens from `start` to `stop` of a segment."""
+    """One message of an episode, which is the token range `start` to `stop` of a segment."""
 
     role: str
     segment: int = 0
     start: int
     stop: int
     text: str = ""
-    """The text of the turn without special tokens. In single-turn rollouts, the field is empty,
+    """The text of the turn without special tokens. In single-turn rollouts, `Turn.text` is empty,
     because `Rollout.text` has the text."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
     """The environment's reward for this turn alone; None if the environment gives no turn rewards.
     """
     state: str = ""
-    """The environment's state at this turn, as text.
+    """Digest of the environment's state before this turn.
 
-    If two turns in a group have equal state texts, the environment was in the same state.
+    Two turns of a group with equal digests started from the same environment state.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One completion or multi-turn episode. Scoring fills `reward` and the fields after it."""
+    """A completion or multi-turn episode. The scorer fills in the reward and the feedback."""
 
     prompt_id: str
     sample: int
     """Index of the rollout in its group, from 0. The random numbers for sampling a rollout depend
     on its index."""
     segments: tuple[Segment, ...]
-    """The token sequences of the rollout: several if the chat template rewrote earlier text."""
+    """The token sequences of the rollout. A rollout has several if the chat template rewrote
+    earlier messages."""
     turns: tuple[Turn, ...]
     text: str
     finish: Finish
@@ -126,13 +127,14 @@ class Rollout:
     """The reward is None until the rollout is scored. If scoring fails, the reward stays None and
     does not become 0.0."""
     success: bool | None = None
-    """Whether the completion is correct, whatever the reward is; None if `reward` is None."""
+    """Whether the completion is correct, regardless of the reward's value; None if not scored."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the reward, before weighting, by name."""
+    """The components of the reward by name, such as accuracy and format, before weighting."""
     feedback: str = ""
-    """Feedback of the reward on the completion, as text; empty if the reward gives no feedback."""
+    """The reward function's text feedback on the completion; empty if it gives no feedback."""
     teacher_prompt: tuple[int, ...] = ()
-    """Tokens of the self-teacher's prompt, which has privileged text; empty without a teacher."""
+    """Tokens of the teacher's prompt in self-distillation, which contains privileged text; empty if
+    the rollout has no teacher prompt."""
     reward_id: str = ""
     """Name, version and source hash of the reward function."""
     episode: Episode | None = None
@@ -149,7 +151,7 @@ class Rollout:
         kept: tuple[str, ...] = (),
         **fields: Any,
     ) -> Rollout:
-        """Return a rollout of one completion, sampled by one version of the policy."""
+        """Return a single-turn rollout; one policy version sampled the whole completion."""
         size = len(tokens)
         segment = Segment(
             prompt_tokens=prompt_tokens,
@@ -169,7 +171,7 @@ class Rollout:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of all segments, without their prompts."""
+        """The tokens of all segments, without the prompt tokens."""
         return _joined([segment.tokens for segment in self.segments])
 
     @property
@@ -189,7 +191,7 @@ class Rollout:
 
     @property
     def policy_version(self) -> int:
-        """The oldest version of the policy that sampled tokens of this rollout."""
+        """The oldest policy version that sampled tokens of this rollout."""
         return min(span.version for segment in self.segments for span in segment.versions)
 
 
@@ -199,7 +201,7 @@ def _joined(rows: list[tuple[_T, ...]]) -> tuple[_T, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A prompt with its rollouts, whose rewards are compared with each other."""
+    """A prompt and its rollouts. Advantages compare the rewards within a group."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -207,18 +209,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rollouts of one training step as tensors; row i of every field is the same sequence.
+    """The rollouts of a training step as tensors. Row i of every field is for sequence i.
 
-    A rollout is one row, or several rows if the chat template rewrote its context. Statistics are
-    over rollouts, never over rows.
+    A rollout takes one row, or several rows if the chat template rewrote earlier messages. Means
+    and other statistics count a rollout once, even if it takes several rows.
 
-    `collate` fills the first block of fields, from `prompt_tokens` to `state`. The policy fills the
-    fields of the second block, from `old_logp` to `entropy`, that the objective needs. The
-    objective fills the third block, from `token_penalty` to `marked`. The objective computes
-    `token_penalty`, `advantage` and `targets` over the whole batch, because their statistics may
-    include all rollouts. The objective computes `weight`, `correction` and `marked` over one
-    mini-batch, because the denominators of the loss are per optimizer step. A micro-batch is a
-    subset of the rows, with unchanged values.
+    `collate` fills the first block of fields, from `prompt_tokens` to `state`. Forward passes fill
+    the second block, from `old_logp` to `entropy`, but only the fields that the objective needs.
+    The objective fills the third block, from `token_penalty` to `marked`. The objective computes
+    `token_penalty`, `advantage` and `targets` over the whole batch, because these fields may depend
+    on all rollouts. The objective computes `weight`, `correction` and `marked` over one mini-batch,
+    because each mini-batch has its own loss and optimizer step. A micro-batch contains some rows of
+    the batch, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor
@@ -228,14 +230,14 @@ class Batch:
     tokens: torch.Tensor
     """[B, T] int64: completion token ids, left-aligned."""
     lengths: torch.Tensor
-    """[B] int64: number of completion tokens of each row, trained or not."""
+    """[B] int64: number of completion tokens in each row, including untrained tokens."""
     mask: torch.Tensor
-    """[B, T] bool: the tokens that are trained."""
+    """[B, T] bool: True for tokens that are trained."""
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor
-    """[B] float64: the reward of the row's rollout. The reward is NaN if scoring failed; statistics
-    leave out such a rollout."""
+    """[B] float64: the reward of the row's rollout. The reward is NaN if scoring failed, and
+    statistics leave out rollouts with reward NaN."""
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
@@ -244,27 +246,27 @@ class Batch:
     Groups may have any size, and the rows of a group may be in any order.
     """
     truncated: torch.Tensor
-    """[B] bool: whether the completion reached the length limit."""
+    """[B] bool: whether the rollout was cut off at a token limit."""
     parts: torch.Tensor | None = None
-    """[B, K] float64: parts of the reward before weighting, NaN where `rewards` is NaN; None if the
-    objective does not need reward parts."""
+    """[B, K] float64: the K components of each row's reward, before weighting; NaN if scoring
+    failed. The field is None if the objective does not read reward components."""
     rollout: torch.Tensor | None = None
-    """[B] int64: index of the row's rollout in the batch, in the order of the groups; None if every
-    row is its own rollout."""
+    """[B] int64: index of the rollout that the row belongs to, counted over the batch; None if
+    every row is a separate rollout."""
     turn: torch.Tensor | None = None
-    """[B, T] int64: index of the turn in which the policy sampled a token, from 0; None if no
-    rollout has several turns."""
+    """[B, T] int64: the policy turn that contains the token, counted from 0; None if no rollout
+    used an environment."""
     turn_reward: torch.Tensor | None = None
     """[B, T] float64: the environment's reward for the token's turn; 0 if there is none."""
     state: torch.Tensor | None = None
-    """[B, T] int64: a number for the environment's state at the token's turn.
+    """[B, T] int64: a number that identifies the environment's state before the token's turn.
 
-    Equal states have equal numbers.
+    Equal environment states have equal numbers.
     """
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability under the policy at the start of the training step; None if it equals
-    the current log-probability."""
+    """[B, T] log-probability before the first optimizer step of the training step. If old_logp is
+    None, the loss uses the current log-probability instead."""
     ref_logp: torch.Tensor | None = None
     """[B, T] log-probability under the reference policy; None without a reference policy."""
     teacher_logp: torch.Tensor | None = None
@@ -272,7 +274,8 @@ class Batch:
     values: torch.Tensor | None = None
     """[B, T] the critic's value estimate before each token; None without a critic."""
     entropy: torch.Tensor | None = None
-    """[B, T] entropy of the sampling policy at each token, in nats; None if not computed."""
+    """[B, T] entropy of the policy at each token before the training step, in nats; None if not
+    computed."""
 
     token_penalty: torch.Tensor | None = None
     """[B, T]: the KL penalty that is subtracted from the reward; None if the KL penalty is part of
@@ -282,21 +285,23 @@ class Batch:
     targets: torch.Tensor | None = None
     """[B, T]: the critic's target values (returns); None without a critic."""
     weight: torch.Tensor | None = None
-    """[B, T]: the weight of each token in the loss, which is minus the sum of gain * weight."""
+    """[B, T]: the weight of each token in the loss. The loss is minus the weighted sum of the
+    per-token gain, which objective/loss.py defines."""
     correction: torch.Tensor | None = None
-    """[B, T]: importance weight of each token, without gradient, which corrects for the sampler;
-    None if all weights are 1."""
+    """[B, T]: detached importance weight of each token, which corrects for differences between
+    sampler and policy; None if all weights are 1."""
     marked: torch.Tensor | None = None
-    """[B, T]: the result of the objective's function `marks` for the optimizer step; None if the
-    objective has no `marks`."""
+    """[B, T]: the token mask, ratio bounds or pair margins that the objective's function `marks`
+    returns for a mini-batch; None if the objective has no such function."""
 
     host: HostRows | None = None
-    """A CPU copy of the fields that determine the layout of the batch.
+    """A CPU copy of the batch's tokens, lengths, mask and rollout indices.
 
-    The field is None if the batch is on the CPU or has no CPU copy.
+    The field `host` is None if the batch is on the CPU or has no CPU copy.
     """
     kept: KeptSets | None = None
-    """The tokens left to sample from at each position, on the CPU; None if not truncated."""
+    """The tokens that top-k, top-p and min-p allowed at each position, on the CPU; None if the
+    rollouts do not record these tokens."""
     teacher_prompts: TeacherPrompts | None = None
     """The prompts that a self-teacher reads, on the CPU; None if no row has a teacher prompt."""
 
@@ -315,7 +320,7 @@ class Batch:
         return rollout is None or len(rollout.unique()) == len(rollout)
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """Return the given rows, and remove padding columns that are empty in all given rows."""
+        """Return the given rows, without columns that are padding in all these rows."""
         known = self if self.host is None else self.host
         here = index if self.host is None else index.cpu()
         width = max(1, int(known.lengths[here].max()))
@@ -344,7 +349,7 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device, with the CPU copy `host` unless the device is the CPU."""
+        """Copy the batch to a device; if the device is a GPU, also set the CPU copy `host`."""
         moved: dict[str, Any] = {
             name: _moved(getattr(self, name), device)
             for name in self.__slots__
@@ -355,13 +360,13 @@ class Batch:
 
 
 def _is_all(index: torch.Tensor, rows: Batch | HostRows) -> bool:
-    """Whether an index on the CPU selects all rows in order, as in a step of one micro-batch."""
+    """Return whether `index` is on the CPU and selects all rows in order."""
     count = len(rows.lengths)
     return len(index) == count and index.device.type == "cpu" and index.tolist() == [*range(count)]
 
 
 def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy values to a device; a copy from pinned memory does not block the CPU."""
+    """Copy a tensor to a device; copy to a GPU from pinned memory, without blocking."""
     if values.device.type == "cpu" and str(device).startswith("cuda"):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
@@ -372,7 +377,7 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Denominators of the loss of one optimizer step, counted over all micro-batches and ranks."""
+    """Counts of rollouts, groups and tokens in an optimizer step, the loss's denominators."""
 
     sequences: int
     """Number of rollouts."""
@@ -382,8 +387,7 @@ class Totals:
     """Number of trained tokens of each group, by group id. A group may be split over micro-batches
     and ranks."""
     rollout_tokens: Mapping[int, int] | None = None
-    """Number of trained tokens of each rollout, by rollout id. None if every rollout is one row of
-    the batch."""
+    """Number of trained tokens of each rollout, by rollout id; None if every rollout is one row."""
 
     @staticmethod
     def of(batch: Batch) -> Totals:
@@ -400,7 +404,7 @@ class Totals:
     ) -> Totals:
         """Count the rollouts, trained tokens and groups of the given rows.
 
-        Without `rollout`, each row is a rollout.
+        If `rollout` is None, each row counts as one rollout.
         """
         groups = _sums(group, tokens)
         rollouts = None if rollout is None else _sums(rollout, tokens)
@@ -425,10 +429,10 @@ def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRows:
-    """A CPU copy of the batch fields that determine the layout, with the same names and shapes.
+    """A CPU copy of a batch's tokens, lengths, mask and rollout indices.
 
-    The CPU copy avoids reading lengths from the GPU; such a read would wait for all queued GPU
-    work.
+    Reading lengths from the GPU would wait for all queued GPU work, so Covey reads lengths from the
+    CPU copy.
     """
 
     prompt_tokens: torch.Tensor
@@ -440,12 +444,12 @@ class HostRows:
 
     @staticmethod
     def of(batch: Batch) -> HostRows:
-        """Copy the layout fields of a batch to the CPU."""
+        """Copy a batch's tokens, lengths, mask and rollout indices to the CPU."""
         fields = ((name, getattr(batch, name)) for name in HostRows.__slots__)
         return HostRows(**{name: value.cpu() for name, value in fields if value is not None})
 
     def rows(self, index: torch.Tensor, width: int, prompt_width: int) -> HostRows:
-        """Return some rows, cut to `width` completion tokens and `prompt_width` prompt tokens."""
+        """Return rows cut to `width` completion tokens and `prompt_width` prompt tokens."""
         return HostRows(
             prompt_tokens=self.prompt_tokens[index, :prompt_width],
             prompt_lengths=self.prompt_lengths[index],
@@ -459,36 +463,36 @@ class HostRows:
 # The episode of a multi-turn rollout, which rewards may read in addition to its text.
 
 Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
-"""Why a rollout ended. "stop" means that the policy ended the completion. "length" means that a
-completion reached its token limit. "turn_limit", "tool_limit" and "token_limit" are limits of the
-whole episode. "error" means that the environment failed."""
+"""The reason why a rollout ended. "stop" means that the policy ended the completion. "length" means
+that a completion reached its token limit. "turn_limit", "tool_limit" and "token_limit" mean that
+the whole episode reached this limit. "error" means that the environment failed."""
 TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
 """Values of `Finish` for rollouts that were truncated at a token limit."""
 Message = Mapping[str, Any]
-"""A message with `role` and `content`; an assistant's message may have `tool_calls`."""
+"""A chat message with `role` and `content`; an assistant message may have `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """A conversation between the policy and an environment.
 
-    The rollout package creates the episode.
+    The package `covey.rollout` creates episodes.
     """
 
     messages: tuple[Message, ...]
-    """The whole conversation, from the prompt on."""
+    """All messages of the conversation, starting with the prompt."""
     turn_rewards: tuple[float | None, ...]
-    """The reward of each turn of the policy."""
+    """The environment's reward for each policy turn; None for a turn without a reward."""
     outcome: Mapping[str, float] | None
-    """The parts that the environment's `reward` method returned. The value is None if the
+    """The reward components, by name, that the environment's `reward` method returned; None if the
     environment has no `reward` method."""
     finish: Finish
     error: str = ""
-    """The error in the environment, if there was one."""
+    """The error message of the environment; empty if there was no error."""
 
     @property
     def tool_calls(self) -> list[Mapping[str, object]]:
-        """The tool calls, in order."""
+        """All tool calls of the episode, in order."""
         return [call for message in self.messages for call in message.get("tool_calls", ())]
 
     @property
@@ -499,16 +503,17 @@ class Episode:
 
 
 class EpisodeText(str):
-    """The text of the last turn of a multi-turn rollout, with its episode attached.
+    """The text of the policy's last turn, a `str` with the whole episode as an attribute.
 
-    A reward that reads text works unchanged, and `episode_of(text)` gives the whole episode.
+    A reward function can use the text like any string, or call `episode_of(text)` to get the whole
+    episode.
     """
 
     episode: Episode
 
     @staticmethod
     def of(text: str, episode: Episode) -> EpisodeText:
-        """Return a text with its episode attached."""
+        """Return a text with the given episode in its attribute `episode`."""
         whole = EpisodeText(text)
         whole.episode = episode
         return whole

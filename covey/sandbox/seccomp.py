@@ -1,9 +1,10 @@
 """The seccomp filter (classic BPF), which limits the system calls of a sandboxed program.
 
 The seccomp filter blocks system calls that namespaces and resource limits do not block. The filter
-is an allow-list: every system call that is not on the list fails. The allow-list excludes network
-sockets, and parts of the kernel that programs do not need. The allow-list also excludes memory that
-no limit counts: memfd, System V objects, message queues and anonymous shared memory.
+is an allow-list: every system call that is not on the list fails. The allow-list excludes system
+calls for network sockets and for kernel features that programs do not need. The filter also blocks
+every kind of memory that no resource limit counts: memfd, System V objects, message queues and
+anonymous shared memory.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _TERMINAL_AND_FILE = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x
 FIOCLEX, TCGETS2."""
 _OWN_NAME_AND_STATE = (1, 2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
 """The allowed prctl options are PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), GET_SECCOMP,
-CAPBSET_READ, NO_NEW_PRIVS (set, get), SET_VMA. The option SET_DUMPABLE is not allowed, because it
-hides a process from the harness."""
+CAPBSET_READ, NO_NEW_PRIVS (set, get), SET_VMA. The option SET_DUMPABLE is not allowed, because a
+program could use it to hide from the harness, the process that supervises the program."""
 _AF_UNIX, _PRIO_PROCESS, _HARNESS = 1, 0, 1
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (0xC00000F3, 1)}
 
@@ -61,7 +62,7 @@ def filter_program(machine: str = "") -> bytes | None:
 
 
 def _checks() -> dict[str, list[Step]]:
-    """Return the filter's argument checks for each system call.
+    """Return, by system call name, the BPF instructions that check the call's arguments.
 
     Each check is a list of BPF instructions, in which every branch ends with a return instruction.
     """
@@ -101,7 +102,7 @@ def _checks() -> dict[str, list[Step]]:
 
 
 def _argument(number: int) -> Step:
-    """Load the low 32 bits of a system call's argument.
+    """Return the BPF instruction that loads the low 32 bits of a system call's argument.
 
     The checked system calls use only the low 32 bits of their arguments.
     """
@@ -115,12 +116,12 @@ def _only(*values: int) -> list[Step]:
 
 
 def _unless(value: int) -> list[Step]:
-    """Return BPF instructions that allow the system call except for the given argument value."""
+    """Return BPF instructions that reject one argument value and allow all other values."""
     return [(_EQUAL, 1, 0, value), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)]
 
 
 def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the first and last number of each range of consecutive integers."""
+    """Group integers into consecutive ranges; return each range's first and last integer."""
     runs: list[tuple[int, int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][1] + 1:

@@ -1,14 +1,14 @@
-"""The scoring server: the first process in a scoring sandbox, with one child per text.
+"""The scoring server, which runs in a sandbox and forks one child process to score each text.
 
-The class `Sandboxed` in `scorer.py` sends the code of this server into the sandbox, with the
-modules that the server needs. The server imports slow packages once. For each request, the server
-forks a child, which scores one text and ends. Every text is scored in the same fresh state, so no
-text can change how later texts are scored.
+The class `Sandboxed` in `scorer.py` sends the server's code and the modules that the server needs
+into the sandbox. The server imports slow packages once. For each request, the server forks a child,
+which scores one text and ends. Every text is scored in the same fresh state, so no text can change
+how later texts are scored.
 
 The server passes each text on to a child process without parsing it. The child process that scores
-a text cannot reach the server. The child cannot send signals to the server, which is process 1 of
-its namespace, and cannot see the server's directory in /proc. The child has only one pipe, for its
-own score.
+a text cannot access the server process. The server is process 1 of the sandbox's namespace, so the
+child cannot send signals to the server. The child also cannot see the server's directory in /proc.
+The child has only one pipe, to which the child writes the score of its text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READY = b"ready\n"
 NO_SCORE = b"none\n"
 FAILED = b"failed "
 MOST_REPLY = 64
-"""Maximum length of a score as text, in bytes; every float between 0 and 1 is shorter."""
+"""Maximum bytes of a score that is written as text; every float from 0 to 1 is shorter."""
 
 
 def main(job: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def _read(file: int, size: int) -> bytes:
 
 
 def serve(job: dict[str, Any], module: Any, trusted: Any, text: str, replies: int) -> bytes:
-    """Return the reply line to a request."""
+    """Score one text in a child process, and return the reply line."""
     try:
         prepared = module.prepare(trusted)
     except Exception as error:  # a bug of Covey or the user, because the text is not involved
@@ -112,7 +112,7 @@ def listen(file: int, deadline: float, replies: int) -> bytes:
 
 
 def line_of(said: bytes) -> bytes:
-    """Return the reply line for a child's output: a valid score, or no score."""
+    """Return the reply line: the valid score in a child's output, or `none`."""
     try:
         score = float(said)
     except ValueError:
@@ -121,7 +121,7 @@ def line_of(said: bytes) -> bytes:
 
 
 def as_child(job: dict[str, Any], module: Any, prepared: Any, text: str, writes: int) -> None:
-    """Score the text in this process, and exit."""
+    """Score the text in this child process, write the score to the pipe, and exit."""
     code = 1
     try:
         os.setsid()

@@ -1,8 +1,9 @@
 """The allow-list of system calls for sandboxed programs.
 
 The allowed calls suffice for Python with threads, child processes, pipes, files, timers, numpy and
-sympy. Each entry is the name of a system call, with its number on x86-64 and in the kernel's
-generic table (arm64, riscv64). The sign "-" means that the architecture does not have the call.
+sympy. An entry `name=A/B` says that a system call has the number A on x86-64 and the number B in
+the kernel's generic table (arm64, riscv64). The sign "-" means that the architecture does not have
+the call.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ clone=56/220 mmap=9/222 ioctl=16/29 prctl=157/167 prlimit64=302/261 setpriority=
 sched_setaffinity=203/122 sched_setattr=314/274 sched_setparam=142/118 sched_setscheduler=144/119
 socketpair=53/199
 """
-"""System calls that are allowed only with some arguments; see `covey.sandbox.seccomp`."""
+"""System calls allowed only with certain argument values; see `covey.sandbox.seccomp`."""
 MISSING = """
 clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/450
 """
-"""New system calls that C libraries try before older system calls.
+"""New system calls; if one of them fails, C libraries use an older system call.
 
 A system call in this table fails with ENOSYS, so that the C library uses an older call.
 """

@@ -1,9 +1,9 @@
-"""A unique user id for each sandbox that root starts, because process limits apply per user.
+"""Reserves a unique user id for each sandbox that root starts; process limits apply per user.
 
-Workers do not communicate, so a worker reserves an id by locking a byte of a shared file. The
-kernel releases the lock when the worker ends, even after a crash. Containers that share user ids
-but no files cannot see each other's locks. Each worker chooses at random among many ids, so two
-containers rarely choose the same id.
+Worker processes do not communicate with each other, so a worker reserves a user id by locking one
+byte of a shared file. The kernel releases the lock when the worker ends, even after a crash.
+Containers that share user ids but no files cannot see each other's locks. Each worker chooses at
+random among many ids, so two containers rarely choose the same id.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def leased() -> Iterator[int | None]:
 
 
 def take() -> tuple[int, int] | None:
-    """Reserve a user id; return the id and the file descriptor of its lock.
+    """Reserve a user id; return the id and the file descriptor of the lock file.
 
     Raises RewardError if all user ids are reserved, or if no lock file can be opened.
     """
@@ -115,5 +115,5 @@ def _open_locks(folders: Sequence[str]) -> int:
 
 
 def _lock(kind: int, uid: int) -> bytes:
-    """Return a `struct flock` for the byte of a user id."""
+    """Return a `struct flock` that locks or unlocks the lock-file byte of one user id."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, uid, 1, 0)

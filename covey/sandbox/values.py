@@ -1,4 +1,4 @@
-"""Comparison of a program's results with expected values, outside the sandbox.
+"""Compares a sandboxed program's results with expected values. Runs outside the sandbox.
 
 A program's result is untrusted JSON. The comparison visits at most as many items as the expected
 value has, so a huge result does not slow down the comparison. The comparison never creates an
@@ -27,7 +27,7 @@ _MOST_IN_A_KEY = 1000
 
 
 def read_expected(text: str) -> object:
-    """Parse a Python literal. The literal is trusted, because it comes from the prompt's data.
+    """Parse a Python literal. The literal comes from the dataset, so Covey trusts it.
 
     Raises ValueError if the text is not a literal.
     """
@@ -38,14 +38,14 @@ def read_expected(text: str) -> object:
 
 
 def matches(expected: object, reply: bytes) -> bool:
-    """Return whether the value of a call equals the expected value.
+    """Return whether the return value of a program's function equals the expected value.
 
-    The value of the call is JSON that the process of the program wrote.
+    `reply` is the return value as JSON; the sandboxed process wrote this JSON.
 
     Values of different types are not equal, as in Python: a list does not equal a tuple. A number
     equals an expected float if the relative difference is at most 1e-6. For an expected 0.0, the
-    absolute difference must be at most 1e-12. A numpy array equals the list or tuple of its items,
-    and a Fraction or Decimal equals its number.
+    absolute difference must be at most 1e-12. A numpy array equals a list or tuple with the same
+    items. A Fraction or Decimal equals a plain number of the same value.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)
@@ -57,7 +57,7 @@ def matches(expected: object, reply: bytes) -> bool:
 
 
 def same_output(expected: str, output: bytes) -> bool:
-    """Return whether texts are equal apart from whitespace at the ends of lines and of the text.
+    """Return whether two texts are equal, ignoring whitespace at line ends and at the end.
 
     >>> same_output("1 2\\n3\\n", b"1 2 \\n3")
     True
@@ -94,7 +94,7 @@ def _same_dict(expected: dict[Any, Any], reply: list[Any]) -> bool:
 
 
 def _key(reply: Any) -> Any:
-    """Return the hashable Python value that a part of the JSON describes.
+    """Decode a dict key or a set item from JSON into a hashable Python value.
 
     Raises ValueError for a value that cannot be hashed.
     """

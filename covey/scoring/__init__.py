@@ -1,6 +1,6 @@
-"""Scoring of completions: in this process for quick rewards, in worker processes for other rewards.
+"""Scores completions. Quick rewards run in this process, other rewards in worker processes.
 
-If a reward raises an error, hangs or crashes, only the completion that it was scoring loses its
+If a reward function raises an error, hangs or crashes, only the completion being scored gets no
 reward.
 """
 

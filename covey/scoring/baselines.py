@@ -22,8 +22,8 @@ from covey.types import Prompt
 FLAGGED = 0.2
 """Success rate above which Covey warns that a policy could learn the baseline as a shortcut."""
 FEWEST = 16
-"""Minimum number of prompts on which a baseline must be scored before Covey flags it. On fewer
-prompts, a baseline may succeed by chance."""
+"""Minimum number of scored prompts before Covey warns about a baseline. On fewer prompts, a
+baseline may succeed by chance."""
 LONGEST_TARGET = 64
 """Maximum length, in characters, of a target that is treated as a short answer."""
 CANDIDATES = 3
@@ -38,14 +38,14 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The mean score of one fixed completion over all prompts."""
+    """The mean score of one baseline, such as the empty completion, over all prompts."""
 
     success: float
     reward: float | None = None
-    """Mean reward. None if Covey computed the success rate from the targets, without calling the
-    reward."""
+    """Mean reward. The mean reward is None if Covey computed the success rate from the targets,
+    without scoring completions."""
     answer: str = ""
-    """The constant answer; empty for other baselines."""
+    """The answer of the constant-answer baseline; empty for other baselines."""
     prompts: int
     """Number of prompts on which the baseline was scored."""
 
@@ -57,13 +57,13 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """The scores of simple baselines, which a policy can reach without learning the task.
+    """The scores of simple baselines. A policy can reach them without learning the task.
 
     A baseline is None if it could not be scored.
     """
 
     constant: Baseline | None = None
-    """The baseline of the best constant answer among the most frequent targets."""
+    """The baseline that always gives one answer: the best of the most frequent targets."""
     empty: Baseline | None = None
     copy: Baseline | None = None
     """The baseline that copies the prompt's text as its completion."""
@@ -77,7 +77,7 @@ class Baselines:
         }
 
     def named(self) -> dict[str, Baseline]:
-        """Return the baselines that are not None, by description, such as `an empty completion`."""
+        """Return {description: baseline} for every baseline that is not None."""
         answer = self.constant.answer if self.constant else ""
         named = {
             f"always answering {answer!r}": self.constant,
@@ -91,7 +91,7 @@ class Baselines:
         return ", ".join(f"{name} {found.text()}" for name, found in self.named().items())
 
     def flagged(self) -> list[str]:
-        """Return a line for each baseline that succeeds too often."""
+        """Return a warning text for each baseline whose success rate is too high."""
         return [
             f"{name} is correct on {found.success:.1%} of the prompts"
             for name, found in self.named().items()
@@ -100,7 +100,7 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Whether Covey may score baselines: not if the reward is a user's function or an LLM judge.
+    """Whether Covey may score baselines; False if the reward calls user code or an LLM judge.
 
     Calling a user's function or a judge may cost money or have side effects.
     """
@@ -122,7 +122,7 @@ def _all(reward: Any) -> Iterator[Any]:
 
 
 def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None) -> Baselines:
-    """Score the baselines of a task, on at most `most` prompts."""
+    """Score the baselines of a task; `most` limits the number of scored prompts."""
     some = prompts if most is None else prompts[:: math.ceil(len(prompts) / most)]
     return Baselines(
         constant=_best_constant(prompts, scorer) if most is None else constant_by_targets(prompts),
@@ -164,7 +164,7 @@ def _best_constant(prompts: Sequence[Prompt], scorer: Scorer) -> Baseline | None
 
 
 def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
-    """Return the answer format in which the targets themselves get the best score."""
+    """Return the answer format in which correct answers get the highest score."""
 
     def score(form: Format) -> tuple[float, float]:
         texts = [form.render(THINKING, str(p.info.get("solution", p.target))) for p in prompts]

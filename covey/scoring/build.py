@@ -1,5 +1,4 @@
-"""Make the scorer of a reward: inline for quick rewards, a pool of worker processes for other
-rewards."""
+"""Make a reward's scorer: inline if the reward is quick, otherwise a process pool."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class InlineScorer:
         return _Done(score_job(self.reward, job))
 
     def events(self) -> list[str]:
-        """Return no events, because this scorer has no worker processes."""
+        """Return an empty list, because this scorer has no worker processes to report on."""
         return []
 
     def close(self) -> None:
@@ -69,7 +68,7 @@ def make_scorer(
 
 
 def check_timeout(name: str, reward: Reward, timeout: float) -> None:
-    """Refuse a scoring time limit that is shorter than the reward's own time limit."""
+    """Raise ConfigError if scoring.timeout is shorter than the reward's own time limit."""
     longest = max_seconds(reward)
     if timeout < longest:
         raise ConfigError(

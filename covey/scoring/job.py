@@ -1,4 +1,4 @@
-"""Scoring jobs: completions to score, their results, and calls of the reward function."""
+"""Scoring jobs, their results, and the functions that call the reward for each job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """The fraction of the run that is done, from 0 to 1, which reward weights may depend on."""
+    """How much of the run is done, from 0 to 1. Reward weights may depend on this number."""
     call: Call = NO_CALL
     """Other arguments that a user's reward function may take."""
 
@@ -32,7 +32,7 @@ class Job:
 class ScoreResult:
     """The score of a completion, or the error that prevented scoring.
 
-    Score and error are both None if the reward skips a completion.
+    If the reward skips the completion, `score` is None and `error` is empty.
     """
 
     score: Score | None = None
@@ -42,14 +42,14 @@ class ScoreResult:
 
 
 class Pending(Protocol):
-    """A handle for the results of a scoring job that is still running, such as a Future."""
+    """A handle, such as a Future, with which the caller waits for a scoring job's results."""
 
     def result(self) -> list[ScoreResult]:
         """Wait for the results, one for each completion of the job."""
 
 
 class Scorer(Protocol):
-    """Receives jobs as completions finish, and returns their results later."""
+    """Receives scoring jobs as completions finish, and returns the results later."""
 
     @property
     def identity(self) -> str:
@@ -63,7 +63,7 @@ class Scorer(Protocol):
         """Start or queue a scoring job."""
 
     def events(self) -> list[str]:
-        """Return a line for each worker process that was replaced since the last call."""
+        """Return a message for each worker process that was replaced since the last call."""
 
     def close(self) -> None:
         """End all worker processes."""
@@ -95,7 +95,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 def _takes_groups(reward: Any) -> bool:
     """Whether a reward scores a list of completions in one call.
 
-    A reward class declares with the attribute `whole_groups` that it scores whole groups.
+    A reward class that scores whole groups has the attribute `whole_groups = True`.
     """
     return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 
@@ -152,7 +152,7 @@ def checked(score: Score | None) -> ScoreResult:
 
 
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
-    """Return one result per completion, with the error and its traceback."""
+    """Return a failed result for each completion, with the error message and traceback."""
     trace = "".join(traceback.format_exception(error))
     return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
 

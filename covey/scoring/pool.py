@@ -1,10 +1,11 @@
-"""The scoring pool: worker processes, which are killed if they exceed the time limit.
+"""The scoring pool: worker processes that score completions under a time limit.
 
-One thread manages each worker process. The thread sends a few jobs at a time and receives the
-results. If a job takes too long or the worker process dies, the thread starts a new worker process.
-The job that made a worker process fail gets no reward. Jobs that the worker process had not started
-return to the front of the queue. If a worker process fails while several jobs run in it, Covey runs
-each of these jobs again, one at a time.
+Each worker process has its own manager thread. The manager thread sends a few jobs at a time to the
+worker process and receives the results. If a job takes too long or the worker process dies, the
+manager thread starts a new worker process. If a job makes a worker process fail, the completions of
+this job get no reward. When a worker process fails, the jobs that it had not started return to the
+front of the queue. If a worker process fails while several jobs run in it, Covey runs each of these
+jobs again, one at a time.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from covey.subprocesses import how_ended, module_command, pickled
 START_SECONDS = 120.0
 EXIT_SECONDS = 5.0
 GRACE_SECONDS = 1.0
-"""Extra seconds in which a worker process can cancel its concurrent jobs after the time limit."""
+"""Seconds after the time limit in which a worker process can cancel its concurrent jobs."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""Target duration of a batch of jobs in a worker process: many quick jobs, or one slow job."""
+"""Desired seconds per batch of jobs. A batch has many quick jobs or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
@@ -59,7 +60,7 @@ class Worker:
         self._setup = (sys.path, payload, gigabytes, timeout)
 
     def load(self) -> None:
-        """Wait until the process has loaded the reward; raise an error if it cannot."""
+        """Wait until the process has loaded the reward; if loading fails, raise an error."""
         try:
             self.connection.send(self._setup)
             loaded = self.connection.poll(START_SECONDS)
@@ -77,12 +78,12 @@ class Worker:
         self.connection.close()
 
     def how_ended(self) -> str:
-        """Describe how a process ended, after it closed its connection."""
+        """Describe how the worker process ended. Call this after the connection closed."""
         return how_ended(self.process, EXIT_SECONDS)
 
 
 class Pool:
-    """Worker processes that take jobs from one queue, in order."""
+    """A pool of worker processes that take scoring jobs from one queue, in order."""
 
     def __init__(
         self,
@@ -110,12 +111,12 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
         self._killed: set[Future[list[ScoreResult]]] = set()
-        """Jobs that run a second time, because something such as the OOM killer killed their worker
-        process."""
+        """Jobs that run a second time, because their worker process was killed. For example, the
+        OOM killer may kill a worker process."""
         self._happened: list[str] = []
 
     def copy(self) -> Pool:
-        """Return a new pool with the same settings and new processes."""
+        """Return a new pool with this pool's settings but its own worker processes."""
         return self._again()
 
     def start(self) -> None:
@@ -149,13 +150,13 @@ class Pool:
         return future
 
     def events(self) -> list[str]:
-        """Return a line for each process that was replaced since the last call."""
+        """Return a message for each worker process that was replaced since the last call."""
         with self._changed:
             happened, self._happened = self._happened, []
         return happened
 
     def close(self) -> None:
-        """Kill the processes and cancel all jobs that have not started."""
+        """Kill the worker processes and cancel all jobs that have not started."""
         with self._changed:
             self._closed = True
             for _, future in (*self._suspects, *self._queue):
@@ -170,7 +171,7 @@ class Pool:
             thread.join(timeout=5)
 
     def _new_worker(self) -> Worker:
-        """Start a process and register it at once, so that `close` kills it."""
+        """Start a worker process and register it at once, so that `close` can kill it."""
         with self._changed:
             if self._closed:
                 raise RewardError("reward: cannot score, because the scoring processes are closed")
@@ -192,7 +193,7 @@ class Pool:
         worker.kill()
 
     def _take(self, most: int) -> list[QueuedJob]:
-        """Wait for jobs, and take this worker's share of the queue.
+        """Wait for jobs, and take a fair number of queued jobs for one worker process.
 
         Return an empty list if the pool is closed.
         """
@@ -284,9 +285,9 @@ class Pool:
             self._happened.append(f"a scoring process ended {how}, and was replaced")
 
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
-        """Handle the jobs of a dead worker process.
+        """Retry or fail the unfinished jobs of a worker process that died.
 
-        If the worker process was killed, for example by the OOM killer, score each of its jobs a
+        If the worker process was killed, for example by the OOM killer, run each unfinished job a
         second time.
         """
         first = next(iter(waiting.values()), None)

@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def prepare() -> None:
-    """Make this process end with its parent, and make it the first choice of the OOM killer."""
+    """Make this process die with its parent, and let the OOM killer choose it first."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -53,11 +53,11 @@ def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: 
 def loaded(
     connection: Connection, then: Callable[[Any], object] = lambda work: None
 ) -> tuple[Any, float]:
-    """Receive a pickled object and a time limit, and return the object and the limit.
+    """Receive a pickled object and a time limit; return the unpickled object and the limit.
 
     Set the memory limit of this process before unpickling the object. After unpickling, call the
-    function `then` with the object. If unpickling or `then` raises an exception, send the exception
-    to the pool.
+    function `then` with the object. If unpickling or `then` raises an exception, send the error
+    message to the pool and exit.
     """
     path, payload, gigabytes, timeout = connection.recv()
     # The object may be defined in a module on the parent's path, or in the working directory.

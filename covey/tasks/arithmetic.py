@@ -1,10 +1,10 @@
 """The `arithmetic` task: chains of additions and subtractions, such as `47+8-6?`.
 
 A problem starts with a two-digit number and adds or subtracts single digits (3 to 9). Every partial
-result is between 0 and 99. One sum in six is held out. No training problem contains a held-out sum
-at any step, and held-out problems contain only held-out sums. So held-out accuracy measures
-arithmetic on number pairs that no training problem contains. The embedded model was trained for
-this task.
+result is between 0 and 99. One sum in six, such as `47+8`, is held out for evaluation. No training
+problem contains a held-out sum at any step, and held-out problems contain only held-out sums. So
+held-out accuracy measures arithmetic on number pairs that no training problem contains. Covey's
+embedded model, a small model inside the package, was trained for this task.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sum:
 
     @property
     def carries(self) -> bool:
-        """Whether the tens digit changes by a carry or a borrow."""
+        """Whether computing the sum needs a carry or a borrow."""
         units, other = self.left % 10, self.right % 10
         return units + other > 9 if self.operator == "+" else units < other
 
@@ -57,7 +57,7 @@ class Sum:
 
 @cache
 def _choices(held_out: bool) -> dict[int, tuple[Sum, ...]]:
-    """Return all sums with a result between 0 and 99, grouped by left operand."""
+    """Return the held-out or the training sums with results from 0 to 99, by left operand."""
     table = {}
     for left in range(100):
         sums = (Sum(left, operator, right) for operator in "+-" for right in DIGITS)
@@ -85,7 +85,7 @@ def prompt_text(sums: Sequence[Sum]) -> str:
 
 
 def format_sum(sum: Sum, result: int) -> str:
-    """Return one sum as text, with a given result that may be wrong.
+    """Return a sum and the given result as text; the result may be wrong.
 
     >>> format_sum(Sum(47, "+", 8), 55)
     '47+8=55'

@@ -41,7 +41,8 @@ class Code:
 
     `info["tests"]` is a list of tests. A test of a function is {call, expected}, where `expected`
     is a Python literal. A test of a program is {stdin, stdout}. The examples in the prompt are not
-    in the list of tests. The target is the name of the function or of the problem.
+    in the list of tests. The target is the problem's id, which is also the name of the function in
+    a function problem.
     """
 
     system: str = ""

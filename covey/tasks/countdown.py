@@ -1,8 +1,8 @@
 """The `countdown` task: reach a target with given numbers, such as 27 = 12 + 5 * 3.
 
-Every problem has a solution, because it is generated from a solution. The generator joins pairs of
-numbers with + - * / until one number is left, which is the target. All intermediate results are
-positive integers.
+Every problem has a solution, because the generator makes the solution first. The generator joins
+pairs of numbers with + - * / until one number is left, which is the target. All intermediate
+results are positive integers.
 
 A hash of the sorted numbers and the target decides the split. So no held-out problem has the same
 numbers and the same target as a training problem.
@@ -39,7 +39,7 @@ class Term:
 
 
 def join(left: Term, right: Term, operator: str) -> Term | None:
-    """Join two terms, or return None if the result is not a positive integer.
+    """Combine two terms by an operator; return None if the result is no positive integer.
 
     >>> join(Term(6, "6"), Term(2, "2"), "/"), join(Term(2, "2"), Term(6, "6"), "-")
     (Term(value=3, text='6 / 2', operator='/'), None)
@@ -100,9 +100,9 @@ class Countdown(GeneratedTask):
     Problems with more numbers are harder. `template`, if given, is the text of the prompt, with the
     placeholders {numbers} and {target}. `system` is the system message.
 
-    To use a dataset instead of the generator, use the task `jsonl` or `hub`. For rows of `nums` and
-    `target`, set the options columns = {nums = "numbers", target = "target"} and template = "Make
-    {target} out of {nums} ...".
+    To use a dataset instead of the generator, use the task `jsonl` or `hub`. For a dataset with the
+    columns `nums` and `target`, set the options columns = {nums = "numbers", target = "target"} and
+    template = "Make {target} out of {nums} ...".
     """
 
     min_numbers: int = 3

@@ -23,7 +23,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class DatasetTask:
-    """A task of prompts that were passed from Python."""
+    """A task whose prompts a caller passed to the Python API."""
 
     prompts: Sequence[Prompt]
     evaluation: Sequence[Prompt] | None = None
@@ -43,7 +43,7 @@ class DatasetTask:
         return self._split()[1]
 
     def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-        """Choose held-out prompts by a hash of the row's index, independently of other rows.
+        """Split the prompts; a hash of a row's index decides whether its prompt is held out.
 
         Prompts with equal text are in the same split, unless all prompts would then be held out.
         """
@@ -60,7 +60,7 @@ class DatasetTask:
         return training, [p for p, out in zip(self.prompts, chosen, strict=True) if out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
-        """Return for each id whether it is held out.
+        """Return one bool per prompt id: whether the prompt is held out.
 
         If the hashes select no id, hold out the last id.
         """
@@ -71,10 +71,10 @@ class DatasetTask:
 def dataset_task(
     dataset: Rows | str | Path, held_out: Rows | str | Path | None = None
 ) -> DatasetTask:
-    """Make a task of rows with a `prompt` (text or messages), and maybe `target` and other columns.
+    """Make a task from rows with a `prompt` column; `target` and other columns are optional.
 
-    Without `held_out`, hold out one row in ten, and at least one row. With an empty `held_out`,
-    train on all rows.
+    A prompt is a text or a list of messages. If `held_out` is None, hold out one row in ten, and at
+    least one row. If `held_out` is empty, train on all rows.
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
     prompts, conversational = _read("train", rows), _is_conversational(rows)
@@ -85,7 +85,7 @@ def dataset_task(
 
 
 def with_share(task: Any, options: Mapping[str, Any]) -> Any:
-    """Return a task passed from Python, with the held-out share that the section [task] sets."""
+    """Return the task with the `held_out_share` that the [task] section sets, if any."""
     if not isinstance(task, DatasetTask) or SHARE not in options:
         return task
     share = options[SHARE]

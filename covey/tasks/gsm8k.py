@@ -35,9 +35,9 @@ def read_solution(text: str) -> tuple[str, str] | None:
 class Gsm8k:
     """Grade school word problems, from the Hub or from local files in the same format.
 
-    `train_file` and `held_out_file` are JSON Lines with `question` and `answer`. Without
-    `train_file` and `held_out_file`, the splits `train` and `test` of openai/gsm8k are used. The
-    text `instruction` is appended to each prompt.
+    `train_file` and `held_out_file` are JSON Lines files with the fields `question` and `answer`.
+    Without `train_file` and `held_out_file`, the splits `train` and `test` of openai/gsm8k are
+    used. The text `instruction` is appended to each prompt.
     """
 
     train_file: str = ""
@@ -59,11 +59,11 @@ class Gsm8k:
             )
 
     def train(self) -> Sequence[Prompt]:
-        """The training problems: 7473 on the Hub."""
+        """The training problems; the Hub dataset has 7473."""
         return self._read("train", self.train_file, "train")
 
     def held_out(self) -> Sequence[Prompt]:
-        """The test problems: 1319 on the Hub."""
+        """The held-out problems; the test split of the Hub dataset has 1319."""
         return self._read("held_out", self.held_out_file, "test")
 
     def _read(self, split: str, file: str, hub_split: str) -> list[Prompt]:

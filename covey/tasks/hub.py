@@ -20,7 +20,7 @@ and None are text."""
 
 
 def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:
-    """Load all splits of a Hub dataset, a folder or a file, as {name: rows}.
+    """Load a Hub dataset, a folder or a file; return {split name: rows}.
 
     A single .csv, .parquet, .json or .jsonl file becomes one split, `train`.
     """
@@ -62,10 +62,10 @@ def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Numb
 class Hub(RowReader):
     """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
-    The class `RowReader` documents the column options. If a dataset has only one split, leave
-    `held_out_split` empty to hold out the fraction `held_out_share` of its rows. A hash of the
-    prompt decides whether it is held out, so the same prompts are always held out. Equal prompts
-    are in the same split.
+    The class `RowReader` documents the options that say how to use the columns. If a dataset has
+    only one split, leave `held_out_split` empty to hold out the fraction `held_out_share` of its
+    rows. A hash of the prompt decides whether it is held out, so the same prompts are always held
+    out. Equal prompts are in the same split.
     """
 
     path: str
@@ -94,7 +94,7 @@ class Hub(RowReader):
         return self._read("train", self.train_split)
 
     def held_out(self) -> Sequence[Prompt]:
-        """The prompts of `held_out_split`, or the held-out part of `train_split`."""
+        """The prompts of `held_out_split`; if not set, a held-out part of `train_split`."""
         return self._read("held_out", self.held_out_split or self.train_split)
 
     def _read(self, split: str, source_split: str) -> list[Prompt]:

@@ -1,9 +1,9 @@
 """The `instructions` task: a writing request with verifiable instructions (IFEval).
 
-A prompt asks for a text about a topic, and gives between one and `most` instructions. The
-instructions are of the 25 kinds that IFEval defines (arXiv 2311.07911), in our own words. `info`
-has the columns of google/IFEval: the names of the instructions in `instruction_id_list`, and their
-arguments in `kwargs`. Held-out prompts have other topics than training prompts.
+A prompt asks for a text about a topic, and gives between one and `most` instructions. The task uses
+22 of the 25 kinds of instructions that IFEval defines (arXiv 2311.07911), in our own words. `info`
+has the same columns as google/IFEval: `instruction_id_list` has the names of the instructions, and
+`kwargs` has their arguments. Held-out prompts have other topics than training prompts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ WORDS = ("simple", "careful", "river", "market", "light", "story", "friend", "ga
 ENDINGS = ("That is all for today.", "Let me know what you think.", "And so it goes on.")
 
 Made = tuple[str, dict[str, Any]]
-"""The text of an instruction in the prompt, and the instruction's arguments."""
+"""An instruction: its text in the prompt, and its arguments for the reward."""
 
 
 def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable[[Random], Made]:
-    """Return a generator of instructions that contain a random number; `key` names the number."""
+    """Return a function that makes an instruction with a random number named `key`."""
 
     def make(chance: Random) -> Made:
         number = chance.randint(low, high)
@@ -56,7 +56,7 @@ def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable
 
 
 def _limited(low: int, high: int, unit: str) -> Callable[[Random], Made]:
-    """Return a generator of lower and upper limits on the number of words or sentences."""
+    """Return a function that makes a random limit, lower or upper, on words or sentences."""
 
     def make(chance: Random) -> Made:
         relation, number = chance.choice(["at least", "less than"]), chance.randint(low, high)
@@ -160,9 +160,9 @@ MAKERS: Mapping[str, Callable[[Random], Made]] = MappingProxyType(
         "punctuation:no_comma": _plain("Use no commas."),
     }
 )
-"""Generators of the instructions that can be combined with any request. The three other
-instructions of IFEval need a special request: a choice between answers, another language, or a
-repetition of the request."""
+"""Functions that make the instructions that fit any writing request, by IFEval name. The three
+other instructions of IFEval need a special request: a choice between answers, another language, or
+a repetition of the request."""
 
 APART: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())

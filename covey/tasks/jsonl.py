@@ -19,7 +19,7 @@ class Jsonl(RowReader):
     With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
     `train_file`. A hash of the prompt decides whether it is held out, so the same prompts are
     always held out, and equal prompts are in the same split. The class `RowReader` documents the
-    column options.
+    options that say how to use the columns.
     """
 
     train_file: str
@@ -40,7 +40,7 @@ class Jsonl(RowReader):
         return self._read("train", self.train_file)
 
     def held_out(self) -> Sequence[Prompt]:
-        """The prompts of `held_out_file`, or the held-out part of `train_file`."""
+        """The prompts of `held_out_file`; if not set, a held-out part of `train_file`."""
         return self._read("held_out", self.held_out_file or self.train_file)
 
     def _read(self, split: str, file: str) -> Sequence[Prompt]:
@@ -51,9 +51,10 @@ class Jsonl(RowReader):
 
 
 def json_lines(path: Path) -> Iterator[NumberedRow]:
-    """Read a file of JSON objects.
+    """Read a JSON Lines file; yield each row with its line number and location.
 
-    Blank lines are skipped. A line that is not a JSON object is returned as an error text.
+    Blank lines are skipped. If a line is not a JSON object, an error text takes the place of the
+    row.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -1,4 +1,4 @@
-"""The `library` task: questions about an invented country, which only its documents can answer.
+"""The `library` task: answer questions about an invented country by searching documents.
 
 The country has towns, each with a building, and people, each born in a town. A document describes
 one town or one person. A one-hop question needs one document. A two-hop question needs two
@@ -75,7 +75,7 @@ class Town:
 
 @cache
 def towns() -> tuple[Town, ...]:
-    """Return the towns of the country, which are always the same."""
+    """Return the towns of the invented country; every call returns the same towns."""
     random = Random("library")
     pick = random.choice
     names = random.sample([a + b + c for a in _STARTS for b in _MIDDLES for c in _TOWN_ENDS], TOWNS)
@@ -94,7 +94,7 @@ def towns() -> tuple[Town, ...]:
 
 
 def documents() -> dict[str, str]:
-    """Return the text of each document by its id."""
+    """Return {document id: text} for all documents."""
     about: tuple[Town | Person, ...] = (*towns(), *(town.builder for town in towns()))
     return {one.document: one.text for one in about}
 
@@ -103,7 +103,7 @@ def documents() -> dict[str, str]:
 class Library:
     """Questions of up to `max_hops` hops about 400 towns; a fixed quarter of the towns is held out.
 
-    `info["sources"]` lists the documents that contain the answer.
+    `info["sources"]` lists the ids of the documents that are needed to find the answer.
     """
 
     max_hops: int = 2

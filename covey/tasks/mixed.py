@@ -1,4 +1,4 @@
-"""The `mixed` task: a mixture of several tasks, in proportion to weights."""
+"""The `mixed` task: the prompts of several tasks, mixed in proportion to task weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LONGEST_BLOCK = 1000
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """Return how many prompts of each task a block contains.
+    """Return how many prompts of each task are in a block, the unit that the mixture repeats.
 
-    A block is as short as possible, with numbers of prompts exactly proportional to the weights of
-    the tasks. If a block would need more than 1000 prompts, it has about 1000 prompts, with a
-    rounded number of prompts of each task, at least 1.
+    A block is the shortest sequence whose numbers of prompts are exactly proportional to the task
+    weights. If an exact block would need more than 1000 prompts, the numbers are rounded so that
+    the block has about 1000 prompts. Each task has at least 1 prompt in a block.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -35,12 +35,12 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the order of the prompts in a block, as a list of (index of the task, rank).
+    """Return the order of the prompts in a block, as a list of (task index, prompt number).
 
-    The rank of a prompt is its number among the prompts of the same part in the block, from 0.
+    The prompts of each task in the block are numbered from 0.
 
-    The prompts of each part are spread evenly: prompt r of n has the relative position (r + 1/2) /
-    n.
+    The n prompts of a task are spread evenly over the block: prompt r has the relative position (r
+    + 1/2) / n.
 
     >>> pattern([3, 1])
     [(0, 0), (0, 1), (1, 0), (0, 2)]
@@ -55,7 +55,7 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """Several tasks, mixed by weight; `parts` is {KEY: {name, weight, options of the task}}.
+    """A mixture of tasks. `parts` maps a key to the name, weight and options of a task.
 
     In `parts`, `name` defaults to the key, and `weight` defaults to 1. The training prompts are
     divided into blocks. In each block, the number of prompts of a task is proportional to the

@@ -29,7 +29,7 @@ def factors(split: str, digits: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products(GeneratedTask):
-    """Products of two numbers of `digits` digits."""
+    """Multiplication problems; both factors have `digits` digits."""
 
     digits: int = 3
     question: str = "{left}*{right}?"

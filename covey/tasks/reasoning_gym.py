@@ -1,4 +1,4 @@
-"""The `reasoning_gym` task: procedural datasets of the reasoning_gym package and their scorers.
+"""The `reasoning_gym` task: problems from the generated datasets of that package.
 
 A hash of the question decides whether a problem is held out. Training and held-out problems never
 overlap, even if a dataset has few questions. If a generated problem does not belong to the
@@ -6,8 +6,8 @@ requested split, the task generates another problem with another seed.
 
 Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
 unless PYTHONHASHSEED is set. If PYTHONHASHSEED is not set, Covey refuses the datasets in
-`HASH_DEPENDENT`. The prompt also contains the dataset entry, so scores are correct in every
-process.
+`HASH_DEPENDENT`. Each prompt also stores its dataset entry, so every process computes the correct
+score.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EXAMPLES = {
     "propositional_logic": "example_answer",
     "rubiks_cube": "example_correct_answer",
 }
-"""Datasets whose questions accept several answers, each with the metadata field of one answer."""
+"""For datasets with several correct answers: the metadata field that holds one answer."""
 
 HASH_DEPENDENT = frozenset(
     {
@@ -67,14 +67,14 @@ HASH_DEPENDENT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The arguments with which a dataset was created."""
+    """The arguments that create a reasoning_gym dataset; the key of the dataset cache."""
 
     dataset: str
     seed: int
     size: int
     options: Mapping[str, Any] = field(compare=False)
     key: str
-    """The dataset's options as text, because a mapping is not hashable."""
+    """The dataset's options as text for the cache key, because a mapping is not hashable."""
 
 
 @lru_cache(maxsize=64)
@@ -122,7 +122,7 @@ def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
 def plain(value: Any) -> Any:
     """Copy plain Python data; convert numpy's numbers and strings to Python types.
 
-    Raises TypeError for data that is not plain.
+    Raises TypeError for types other than numbers, strings, bool, None, lists, tuples and dicts.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -142,8 +142,9 @@ class ReasoningGym(GeneratedTask):
     """Problems of one dataset of reasoning_gym, such as chain_sum.
 
     `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. The text
-    `instruction` is appended to each prompt. The target is the dataset's answer; it is empty if
-    many answers are correct. The reward `reasoning_gym` calls the dataset's scorer.
+    `instruction` is appended to each prompt. The target is the answer that the dataset gives. The
+    target is empty if the dataset gives no answer, because several answers are correct. The reward
+    `reasoning_gym` calls the dataset's scorer.
     """
 
     dataset: str

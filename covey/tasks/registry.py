@@ -55,10 +55,10 @@ def is_user_task(name: str) -> bool:
 
 
 def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task], dict[str, Any]]:
-    """Return the constructor of a task, and the options that the name itself sets.
+    """Return a task's constructor, and the options that the task's name implies.
 
-    A name is one of TASKS, a dataset of reasoning_gym such as `reasoning_gym:chain_sum`, or the
-    import path `my_package.module:function` of a user's task.
+    A task name is a key of TASKS, a dataset of reasoning_gym such as `reasoning_gym:chain_sum`, or
+    the import path `my_package.module:function` of a user's task.
 
     >>> find_task("reasoning_gym:chain_sum")[1]
     {'dataset': 'chain_sum'}
@@ -109,7 +109,7 @@ list, Covey checks all prompts."""
 
 @dataclass(frozen=True, slots=True)
 class UserTask:
-    """A user's task with checks: an invalid prompt raises an error that says what is wrong."""
+    """Wraps a user's task; an invalid prompt raises an error that says what is wrong."""
 
     task: Task
     path: str

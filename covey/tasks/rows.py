@@ -15,16 +15,16 @@ from covey.types import Message, Prompt
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = ("target", "answer")
-"""Default names of the target column. If a row has both columns, the first is used."""
+"""Default names of the target column. A row with both `target` and `answer` uses `target`."""
 EXACT_FLOAT = 2**53
 """Below this limit a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-"""A pattern for the parts of a template: a doubled brace, a column in braces, or `{}`."""
+"""Matches a doubled brace, a `{column}` placeholder, or `{}` in a prompt template."""
 
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]
-"""The index of a row, its location for error messages, and the row. If the row cannot be read, an
-error text takes the place of the row."""
+"""A tuple of a row's number, the row's location for error messages, and the row. If the row cannot
+be read, an error text takes the place of the row."""
 
 
 class BadRow(Exception):
@@ -41,13 +41,14 @@ class RowReader:
     `prompt` names the column with the prompt, which is a text or a list of {role, content}
     messages. By default, the prompt column is the first of `prompt`, `question` and `messages` that
     a row has. `template`, if given, replaces the prompt column. The template is the text of the
-    prompt, in which every `{column}` is replaced by the row's value. In a template, write `{{` and
-    `}}` for literal braces; `{}` is not replaced. `target` names the column with the expected
-    answer; the default is `target` or `answer`. Columns that no option uses are stored in `info`.
-    `columns` maps a column to the name that it gets in `info`. `system` is the system message for
-    rows whose messages have none. The text `instruction` is appended to each prompt. `only` maps
-    the name of a column to the allowed values of this column. Rows with values that `only` does not
-    allow are left out, and do not count as bad rows.
+    prompt, in which every `{column}` is replaced by the row's value in that column. In a template,
+    write `{{` and `}}` for literal braces; `{}` is not replaced. `target` names the column with the
+    expected answer; the default is `target` or `answer`. Columns that no option uses are stored in
+    `info`. `columns` maps the name of a column to the name under which `info` stores the value.
+    `system` is the system message for prompts that have no system message of their own. The text
+    `instruction` is appended to each prompt. `only` maps the name of a column to the allowed values
+    of this column. Rows with values that `only` does not allow are left out, and do not count as
+    bad rows.
 
     By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out, and
     `bad_rows` lists the bad rows of each split.
@@ -102,7 +103,7 @@ class RowReader:
         return prompts
 
     def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
-        """Return the training or the held-out prompts of data that has only one split."""
+        """Divide data that has only one split; return the training or held-out prompts."""
         held_out = split == "held_out"
         chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
         if not chosen:

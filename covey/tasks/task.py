@@ -18,17 +18,17 @@ THINK_THEN_ANSWER = (
     "Think it through between <think> and </think>, then give the final answer, and nothing else, "
     "between <answer> and </answer>."
 )
-"""The instruction for tasks whose reward reads the answer between answer tags."""
+"""The instruction for tasks whose reward reads the answer between <answer> tags."""
 
 MOST_PROMPTS = 10**9
-"""The largest size of a generated split."""
+"""Maximum number of prompts in the training or held-out split of a generated task."""
 
 
 class Task(Protocol):
     """A task: prompts for training, and other prompts that are held out for evaluation.
 
-    Each prompt depends only on its index in the sequence. `info["solution"]`, which only some tasks
-    have, is a correct answer: the text between the answer tags, the code or the tool call itself.
+    Each prompt depends only on its index in the sequence. Some tasks store a correct answer in
+    `info["solution"]`: the text between the answer tags, the code, or the tool call.
     `info["worked"]` is the reasoning that leads to the solution.
 
     A task that skips bad rows lists the skipped rows in `bad_rows`; see `bad_rows_of`.
@@ -52,8 +52,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """In a mixture of tasks, prompts come in equal blocks. This tuple names the task of each
-        prompt of a block."""
+        """In a mixture of tasks, the order of tasks repeats after each block of prompts. This tuple
+        names the task of each prompt in a block; it is empty without a mixture."""
 
     def __len__(self) -> int:
         return self.size
@@ -71,10 +71,10 @@ class Generated(Sequence[Prompt]):
 
 
 def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
-    """Return the number of prompts, and their ids; of generated prompts, only about `most` ids.
+    """Return the number of prompts, then their ids; only about `most` ids if generated.
 
-    The settings of a task determine its generated prompts, so a sample of their ids is enough to
-    detect a change of the data. In a mixture of tasks, a change of the data changes the ids of all
+    The settings of a task determine its generated prompts, so a sample of the prompt ids is enough
+    to detect changed data. In a mixture of tasks, changed data in one task changes the ids of all
     later prompts.
     """
     step = len(prompts) // most + 1 if isinstance(prompts, Generated) else 1
@@ -109,7 +109,7 @@ class GeneratedTask:
 
 
 def hash_fraction(text: str) -> float:
-    """Hash text to a number in [0, 1), the same in every process and release.
+    """Hash text to a number in [0, 1) that is the same in every process and Covey release.
 
     >>> round(hash_fraction("covey"), 6)
     0.104895
@@ -133,7 +133,7 @@ def with_instruction(text: str, instruction: str) -> str:
 
 
 def chat_messages(text: str, system: str = "") -> tuple[Message, ...]:
-    """Return a user message, after the system message if there is one."""
+    """Return the chat messages: the system message, if any, and the user message."""
     messages = ({"role": "user", "content": text},)
     return ({"role": "system", "content": system}, *messages) if system else messages
 
@@ -181,5 +181,5 @@ def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[
 
 
 def compared_text(prompt: Prompt) -> str:
-    """Return the text of all messages, with whitespace and case normalised."""
+    """Return the text of all messages, with whitespace and case normalized."""
     return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())

@@ -1,4 +1,4 @@
-"""The `tools` task: a user request, and the single tool call that fulfils it."""
+"""The `tools` task: a user request that a single tool call fulfills."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ the call as JSON between the tags, and nothing after it:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """72 requests for one of eight tools; a fixed quarter is held out.
+    """72 requests, each for one of eight tools; a fixed quarter of the requests is held out.
 
-    `info["call"]` is the expected call.
+    `info["call"]` is the expected tool call.
     """
 
     system: str = SYSTEM

@@ -1,4 +1,4 @@
-"""The `verifiers` task: the dataset of an environment package of the `verifiers` library."""
+"""The `verifiers` task: the dataset of an environment made with the `verifiers` library."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers:
-    """The dataset of an environment package; its evaluation dataset is held out.
+    """Prompts from an environment package; the package's evaluation dataset is held out.
 
-    Use this task with the reward `environment` and the environment `verifiers`, which must name the
-    same package.
+    Use this task with the reward `environment` and the environment `verifiers`. The task and the
+    environment must name the same package.
     """
 
     package: str

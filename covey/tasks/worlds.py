@@ -10,7 +10,7 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worlds(GeneratedTask):
-    """Prompts that differ in `info["world"]`, the seed of the environment's world.
+    """Prompts with the same text but different seeds `info["world"]` for the environment.
 
     No held-out world is used for training. The environment adds its rules to the text of the
     prompt.

@@ -69,12 +69,12 @@ class Components:
     config: Config
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
-    """One message for each row of the dataset that was skipped."""
+    """One message for each skipped row of the dataset."""
     notes: tuple[str, ...] = ()
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """The scorer of evaluations. `eval_scorer` is `scorer`, unless evaluate.reward is set or a
+    """The scorer for evaluations. This is the training scorer, unless evaluate.reward is set or a
     comparison evaluates all its runs with one reward."""
     baselines: Baselines | None = None
     """Scores of simple baselines on the held-out prompts, for comparison with evaluations."""
@@ -111,7 +111,7 @@ class Parts(Components):
     critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
-        """Return the learner for the training step that begins at `state`."""
+        """Return the policy, objective and settings of the step that begins at `state`."""
         base = Learner(
             policy=self.policy,
             objective=self.objective,
@@ -176,7 +176,7 @@ def assemble(
 
 
 def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Return the training prompts and the held-out prompts; raise DataError if some are missing."""
+    """Return the training and held-out prompts; raise DataError if a split is empty."""
     file = config.preferences.file
     train_prompts = read_pairs(file) if file else task.train()
     held_out = held_out_of(config, task, needed=config.evaluate.every > 0)
@@ -279,7 +279,7 @@ def _load_frozen(
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model that [model] and [adapter] describe."""
+    """Load the model that the config sections [model] and [adapter] describe."""
     if config.model.deterministic:
         make_deterministic()
     path = config.model.path
@@ -386,7 +386,7 @@ def step_settings_of(
 
 
 def learner_at(base: Learner, config: Config, state: State) -> Learner:
-    """Return a learner with the KL weight and learning rate of the step that begins at `state`."""
+    """Return `base` with the KL weight and learning rate of the step that follows `state`."""
     rate = schedule_of(config, state.used(base.policy))
     return replace(
         base,
@@ -423,9 +423,9 @@ def adamw_of(config: Config, parameters: Iterable[tuple[str, nn.Parameter]]) -> 
 def interaction_of(
     config: Config, model: LanguageModel, factory: Factory | None = None
 ) -> Interaction | None:
-    """Build the environment host and its limits; `factory` replaces the configured environment.
+    """Build the settings of episodes; `factory` replaces the configured environment.
 
-    Return None if the configuration has no environment and every rollout is one completion.
+    Return None if neither `factory` nor the configuration gives an environment.
     """
     section = config.environment
     if factory is None:

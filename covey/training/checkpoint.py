@@ -1,14 +1,15 @@
-"""Checkpoints: saving, loading and resuming a run. A checkpoint is an ordinary Hugging Face folder:
+"""Save and load checkpoints, and resume runs. A checkpoint is an ordinary Hugging Face folder:
 
     config.json, model.safetensors, tokenizer...   for AutoModelForCausalLM; float32 masters
     optimizer.safetensors                          AdamW's moments
     covey.json                                     the state of the run and the policy version
 
 With an adapter, the folder contains adapter_config.json and adapter_model.safetensors (peft's
-format) instead of the model's weights. If the weights of the reference follow the policy, the
-checkpoint also contains these weights. Rollouts that were generated ahead of training are saved in
-in_flight.jsonl. With sharded parameters, the folder `state` replaces optimizer.safetensors
-(`save_state`). Any number of ranks can load a checkpoint, sharded or not.
+format) instead of the model's weights. If training updates the reference model, the checkpoint also
+contains the reference model's weights. The file in_flight.jsonl contains rollouts that the engine
+has already generated for later steps. If the parameters are sharded, `save_state` writes the
+optimizer state into the subfolder `state`, and there is no optimizer.safetensors. A run with any
+number of ranks can load any checkpoint, whether or not the run shards its parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """The state of a run after a training step, without the policy and the reference."""
+    """Progress of a run after a training step, such as counters and the KL weight."""
 
     step: int = 0
     episode: int = 0
@@ -62,7 +63,7 @@ class State:
     """Whether an evaluation of this step is due but has not run yet."""
 
     def used(self, policy: Policy) -> Used:
-        """Return the numbers of training steps, tokens and optimizer steps so far."""
+        """Return how many training steps, tokens and optimizer steps the run has used."""
         return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
@@ -129,10 +130,10 @@ def resume(
     note: Note,
     world: World = World(),  # noqa: B008 - without state
 ) -> State:
-    """Restore a run from `start`; return the state in the checkpoint, or `fresh` for a new run.
+    """Load the checkpoint of `start` and return its state; return `fresh` if there is none.
 
-    Move the records of steps after `start` to another folder, because the resumed run repeats these
-    steps.
+    Move the logs and checkpoints of steps after `start` to another folder, because the resumed run
+    repeats these steps.
     """
     state = fresh
     if start.checkpoint is not None:
@@ -151,8 +152,8 @@ def save_policy(
 ) -> None:
     """Write policy, optimizer and `state` into an existing folder.
 
-    If the policy is sharded, all ranks must call this function, but only a rank whose `writes` is
-    true creates files. The state of a sharded optimizer must already be in the folder.
+    If the policy is sharded, all ranks must call this function, but only the rank that passes
+    `writes=True` creates files. The state of a sharded optimizer must already be in the folder.
     """
     try:
         if policy.model.adapter is None:
@@ -183,9 +184,9 @@ def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
 
 
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the model's weights in the optimizer's precision.
+    """Return the model's full state dict, with master weights for the trained parameters.
 
-    A rank whose `keep` is false takes part in gathering sharded weights, but returns {}.
+    A rank that passes `keep=False` helps the other ranks to gather sharded weights, but returns {}.
     """
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
     # A tied weight has two names, but only one master copy.
@@ -235,7 +236,7 @@ def _read_state(file: Path) -> dict[str, Any]:
 
 
 def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
-    """Return the weights of a checkpoint under the optimizer's parameter names."""
+    """Return the weights of a checkpoint, keyed by the optimizer's parameter names."""
     model = policy.model.model
     if policy.model.adapter is not None:
         saved = load_file(folder / WEIGHTS_FILE)
@@ -273,11 +274,11 @@ METADATA: Mapping[str, frozenset[str]] = MappingProxyType(
         "torch.serialization": frozenset({"_get_layout"}),
     }
 )  # fmt: skip
-"""The classes and functions that the pickle `.metadata` may contain, by module."""
+"""Maps each module to the classes and functions that the pickle `.metadata` may load."""
 
 
 def save_state(optimizer: Optimizer, folder: Path) -> None:
-    """Write weights and moments; all ranks must call this function."""
+    """Write the optimizer's weights and moments; all ranks must call this function."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors = {f"{WEIGHT}.{name}": master.detach() for name, master in optimizer.masters.items()}
@@ -286,7 +287,7 @@ def save_state(optimizer: Optimizer, folder: Path) -> None:
 
 
 def has_state(folder: Path) -> bool:
-    """Whether a checkpoint contains a sharded state."""
+    """Return whether a checkpoint contains the state of a sharded optimizer."""
     return (folder / STATE_FOLDER / ".metadata").is_file()
 
 
@@ -321,10 +322,10 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles only classes that describe tensors."""
+    """Unpickler that loads only tensor metadata, so that an untrusted pickle runs no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that describes tensors; raise an error for any other object."""
+        """Return an allowed class or function; raise UnpicklingError for any other name."""
         plain = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if plain or (module, name) == ("torch", "Size") or name in METADATA.get(module, ()):
             return super().find_class(module, name)
@@ -340,7 +341,7 @@ def _reader(folder: Path) -> Any:
         """Reads the pickle `.metadata` with `_Unpickler`."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-            """Read `.metadata`; refuse entries other than tensors, which torch would unpickle."""
+            """Read `.metadata`; refuse non-tensor entries, as torch would unpickle them."""
             try:
                 with (folder / STATE_FOLDER / ".metadata").open("rb") as file:
                     found: Metadata = _Unpickler(file).load()

@@ -33,10 +33,11 @@ def collate(
     device: torch.device | str = "cpu",
     parts: Sequence[str] | None = None,
 ) -> Batch:
-    """Stack the segments of all rollouts of all groups in order, one row per segment.
+    """Turn groups into a batch with one row per segment, in the order of groups and rollouts.
 
-    `parts` names the reward parts to include. With an empty list, the batch has all reward parts;
-    with None, it has no reward parts.
+    `parts` lists the reward parts (named components of the reward) that the batch includes. If
+    `parts` is an empty list, the batch includes all reward parts. If `parts` is None, the batch
+    includes no reward parts.
     """
     numbered = enumerate(
         (n, rollout) for n, group in enumerate(groups) for rollout in group.rollouts
@@ -73,7 +74,7 @@ def collate(
 
 
 def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
-    """Return the named reward parts [B, K], or all parts in alphabetical order."""
+    """Return the reward parts `names` [B, K]; if `names` is empty, return all parts."""
     scored = [r for r in rollouts if r.reward is not None]
     names = names or sorted({name for r in scored for name in r.parts})
     if scored and not names:
@@ -128,10 +129,10 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
-    """Return, for each token, the set of tokens that it was sampled from after top-k and top-p.
+    """Return, for each sampled token, the tokens that top-k, top-p and min-p allowed.
 
     Return None if the rollouts do not record sets of allowed tokens. Raise ModelError if a sampled
-    token is not in the set of tokens that it was sampled from.
+    token is not in its own set of allowed tokens.
     """
     if not any(row.segment.kept for row in rows):
         return None
@@ -156,7 +157,8 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
     """Raise ModelError if a log-prob from the engine is not finite.
 
-    The check runs on the CPU, so that it does not wait for a GPU.
+    The check runs on the CPU, before the batch is copied to the GPU, so it needs no GPU
+    synchronization.
     """
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():

@@ -6,11 +6,12 @@
     sum of gradients      4         4      float32
     moments               8         4      compact: bfloat16, rounded at random (`adamw`)
 
-Weights lose no precision, because the two 16-bit halves together are the exact float32 master.
-Float32 parameters stay in float32, and only their moments are compact. The shards of a sharded
-model are float32 parameters. Random rounding depends only on (seed, storage, step, element), so a
-resumed run gives the same results. Elements are numbered within the full parameter, not within a
-shard, so the number of ranks does not change the rounding.
+Weights lose no precision, because the two 16-bit halves together store the exact float32 master
+weight. Float32 parameters stay in float32, and only their moments are stored in bfloat16. The
+shards of a sharded model are float32 parameters. The random bits for rounding depend only on the
+seed, the storage index, the optimizer step and the element index, so a resumed run gives the same
+results. Elements are numbered within the full parameter, not within a shard, so the number of ranks
+does not change the rounding.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ can load the state of the other."""
 
 
 class CompactAdamW:
-    """AdamW with compact state. The optimizer updates bfloat16 or float32 parameters in place."""
+    """AdamW with bfloat16 moments, which updates bfloat16 or float32 parameters in place."""
 
     def __init__(
         self,
@@ -122,9 +123,9 @@ class CompactAdamW:
 
 
 class _Store:
-    """The parameters in one storage, with their optimizer state.
+    """The parameters that lie in one storage, and the optimizer state of these parameters.
 
-    One call updates all parameters of a storage.
+    The method `step` updates all parameters of the storage at once.
     """
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
@@ -144,7 +145,7 @@ class _Store:
         return found.view(torch.int16) if found.dtype == torch.bfloat16 else found
 
     def gradient(self) -> torch.Tensor | None:
-        """Return the float32 sum of gradients, or None if no gradient was computed."""
+        """Return the accumulated float32 gradient, or None if no gradient was computed."""
         sink: GradSink | None = getattr(self.parameters[0], "grad_sink", None)
         grad: torch.Tensor | None = self.parameters[0].grad if sink is None else sink.total
         return grad
@@ -166,7 +167,7 @@ class _Store:
             )
 
     def split(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the state of each parameter by name, as views."""
+        """Return views of the optimizer state of each parameter, keyed by parameter name."""
         kept = dict(zip(MOMENTS, self.moments, strict=True))
         if self.low is not None:
             kept["low"] = self.low
@@ -178,7 +179,7 @@ class _Store:
 
 
 class _Masters(Mapping[str, torch.Tensor]):
-    """Float32 weights, computed on access."""
+    """Maps each parameter name to the float32 weight, which is computed on access."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Mapping[str, torch.Tensor]]
@@ -207,7 +208,7 @@ def _check(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
-    """Put parameters that share a storage into one group; number the groups in parameter order."""
+    """Build one numbered `_Store` for each set of parameters that share a storage."""
     runs: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         sink: GradSink | None = getattr(parameter, "grad_sink", None)
@@ -231,7 +232,7 @@ def _step_for(device: torch.device) -> Step:
 
 
 def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:
-    """Split float32 values into two 16-bit halves, and write the halves in chunks."""
+    """Write the upper halves of float32 values to `parameter`, the lower halves to `low`."""
     bits, low, values = parameter.data.view(torch.int16).view(-1), low.view(-1), values.reshape(-1)
     for start in range(0, len(bits), CHUNK):
         part = slice(start, start + CHUNK)
@@ -255,17 +256,17 @@ CHUNK = 1 << 17
 
 
 class Numbers(NamedTuple):
-    """Scalars of an optimizer step, equal for all elements, in the order of kernel arguments."""
+    """Scalar arguments of the AdamW kernel for one optimizer step, in the kernel's order."""
 
     clip: float
-    """Factor by which the step multiplies gradients, so that clipping needs no separate pass."""
+    """Gradient clipping factor, applied in the AdamW step to save a separate pass."""
     beta1: float
     rest1: float
     """1 - beta1."""
     beta2: float
     rest2: float
     keep: float
-    """Factor by which weights are multiplied: 1 - rate * weight_decay."""
+    """Weight decay multiplies each weight by this factor: 1 - rate * weight_decay."""
     size: float
     """The learning rate, divided by the first moment's bias correction."""
     inverse_root: float
@@ -274,7 +275,7 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) -> Numbers:
-    """Return the scalars of optimizer step number `step`, counted from 1."""
+    """Return the AdamW scalars for optimizer step number `step`, which counts from 1."""
     beta1, beta2 = settings["betas"]
     return Numbers(
         clip=clip,
@@ -292,7 +293,7 @@ def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 values as two int16 halves: the nearest bfloat16, and the remaining bits.
 
-    Ties are rounded away from 0. A NaN stays a NaN, but its other bits are lost.
+    Ties are rounded away from 0. A NaN stays a NaN, but its lower 16 bits are set to 0.
     """
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
@@ -308,7 +309,7 @@ def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(seed: int, number: int, step: int) -> tuple[int, int]:
-    """Return two 31-bit keys, from which the random bits of an optimizer step are computed.
+    """Return two 31-bit keys that seed the random bits of an optimizer step.
 
     `number` is the index of the storage whose parameters are updated.
     """
@@ -320,7 +321,7 @@ def keys_of(seed: int, number: int, step: int) -> tuple[int, int]:
 def random_bits(
     start: int, count: int, keys: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
-    """Return 32 random bits as int32 for `count` elements, beginning at element `start`."""
+    """Return a random int32 for each of `count` elements, beginning at index `start`."""
     signed = (start + 2**31) % 2**32 - 2**31
     bits = torch.arange(count, dtype=torch.int32, device=device).add_(signed)
     for key in keys:
@@ -340,10 +341,10 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    `random` has a number from 0 to 2 ** 16 - 1 for each value. Add each random number to the lower
-    16 bits of its value, and drop the lower bits of the sum. The sum carries into the upper bits
-    with a probability proportional to the lower bits, which is the right probability of rounding
-    up.
+    `random` has a number from 0 to 2 ** 16 - 1 for each value. The function adds each random number
+    to the lower 16 bits of the float32 value, and drops the lower 16 bits of the sum. If the sum
+    carries into the upper bits, the value is rounded up. The probability of a carry is proportional
+    to the lower bits, so rounding is unbiased.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -362,8 +363,9 @@ def adamw(
     """Take an AdamW step in place on flat tensors.
 
     Moments are bfloat16 numbers, stored as int16 bits. If `low` is given, `weight` and `low` are
-    the two int16 halves of the weights. If `low` is None, `weight` is float32. The step uses the
-    moments before rounding. The random bits of element i are those with index `first_index` + i.
+    the two int16 halves of the weights. If `low` is None, `weight` is float32. The weight update
+    uses the new moments before they are rounded to bfloat16. Element i uses the random bits with
+    index `first_index` + i.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

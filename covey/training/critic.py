@@ -1,9 +1,10 @@
 """The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
-The critic has its own backbone instead of a head on the policy's backbone. A shared backbone would
-mix the gradients of policy and critic, whose scales are unrelated. A head on detached hidden states
-could only use information that the policy already represents. A separate critic costs the memory
-and time of a second trained model. `covey plan` includes the memory and time of the critic.
+The critic has its own backbone; it does not share the policy's backbone. A shared backbone would
+mix the gradients of policy and critic, whose scales are unrelated. A value head on the policy's
+detached hidden states could use only information that the policy already represents. A separate
+critic costs the memory and time of a second trained model. `covey plan` includes the memory and
+time of the critic.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ HEAD = "value_head"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """A language model with a value head, which predicts the final reward before each token."""
+    """A language model whose value head predicts the final reward from the tokens so far."""
 
     model: LanguageModel
     head: nn.Linear
@@ -52,15 +53,15 @@ class Critic:
     learning_rate: float
     warmup_steps: int = 0
     sums: GradientSums | None = None
-    """Sums the critic's gradients over ranks; None with a single rank. Each rank has a full copy of
-    the critic."""
+    """The object that sums the critic's gradients over ranks; None with a single rank. Each rank
+    has a full copy of the critic."""
 
     def warms_up(self, step: int) -> bool:
         """Whether training step number `step`, counted from 1, trains only the critic."""
         return step <= self.warmup_steps
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return the critic's prediction before every trained token [B, T]; other tokens get 0."""
+        """Return values [B, T]: a prediction before each trained token, 0 elsewhere."""
         hidden, _, cells = predicting_hidden(self.model, batch)
         values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
         blank = values.new_zeros(batch.mask.numel())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _frozen = False
-"""Whether an enclosing `freeze_garbage_collector` is active. The flag is faster than
+"""Whether a `freeze_garbage_collector` context is active. Reading this flag is faster than calling
 `gc.get_freeze_count()`, which takes a tenth of a second."""
 
 

@@ -42,7 +42,7 @@ def train(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train with RL until the budget is used up or a signal arrives; return the last saved step."""
+    """Train with RL until the run ends or a signal arrives; return the last saved step."""
     return run_loop(Reinforcement(parts), run, trackers, stop, start)
 
 
@@ -99,7 +99,7 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return the trackers of a run: JSONL files, `trackers`, and the configured trackers."""
+    """Return a JSONL tracker, the given `trackers`, and the trackers of the configuration."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
@@ -114,10 +114,10 @@ class _Loop:
     watch: Watch
     state: State
     saved: int
-    """The step of the newest checkpoint."""
+    """Number of the training step that was last saved as a checkpoint."""
     complete: State | None = None
-    """The state of the last complete step, whose metrics are already logged; None if the policy has
-    changed since that step."""
+    """The run's state after the last complete step; a step is complete when its metrics are logged.
+    None if the policy has changed since then, so that the step can no longer be saved."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state

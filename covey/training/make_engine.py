@@ -32,11 +32,11 @@ from covey.training.policy import Policy
 from covey.training.ray_needs import actors_of_a_rank, engine_need, scoring_need
 
 Load = Callable[[Config], LanguageModel]
-"""Type of covey.training.build.load_model, which loads a configuration's model."""
+"""Type of functions that load the model of a configuration, such as build.load_model."""
 
 
 def check_engine(config: Config) -> None:
-    """Raise an error before a model is loaded if the engine or the cluster is not available."""
+    """Raise an error, before loading a model, if the engine or Ray cluster is unavailable."""
     if config.engine.rounds:
         check_float8(config)
     if config.engine.kind == "vllm":
@@ -57,7 +57,7 @@ def check_engine(config: Config) -> None:
 
 
 def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
-    """Build the engine that generates completions of the policy."""
+    """Build the engine that generates completions with the policy's weights."""
     if config.engine.kind == "native" and not config.cluster.engine_actors:
         return native_engine(policy, precision_of(config))
     engine = _engine_elsewhere(config, policy, load)
@@ -90,7 +90,7 @@ def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> Nat
 
 
 def precision_of(config: Config) -> Precision:
-    """Return the precision of the native engine."""
+    """Return whether the native engine uses float8 in matrix products and in the KV cache."""
     engine = config.engine
     return Precision(products=engine.dtype == "float8", cache=engine.kv_dtype == "float8")
 
@@ -115,13 +115,13 @@ def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
 
 
 def _changed(config: Config, **model: Any) -> dict[str, Any]:
-    """Return all settings, with the given changes in [model] and without gradient checkpointing."""
+    """Return the settings with changes in [model] and gradient checkpointing turned off."""
     data = config.model_dump()
     return {**data, "model": {**data["model"], **model, "gradient_checkpointing": False}}
 
 
 def actor_engine(settings: Mapping[str, Any], load: Load) -> Engine:
-    """Build the engine inside a Ray actor."""
+    """Build the engine of a Ray actor; this function runs inside the actor."""
     config = parse_config(settings)
     if config.engine.kind != "vllm":
         return NativeCopy(load(config), precision_of(config))
@@ -151,7 +151,7 @@ def ray_scorer(config: Config, reward: Reward, identity: str) -> Scorer:
 
 
 def ray_reference(config: Config, load: Load) -> Reference:
-    """Build a frozen reference in a Ray actor."""
+    """Return a frozen reference that runs in a Ray actor."""
     from covey.cluster.reference import RayReference
 
     if config.reference.kind != "frozen" or config.adapter.rank:
@@ -168,7 +168,7 @@ def ray_reference(config: Config, load: Load) -> Reference:
 
 
 def actor_reference(settings: Mapping[str, Any], load: Load) -> Reference:
-    """Build the reference inside a Ray actor."""
+    """Build the reference of a Ray actor; this function runs inside the actor."""
     config = parse_config(settings)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     return FrozenReference(
@@ -247,7 +247,7 @@ def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
 
 @dataclass(slots=True)
 class WholeCopy:
-    """Wraps an engine; gathers sharded weights once, for the full copy and for the engine."""
+    """Wraps an engine; each weight update also updates a full copy of the sharded policy."""
 
     engine: Engine
     copy: NativeCopy
@@ -262,7 +262,7 @@ class WholeCopy:
         self.engine.run(requests)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Update the full copy, and send the changed weights from the copy to the engine."""
+        """Update the full copy of the policy, and send changed weights to the engine."""
         changed: list[str] = []
 
         def noted() -> Iterable[tuple[str, torch.Tensor]]:
@@ -275,7 +275,7 @@ class WholeCopy:
         self.engine.load_weights(lambda: [(name, own[name]) for name in changed], version)
 
     def events(self) -> list[str]:
-        """Return the failures that the wrapped engine has repaired."""
+        """Return the wrapped engine's new events, such as repaired failures."""
         return self.engine.events()
 
     def close(self) -> None:

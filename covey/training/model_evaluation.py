@@ -43,7 +43,7 @@ def evaluate_engine(
     baselines: Baselines,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Evaluation:
-    """Evaluate the model of an engine on prompts, in the environment of the configuration."""
+    """Evaluate the engine's model on `prompts`, in the environment that `config` names."""
     interaction = interaction_of(config, engine.model)
     collector = Collector(
         engine=engine,
@@ -67,7 +67,7 @@ def evaluate_engine(
 
 
 def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
-    """Evaluate the policy after `step`, and log the results."""
+    """Evaluate the policy after training step number `step`, and log the results."""
     model, engine = parts.policy.model, parts.engine
     with parts.engine_lock:
         engine.load_weights(parts.policy.weights, parts.policy.version)

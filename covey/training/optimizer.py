@@ -3,10 +3,11 @@
 The two implementations are MasterAdamW in this module, and CompactAdamW (compact_adamw.py),
 which needs less memory.
 
-If the model computes in bfloat16, each bfloat16 parameter has a float32 copy, its master. The
-engine and the forward pass use the bfloat16 parameters. Gradients are summed in float32 as soon as
-they are computed, so accumulation over micro-batches loses no precision. After a step, parameters
-are rounded from the masters in place, so the engine has the new weights without a transfer.
+If the model computes in bfloat16, each bfloat16 parameter has a float32 copy, called its master.
+The engine and the forward pass use the bfloat16 parameters. Gradients are summed in float32 as soon
+as they are computed, so accumulation over micro-batches loses no precision. After an optimizer
+step, the optimizer rounds the float32 masters into the bfloat16 parameters in place. An engine that
+shares these parameters needs no weight transfer.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _share_rows(self) -> None:
-        """Make each tensor in `_rows` a view of this rank's rows of a sharded master weight."""
+        """Make `_rows` share memory with this rank's shards of the master weights."""
         for name, rows in self._rows.items():
             master = self._masters[name]
             if rows is not master:
@@ -172,7 +173,7 @@ class MasterAdamW:
                 torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return (parameter, master) pairs of the parameters that have a separate master."""
+        """Return a (parameter, master) pair for each parameter that has a separate master."""
         pairs = ((p, self.masters[name]) for name, p in self.parameters.items())
         return [(parameter, master) for parameter, master in pairs if master is not parameter]
 

@@ -21,7 +21,7 @@ OBJECTS = (
     ("reward", "rewards", FUNCTIONS),
     ("environment", "environment", PASSED),
 )
-"""The config section, the Python argument and the placeholder name of each kind of object."""
+"""For each kind of Python object: its config section, argument name and placeholder name."""
 
 
 def model_name(model: object) -> str:
@@ -35,7 +35,7 @@ def model_name(model: object) -> str:
 
 
 def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
-    """Raise ConfigError if the caller did not pass the dataset or rewards of the run."""
+    """Raise ConfigError if a dataset or reward that the evaluation needs was not passed."""
     missing = [
         (f"{where}.name = {name!r}", f"{argument}=...")
         for where, argument, name in OBJECTS[:2]

@@ -37,7 +37,7 @@ class Policy:
     whole: LanguageModel | None = None
     """An unsharded copy of a sharded model, for the engine and for checkpoints."""
     sums: GradientSums | GatheredSteps | None = None
-    """The object that sums gradients over ranks; None if no gradients need to be summed."""
+    """The object that sums gradients over ranks; None if FSDP2 does, or with one rank."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trained weights by name, to update an engine's copy of the model.

@@ -1,4 +1,4 @@
-"""Preference pairs from a file instead of sampled groups, for offline DPO and IPO.
+"""Train on preference pairs from a file instead of sampled groups (offline DPO and IPO).
 
 A row of the preference file has `prompt` (text or messages), `chosen` and `rejected`. A preference
 pair becomes a group of two rollouts with rewards 1 and 0. Training treats preference pairs in the
@@ -31,9 +31,9 @@ SIDES = (("chosen", 1.0), ("rejected", 0.0))
 
 
 def read_pairs(file: str) -> list[Prompt]:
-    """Read a preference file into prompts.
+    """Read a preference file, and return one prompt per preference pair.
 
-    A prompt's target is the chosen completion, and its `info` has the rejected completion.
+    Each prompt has the chosen completion as its target, and the rejected completion in `info`.
     """
     reader = RowReader(target="chosen", name="preferences")
     prompts = reader.read("train", json_lines(Path(file)), file)
@@ -47,7 +47,7 @@ def read_pairs(file: str) -> list[Prompt]:
 
 @dataclass(slots=True)
 class PairSource:
-    """A rollout source that draws preference pairs from the file, depending on seed and step."""
+    """A rollout source that draws preference pairs from a file in a seeded order."""
 
     parts: Parts
     started: dict[int, Ticket] = field(init=False, default_factory=dict)

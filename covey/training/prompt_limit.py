@@ -1,8 +1,8 @@
-"""The maximum length of prompts. Covey refuses, leaves out or truncates prompts that are too long.
+"""Limit the length of prompts: refuse, leave out or truncate prompts that are too long.
 
-Prompts are checked before a run begins. A task that generates its prompts on demand may have
-millions of prompts, so only the prompts of the first steps are checked. With rollout.long_prompts =
-'skip', all prompts are checked.
+Covey checks the lengths of prompts before a run begins. A task that generates its prompts on demand
+may have millions of prompts, so only the prompts of the first steps are checked. With
+rollout.long_prompts = 'skip', all prompts are checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 MOST_DRAWN = 2048
-"""Number of prompts that are checked if a task generates them on demand."""
+"""About this many prompts are checked if a task generates its prompts on demand."""
 
 
 def longest_prompt(config: Config, context: int) -> int:

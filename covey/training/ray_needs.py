@@ -12,17 +12,17 @@ from covey.config.schema import Cluster
 
 
 def engine_need(config: Config) -> Need:
-    """Return the CPUs and GPUs of an engine actor or of a reference actor."""
+    """Return how many CPUs and GPUs an engine actor or a reference actor needs."""
     return Need(cpus=config.cluster.engine_cpus, gpus=config.cluster.engine_gpus)
 
 
 def scoring_need(config: Config) -> Need:
-    """Return the CPUs of a scoring actor: one for each of its worker processes."""
+    """Return how many CPUs a scoring actor needs: one per worker process."""
     return Need(cpus=config.scoring.workers or 1)
 
 
 def actors_of_a_rank(config: Config) -> list[Actors]:
-    """Return the actors that each trainer rank starts."""
+    """Return the kinds and numbers of Ray actors that each trainer rank starts."""
     cluster, engine = config.cluster, engine_need(config)
     return [
         Actors(name="engines", count=cluster.engines, need=engine),
@@ -32,7 +32,7 @@ def actors_of_a_rank(config: Config) -> list[Actors]:
 
 
 def actors_of_a_run(config: Config) -> list[Actors]:
-    """Return all actors of a run; the trainer ranks are first, if Ray starts them."""
+    """Return the Ray actors of a run, beginning with the trainer ranks if Ray starts them."""
     cluster, each = config.cluster, actors_of_a_rank(config)
     if not cluster.trainers:
         return each
@@ -73,7 +73,7 @@ def ray_starts_ranks(config: Config) -> bool:
 
 
 def run_in_ranks(config: Config, arguments: Sequence[str]) -> int:
-    """Run a command of covey in the trainer ranks of [cluster]; return its exit code."""
+    """Let Ray start trainer ranks that run a covey command; return its exit code."""
     from covey.cluster.ray_client import check_room, connect
     from covey.cluster.trainers import run_ranks
 

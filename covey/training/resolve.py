@@ -1,7 +1,7 @@
 """Check the names and options of a configuration, and build task, reward, objective and sampling.
 
-This module loads no model. This module imports torch only to build an objective or a distribution,
-so a misspelled name is reported within a second.
+This module loads no model. This module imports torch only to build an objective or a sampling
+distribution, so a misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 CORRECTION = "token_truncate"
-"""Default of objective.correction if older weights or float8 weights sampled the rollouts.
+"""Default of objective.correction for rollouts sampled with older or float8 weights.
 `token_truncate` is truncated importance sampling, which amounts to decoupled PPO if old_logp is
 recomputed."""
 
@@ -43,9 +43,9 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     """Fill in the default options of the task, reward, length penalty and objective.
 
     All names are checked first, before anything imports torch. If `imports` is false, no user code
-    is loaded, and the options of user code stay as given. `passed` lists the sections (task,
-    reward) whose objects were passed from Python, so that the names in these sections are not
-    looked up.
+    is loaded, and the options of user-defined tasks, rewards, objectives and environments stay as
+    given. `passed` lists the config sections (task, reward) for which the caller passed a Python
+    object. The names in these sections are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -83,9 +83,9 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
 
 
 def _check_float8(resolved: Config) -> None:
-    """Reject float8 with vLLM or with an adapter.
+    """Raise ConfigError if float8 is combined with vLLM or with an adapter.
 
-    `check_float8` checks the device when a run starts.
+    The function `check_float8` checks the engine's device later, when a run starts.
     """
     setting = f"config: engine.{resolved.engine.rounds} = 'float8'"
     if resolved.engine.rounds and resolved.engine.kind == "vllm":
@@ -98,7 +98,7 @@ def _check_float8(resolved: Config) -> None:
 
 
 def _check_teacher(resolved: Config, objective: Objective) -> None:
-    """Check the [teacher] section, and refuse a self-teacher for multi-turn episodes."""
+    """Check the [teacher] section; reject self-distillation in an environment."""
     privileged = "privileged" in objective.needs
     check_teacher(resolved.teacher, privileged=privileged)
     if privileged and resolved.environment.name != NONE:
@@ -167,7 +167,7 @@ def _check_preferences(config: Config, objective: Objective) -> None:
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject truncated sampling and corrections if the ratios use the engine's log-probs."""
+    """Reject settings that conflict with ratios to the engine's log-probs."""
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
@@ -207,7 +207,7 @@ def _check_mask_replay(resolved: Config, objective: Objective) -> None:
 
 
 def _check_watching(config: Config) -> None:
-    """Check the names of trackers, health checks and the metric of the best checkpoint."""
+    """Check the names of trackers, health checks and the metric for the best checkpoint."""
     check_trackers(config.trackers)
     check_names(config.train.stop_on)
     if config.save.best:
@@ -219,10 +219,11 @@ def _check_watching(config: Config) -> None:
 
 
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
-    """Reject a source of old_logp that conflicts with truncation, float8, staleness or correction.
+    """Check that train.old_logp fits truncated sampling, float8, staleness and correction.
 
     If the trainer computes old_logp, the ratio starts at 1 even for stale rollouts, so stale
-    rollouts need a correction. Pairwise objectives such as DPO have no ratio.
+    rollouts need a correction. Pairwise objectives such as DPO have no importance ratio, so they
+    are not checked.
     """
     if objective.pairs:
         return
@@ -312,8 +313,8 @@ _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType
         "objective": _objective_options,
     }
 )
-"""Functions that resolve the options of each section. The objective is last, because resolving its
-options imports torch."""
+"""Maps each config section to the function that resolves its options. The objective is the last
+entry, because resolving the objective's options imports torch."""
 
 
 def task_of(config: Config) -> Task:
@@ -389,7 +390,7 @@ def template_of(config: Config) -> Template:
 
 
 def check_overlap(config: Config) -> None:
-    """Reject a setting of [overlap] or [engine] if settings that it needs are missing."""
+    """Raise ConfigError if the settings of [overlap] and [engine] do not fit together."""
     overlap, engine = config.overlap, config.engine
     if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
         raise ConfigError(

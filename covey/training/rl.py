@@ -1,7 +1,8 @@
 """A step of reinforcement learning: collect groups, filter them, train on them, and log metrics.
 
-rollout/source.py collects the groups, and training/step.py trains on them. The log includes the
-utilisation of the GPU and the waiting times of overlap.
+rollout/source.py collects the groups, and training/step.py trains on them. The metrics include the
+GPU utilization. If generation overlaps training, they also include how long each waited for the
+other.
 """
 
 from __future__ import annotations
@@ -51,17 +52,18 @@ class Reinforcement:
     choice: PromptChoice = field(init=False)
     replay: ReplayBuffer = field(init=False)
     seconds: float | None = None
-    """Total seconds of all steps so far, read from the records of the run. Checkpoints contain no
-    times, so that two runs with the same settings have identical checkpoints."""
+    """Total duration of all steps so far, in seconds. The durations of earlier steps are read from
+    the run's steps.jsonl. Checkpoints contain no times, so that two runs with the same settings
+    have identical checkpoints."""
 
     @property
     def budget(self) -> Budget:
-        """The length of the run."""
+        """The limit at which the run ends, in training steps, tokens or optimizer steps."""
         return Budget(settings=self.parts.config.train)
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts in a step, without refill rounds."""
+        """Number of rollouts in a step, without the additional rounds of dynamic sampling."""
         return self.parts.config.rollout.prompts_per_step * self.parts.config.rollout.group_size
 
     @property
@@ -74,7 +76,7 @@ class Reinforcement:
         return State(beta=self.parts.objective.beta)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Load the critic, teacher and pending rollouts of a checkpoint, and log notes."""
+        """Prepare the first step; restore critic, teacher and rollouts from a checkpoint."""
         if checkpoint is not None and self.parts.critic is not None:
             self.parts.critic.load(checkpoint)
         if checkpoint is not None and self.parts.teacher is not None:
@@ -165,7 +167,7 @@ class Reinforcement:
             log.note(lost_note(parts.config, metrics))
 
     def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
-        """Log the events that happened during generation; return the metrics of restarts."""
+        """Log events of engine and scorer; return the numbers of restarts and preemptions."""
         events, deaths = restarts(self.parts)
         for note in (*rollouts.notes, *(f"step {step}: {event}" for event in events)):
             log.note(note)
@@ -221,7 +223,8 @@ def _mean_advantages(
 ) -> list[list[float | None]]:
     """Return the mean advantage of every rollout, by group; None for rollouts not trained on.
 
-    `trained` are the groups in the batch. `batch.rollout` has the index of each row's rollout.
+    `trained` are the groups in the batch. For each row of the batch, `batch.rollout` has the index
+    of the row's rollout.
     """
     found: dict[int, float] = {}
     if batch is not None:
@@ -238,7 +241,7 @@ def _mean_advantages(
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:
-    """Return notes if the curriculum has too few prompts, or replay too few groups."""
+    """Return notes if the curriculum has too few prompts, or if no group can be replayed."""
     notes = []
     if again := data.get("data/drawn_again"):
         notes.append(
@@ -265,7 +268,8 @@ def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group
 PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
     {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 )
-"""Dense bfloat16 FLOP/s from data sheets. The keys of this dictionary are substrings of GPU names.
+"""Peak dense bfloat16 FLOP/s of GPUs, from data sheets. The keys of this dictionary are substrings
+of GPU names.
 """
 
 
@@ -283,7 +287,7 @@ def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
 def usage_metrics(
     policy: Policy, groups: Sequence[Group], epochs: int, seconds: float
 ) -> dict[str, float]:
-    """Return the peak GPU memory and the GPU utilisation of training; {} without a GPU."""
+    """Return the peak GPU memory and the GPU utilization of training; {} without a GPU."""
     device = policy.model.device
     if device.type != "cuda":
         return {}
@@ -296,7 +300,7 @@ def usage_metrics(
 
 
 def utilisation(device: str, weights: int, tokens: int, seconds: float) -> float | None:
-    """Return the model FLOPs utilisation of training; None if the GPU's peak speed is unknown.
+    """Return the model FLOPs utilization; None if the GPU's peak FLOP/s is unknown.
 
     >>> round(utilisation("NVIDIA H200", weights=10**9, tokens=164_834, seconds=2.0), 4)
     0.5
@@ -317,7 +321,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def overlap_note(parts: Parts) -> str:
-    """Return a note about the maximum staleness of rollouts, and about the correction for it."""
+    """Return a note about the maximum staleness of rollouts and how it is corrected."""
     overlap, options = parts.config.overlap, parts.config.objective.options
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
     if parts.step_settings.old_logp_from_sampler:
@@ -331,7 +335,7 @@ def overlap_note(parts: Parts) -> str:
 def overlap_metrics(
     parts: Parts, rollouts: StepRollouts, waited: float, version: int
 ) -> dict[str, float]:
-    """Return the overlap metrics of a step that starts at policy version `version`."""
+    """Return a step's staleness and waiting times; `version` is the policy's version."""
     overlap, metrics = parts.config.overlap, {}
     if not overlap.staleness:
         return {}

@@ -1,4 +1,4 @@
-"""The start of a run: rank 0 creates and locks the run folder, and records changed settings."""
+"""Start a run: rank 0 creates and locks the run folder, and records changed settings."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from covey.training.resolve import resolve
 
 
 def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> RunFolder:
-    """Create the folder of a run, and return it on every rank.
+    """Create the run folder on rank 0, and return it on every rank.
 
-    `more` is added to environment.json.
+    The entries of `more` are added to the run's environment.json.
     """
 
     def create() -> RunFolder:
@@ -54,7 +54,7 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
 
 
 def resume_hint(run: RunFolder, config: Config) -> str:
-    """Return the command that resumes a run, or a Python call if objects must be passed again."""
+    """Return the shell command or the Python call that resumes a run."""
     passed = {
         "dataset": config.task.name == DATASET,
         "rewards": config.reward.name == FUNCTIONS,
@@ -141,7 +141,7 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
 def record_changes(
     run: RunFolder, config: Config, step: int, changed: Mapping[str, Change]
 ) -> None:
-    """Write the new settings to the run's config.toml, and record the changes and the step."""
+    """Write the new settings to config.toml, and append the changes to changes.jsonl."""
     if changed:
         plain = json.loads(json.dumps(changed, default=str))
         append_line(run.path / CHANGES, {"step": step, "settings": plain})

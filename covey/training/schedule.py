@@ -1,4 +1,4 @@
-"""The learning rate schedule and the budget of a run.
+"""Compute the learning rate of each optimizer step, and decide when a run ends.
 
 The learning rate is a pure function of the progress of a run.
 
@@ -8,8 +8,8 @@ The learning rate of optimizer step v is given by the following formulas:
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
 A run with a budget of tokens does not know its number of optimizer steps in advance. With a token
-budget, v is the used fraction of the tokens times the number of optimizer steps in `train.steps`
-training steps.
+budget, v is therefore a product: the used fraction of the tokens, times the number of optimizer
+steps that `train.steps` training steps take.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def sft_schedule_of(config: Config, steps: int) -> Schedule:
 # budget counts as half of `train.steps`.
 
 PATIENCE = 20
-"""Maximum training steps of a run with a budget of optimizer steps, as a multiple of the expected
-number of training steps."""
+"""A run with a budget of optimizer steps may take at most this many times the expected number of
+training steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Used:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The budget of a run in training steps, tokens or optimizer steps."""
+    """The budget of a run: a maximum number of training steps, tokens or optimizer steps."""
 
     settings: Train
 

@@ -1,4 +1,4 @@
-"""Build the scorers of training and evaluation, and the baselines of evaluations."""
+"""Build the scorers for training and for evaluations, and score simple baselines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16
-"""Maximum number of held-out prompts on which baselines are scored: the first number if the reward
-is quick, the second if it is slow."""
+"""Baselines are scored on at most MOST_PROBED held-out prompts if the reward is quick to compute,
+and on at most FEW_PROBED held-out prompts otherwise."""
 
 
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
@@ -51,11 +51,12 @@ def baselines_of(
 ) -> Baselines:
     """Return the scores of simple baselines on the held-out prompts.
 
-    If scoring would call an LLM or a user's code, the only baseline is to answer every prompt with
-    the most frequent target, and its success rate is computed without scoring.
+    If the run has an environment, or if scoring would call an LLM or a user's code, there is only
+    one baseline: to answer every prompt with the most frequent target. The success rate of this
+    baseline is computed without scoring.
 
-    `scorer` is the scorer of evaluations. `passed` is the reward object that was passed from
-    Python, if any.
+    `scorer` scores the completions of evaluations. `passed` is the reward object that was passed
+    from Python, if any.
     """
     if not held_out:
         return Baselines()

@@ -2,10 +2,10 @@
 
     draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
-The training loop is in loop.py. The solutions of a step depend only on seed and step. The loss is
-the mean cross-entropy over all tokens of an optimizer step. As in RL, token weights are computed
-once per step, and the loss is a weighted sum over tokens. The loss does not depend on how the step
-is split into micro-batches.
+The training loop is in loop.py. The seed and the step number determine the solutions that a step
+trains on. The loss is the mean cross-entropy over all tokens of an optimizer step. As in RL, the
+loss is a weighted sum over tokens, and the token weights are computed once per optimizer step. The
+loss does not depend on how the step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from covey.types import Batch, Group, Prompt, Rollout, Totals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftParts(Components):
-    """The components of a supervised training run."""
+    """The objects that an SFT run is built from, such as the policy and the solutions."""
 
     solutions: Solutions
 
     @property
     def total(self) -> int:
-        """Number of solutions to train on, including repetitions."""
+        """Number of solutions that the run trains on; a repeated solution counts each time."""
         settings = self.config.sft
         if settings.steps:
             return settings.steps * settings.solutions
@@ -67,7 +67,7 @@ class SftParts(Components):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps. The last step may have fewer solutions."""
+        """Number of optimizer steps. The last step may be smaller than the other steps."""
         return math.ceil(self.total / self.config.sft.solutions)
 
 
@@ -124,19 +124,19 @@ def run_sft(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train for the configured number of steps or until a signal; return the last saved step."""
+    """Run SFT to its last step or until a stop signal; return the last saved step."""
     return run_loop(Supervised(parts), run, trackers, stop, start)
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """The supervised training step for the training loop."""
+    """The SFT trainer, whose methods the training loop calls."""
 
     parts: SftParts
 
     @property
     def budget(self) -> Budget:
-        """The number of steps."""
+        """The length of the run, as a number of training steps."""
         return Budget(settings=Train(steps=self.parts.steps))
 
     @property
@@ -160,7 +160,7 @@ class Supervised:
         """Do nothing, because supervised training adds no files to a checkpoint."""
 
     def close(self) -> None:
-        """Do nothing, because there is no background work."""
+        """Do nothing, because SFT starts no background work."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Train on the solutions of a step, and log metrics."""
@@ -197,7 +197,7 @@ class Supervised:
 
 
 def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
-    """Return the examples of a step, and the lengths of the solutions that are left out.
+    """Return the SFT examples of a step, and the token counts of solutions left out.
 
     Solutions that are too long are left out, so a step may have no examples.
     """
@@ -221,7 +221,7 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]
 
 
 def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """Stack examples into a batch. Every token of the solutions is trained."""
+    """Stack SFT examples into a batch. The loss covers every solution token."""
     blank = Prompt(id="", task="", messages=(), target="")
     rollouts = [
         Rollout.single_turn(
@@ -241,12 +241,12 @@ def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftLearned:
-    """The metrics of an optimizer step of supervised training."""
+    """The metrics of one SFT optimizer step."""
 
     loss: float
-    """Mean cross-entropy of the step's tokens, under the weights before the step."""
+    """Mean cross-entropy of the solution tokens, before this step's weight update."""
     entropy: float
-    """Mean entropy of the predictions, under the weights before the step."""
+    """Mean entropy of the next-token distributions, before this step's weight update."""
     tokens: int
     grad_norm: float
     skipped: bool
@@ -258,13 +258,13 @@ def with_token_mean(batch: Batch) -> Batch:
 
 
 def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
-    """Return the contribution of some rows to the mean cross-entropy of the step."""
+    """Return how much the given rows add to the step's mean cross-entropy."""
     assert batch.weight is not None, "weights come from the whole step"
     return -(logp * batch.weight.to(logp.dtype)).sum()
 
 
 def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
-    """Accumulate the gradient of a micro-batch; return its contribution to loss and entropy [2]."""
+    """Run backward on a micro-batch; return what it adds to mean loss and entropy, [2]."""
     now = policy.logp(micro)
     part = cross_entropy(micro, now.logp)
     part.backward()

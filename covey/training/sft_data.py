@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
 AS_IT_IS = "{answer}"
-"""Template that uses the completions of a file unchanged."""
+"""Template for solutions from sft.file, which uses each completion unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solutions:
-    """A sequence of solutions, each of which is built from the template on access."""
+    """A sequence of solutions. Reading an item fills in the template for one prompt."""
 
     prompts: Sequence[Prompt]
     template: str
     prefill: str = ""
-    """The prefill of every completion. The prefill belongs to the prompt, so solutions do not
-    contain it."""
+    """Fixed text that every completion starts with (the prefill). The prefill is part of the
+    prompt, so it is removed from the start of each solution."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -51,9 +51,10 @@ class Solutions:
 
 
 def write_solution(prompt: Prompt, template: str) -> str:
-    """Fill in a template with the reasoning {worked}, the {solution} and the target {answer}.
+    """Fill in a template's fields {worked} (reasoning), {solution} and {answer} (target).
 
-    {solution} is a correct answer and defaults to {answer}. {worked} has no default.
+    {solution} is a correct answer from the dataset, or the target if the dataset has none. If the
+    template has {worked} but the dataset has no reasoning, raise DataError.
     """
 
     def filled(match: re.Match[str]) -> str:
@@ -89,28 +90,28 @@ def solutions_of(config: Config, task: Task) -> Solutions:
 
 
 def _from_file(file: str) -> list[Prompt]:
-    """Read rows with a prompt (text or messages) and a completion."""
+    """Read a JSON Lines file; each row has a prompt (text or messages) and a completion."""
     reader = RowReader(target="completion", name="sft")
     return reader.read("train", json_lines(Path(file)), file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A prompt and its solution, in tokens."""
+    """The token ids of a prompt and of its solution."""
 
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    """Tokens of the solution and the end-of-sequence token, so that the model learns to stop."""
+    """Tokens of the solution, followed by an end token, so that the model learns to stop."""
 
 
 def encode_example(model: LanguageModel, messages: Sequence[Message], text: str) -> Example:
-    """Tokenize a prompt and its solution in the same way as an engine's prompts and completions."""
+    """Tokenize a prompt and its solution, in the same token format as rollouts."""
     tokens = model.tokenizer.encode(text, add_special_tokens=False)
     return Example(prompt_tokens=model.encode(messages), tokens=(*tokens, _end(model)))
 
 
 def _end(model: LanguageModel) -> int:
-    """Return the end-of-turn token, or the end-of-sequence token if the template has none."""
+    """Return the chat template's end-of-turn token, or else the end-of-sequence token."""
     turn_end = None if model.renderer is None else model.renderer.turn_end
     end = model.tokenizer.eos_token_id if turn_end is None else turn_end
     if end is None:

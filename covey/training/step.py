@@ -1,11 +1,11 @@
-"""A training step, from groups to updated weights:
+"""A training step, from groups of rollouts to updated weights:
 
     groups -> collate -> old_logp, ref_logp -> advantage -> masks -> mini-batches -> weights
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
-The row filter (filter.skip_zero_gradient) leaves out rows with advantage 0. If the row filter is
-on, Covey computes advantages before old_logp where possible, because rows that are left out need no
-old_logp.
+The row filter (filter.skip_zero_gradient) leaves out batch rows with advantage 0. If the row filter
+is on and the objective allows it, Covey computes advantages before old_logp. Rows that are left out
+then need no old_logp.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class StepSettings:
     micro_batch_tokens: int
     old_logp_from_sampler: bool
     old_logp_in_pass: bool = False
-    """Whether the training pass itself computes old_logp. The training pass can compute old_logp
-    only if a training step has a single optimizer step."""
+    """Whether old_logp comes from the training pass, without a separate forward pass. Taking
+    old_logp from the training pass requires a single optimizer step per training step."""
     learning_rate: Callable[[int], float]
     """Learning rate as a function of the number of optimizer steps taken so far."""
     seed: int
     dropout: bool = False
-    """Whether training passes use dropout, which draws random numbers."""
+    """Whether training passes use dropout; if so, Covey seeds torch before each pass."""
     skip_zero_gradient: bool = False
-    """Whether forward passes leave out rows with advantage 0, if the objective allows it."""
+    """Whether forward passes skip rows with advantage 0 when the objective allows it."""
     mask_truncated: bool = False
     sampled: bool = True
     """Whether an engine sampled the rollouts, so that their sampler_logp is valid."""
@@ -76,17 +76,17 @@ class StepSettings:
 
     @property
     def off_policy(self) -> bool:
-        """Whether some optimizer step starts from weights that differ from the sampling weights."""
+        """Whether the policy may differ from the sampling policy at some optimizer step."""
         return self.stale or self.mini_batches * self.epochs > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """The policy, objective, references and settings of a training step."""
+    """The policy, objective, reference models and settings of a training step."""
 
     policy: Policy
     objective: Objective
-    """The objective, with this step's KL weight beta."""
+    """The objective; its KL weight beta is the value for this step."""
     settings: StepSettings
     reference: Reference | None = None
     teacher: Reference | None = None
@@ -103,8 +103,9 @@ class Learner:
     def skips_rows(self) -> bool:
         """Whether forward passes leave out rows with advantage 0.
 
-        All rows are needed if a KL or entropy term has a gradient. Pairwise objectives always leave
-        out rows with advantage 0, because most rows belong to no pair.
+        If the loss has a KL or entropy term, no rows are left out, because the term has a gradient
+        in every row. Pairwise objectives skip rows with advantage 0 even if
+        filter.skip_zero_gradient is off, because most rows belong to no pair.
         """
         wanted = self.settings.skip_zero_gradient or self.objective.pairs
         return wanted and self.objective.only_surrogate
@@ -127,11 +128,11 @@ class Seen:
     number: int
     """Index of the optimizer step within the training step, from 0."""
     rows: torch.Tensor
-    """Indices of the rows in the batch."""
+    """Indices, within the batch, of the rows in this pass."""
     micro: Batch
-    """The micro-batch: the rows `rows` of the batch, with their token weights."""
+    """The micro-batch: the batch rows with the indices `rows`, and their token weights."""
     now: LogProbs
-    """Log-probs under the policy before the optimizer step, without gradient."""
+    """Detached log-probs and entropies, computed before the optimizer step."""
 
 
 Watch = Callable[[Seen], None]
@@ -158,7 +159,7 @@ def training_step(
 
 
 def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
-    """Collate groups, and fill in all fields that are computed over the whole batch."""
+    """Collate groups into a batch, and fill in the fields computed over the whole batch."""
     batch = collate(groups, learner.policy.model.device, parts_read(learner.objective))
     reads_old_policy = learner.objective.needs & {"old_logp", "old_entropy"}
     advantage_first = learner.skips_rows and not reads_old_policy
@@ -173,13 +174,13 @@ def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
 
 
 def parts_read(objective: Objective) -> tuple[str, ...] | None:
-    """Return the names of the reward parts to collate, or None if the objective uses none."""
+    """Return the names of the reward parts that the objective reads; None if it reads none."""
     return objective.parts if "parts" in objective.needs else None
 
 
 @torch.no_grad()
 def prepare(learner: Learner, batch: Batch) -> Batch:
-    """Fill in old_logp, entropy, ref_logp and teacher_logp, each only if it is needed."""
+    """Fill in the log-prob, entropy and value fields that the objective needs."""
     needs, settings = learner.objective.needs, learner.settings
     to_sampler = "sampler_as_old" in needs
     wanted = not settings.old_logp_in_pass and (settings.off_policy or "old_logp" in needs)
@@ -214,21 +215,21 @@ def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torc
 
 
 def _useful(learner: Learner, batch: Batch) -> torch.Tensor | None:
-    """Return the indices of the rows with a nonzero advantage, or None to use all rows."""
+    """Return the indices of the rows that forward passes need; None means all rows."""
     if batch.advantage is None or not learner.skips_rows:
         return None
     return RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
 
 
 def _put_back(found: torch.Tensor, useful: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Write `found` into the rows `useful` of the tensor `whole`, and return `whole`."""
+    """Copy `found` into `whole` at the row indices `useful`, and return `whole`."""
     (rows,) = to_device([useful], found.device)
     whole[rows, : found.shape[1]] = found
     return whole
 
 
 def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
-    """Fill in old_logp, and also the entropy if no rows are left out."""
+    """Fill in old_logp. If no rows are left out, also fill in the entropy."""
     tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
     useful = _useful(learner, batch)
     if useful is None:
@@ -307,7 +308,7 @@ def _set_training_mode(policy: Policy) -> None:
 def _train_critic(
     learner: Learner, batch: Batch, facts: RowFacts, step: int, meter: Meter
 ) -> dict[str, float]:
-    """Take the critic's optimizer steps, on the same mini-batches as the policy's."""
+    """Take the critic's optimizer steps on the same mini-batches that train the policy."""
     assert learner.critic is not None
     for index in facts.mini_batches(learner.settings, step):
         critic_step(
@@ -340,12 +341,12 @@ def backward_passes(
 
 
 def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
-    """Fill in the fields whose values depend on all rows of an optimizer step."""
+    """Fill in the fields of a mini-batch that are computed over all its rows."""
     return _with_marks(learner, with_weight(learner.objective, mini, totals), Meter())
 
 
 def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
-    """Fill in `marked`, which the objective computes from all log-probs of an optimizer step."""
+    """Fill in `marked`, which `objective.marks` computes from a mini-batch's log-probs."""
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():
@@ -380,8 +381,8 @@ def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
 def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
     """Return the mean KL of a step; NaN if all tokens are masked or a value was not finite.
 
-    If the KL is part of the reward, compute the mean KL over the whole batch. The logged metrics do
-    not include rows that the forward pass left out.
+    If the KL penalty is part of the reward, the mean KL covers the whole batch. The logged KL
+    metric covers only the rows that went through the forward pass.
     """
     if batch.token_penalty is None or not batch.mask.any():
         return metrics.get("objective/kl_avg", math.nan)
@@ -437,11 +438,11 @@ def check_finite(batch: Batch, step: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """Tensors [B] on the CPU with values for each row of a batch, such as its number of tokens.
+    """Values for each row of a batch, such as the number of trained tokens, on the CPU.
 
-    Reading a value from a GPU waits for all work that is queued on the GPU. To wait only once,
-    Covey copies the tensors of this class to the CPU before the first optimizer step, and uses the
-    copies to choose the rows of each optimizer step.
+    Reading a value from a GPU waits for all work that is queued on the GPU. Covey copies the
+    per-row values to the CPU once, before the first optimizer step, and then chooses the rows of
+    every optimizer step without another wait.
     """
 
     group: torch.Tensor
@@ -455,12 +456,12 @@ class RowFacts:
     one_row_each: bool
     """Whether every rollout is one row of the batch."""
     whole_groups: bool = False
-    """Whether an optimizer step must contain all rollouts of a group, because the loss compares
-    pairs of rollouts."""
+    """Whether all rollouts of a group must be in the same optimizer step, as pairwise losses
+    require."""
 
     @staticmethod
     def of(batch: Batch, *, skip: bool, whole_groups: bool = False) -> RowFacts:
-        """Read the values from a batch with advantages; `skip` leaves out rows with advantage 0."""
+        """Read per-row values; with `skip`, forward passes omit rows with advantage 0."""
         assert batch.advantage is not None, "with_advantage comes first"
         useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
         whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
@@ -478,12 +479,12 @@ class RowFacts:
         )
 
     def totals(self, index: torch.Tensor) -> Totals:
-        """Return the totals of the given rows: numbers of groups, rollouts and tokens."""
+        """Count the groups, rollouts and trained tokens of the given rows."""
         rollout = None if self.one_row_each else self.rollout[index]
         return Totals.counted(self.group[index], self.tokens[index], rollout)
 
     def pair_counts(self) -> dict[str, float]:
-        """Return the number of groups with a preference pair, and of groups without one.
+        """Return two metrics: the numbers of groups with and without a preference pair.
 
         Call this method only if rows with advantage 0 are left out.
         """
@@ -493,9 +494,9 @@ class RowFacts:
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
         """Return the positions in `index` of the rows that go through the forward pass.
 
-        Leaving out rows with advantage 0 does not change the gradient, because token weights are
-        computed before rows are left out. At least one row always goes through the forward pass, so
-        that a gradient exists, even if it is zero.
+        Leaving out rows with advantage 0 does not change the gradient: these rows have gradient 0,
+        and the token weights are computed before rows are left out. At least one row always goes
+        through the forward pass, so that a gradient exists, even if it is zero.
         """
         useful = self.useful[index].clone()
         useful[0] |= ~useful.any()

@@ -1,4 +1,4 @@
-"""The interface between the training loop and a kind of training, RL or SFT."""
+"""The interface through which the training loop runs RL or SFT."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from covey.training.schedule import Budget
 
 
 class Trainer(Protocol):
-    """The interface of RL training and SFT training for the training loop."""
+    """The methods that the training loop calls; RL and SFT each implement them."""
 
     @property
     def parts(self) -> Components:
-        """The components of the run."""
+        """The policy, engine, scorers and other components of the run."""
 
     @property
     def budget(self) -> Budget:
-        """The length of the run."""
+        """The length of the run in training steps, tokens or optimizer steps."""
 
     @property
     def rollouts(self) -> int:
-        """Number of rollouts, or of SFT examples, in a step."""
+        """Number of rollouts (RL) or solutions (SFT) per training step."""
 
     @property
     def evaluate_every(self) -> int:
@@ -35,13 +35,13 @@ class Trainer(Protocol):
         """Return the state at the start of a new run."""
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare for the first step after the given checkpoint; None means a new run."""
+        """Prepare the first step after `checkpoint`, which is None in a new run."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
-        """Take training step number `state.step`, and log it."""
+        """Run training step number `state.step`, and log its metrics."""
 
     def save(self, folder: Path, step: int) -> None:
-        """Write additional files, which a resumed run needs, into a step's checkpoint."""
+        """Add files to a step's checkpoint that this trainer needs to resume."""
 
     def close(self) -> None:
         """Stop all background work."""

@@ -1,4 +1,4 @@
-"""Track health findings and the best checkpoint of a run, and decide when to stop early."""
+"""Run health checks on metrics, track the best step, and decide when to stop early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Watch(Tracker):
-    """A tracker that tells the loop whether to save or stop after a step and its evaluation.
+    """A tracker that tells the training loop when to save a checkpoint and when to stop.
 
     Each rank has a `Watch`, because all ranks must save after the same steps.
     """
@@ -29,9 +29,9 @@ class Watch(Tracker):
     health: Health = field(init=False)
     best: Best | None = field(init=False, default=None)
     new: list[Finding] = field(default_factory=list)
-    """Findings that are not reported to the user yet."""
+    """Problems that the health checks found and `report` has not logged yet."""
     is_best: bool = False
-    """Whether the last step is the best so far."""
+    """Whether the last step has the best value so far of the metric `save.best`."""
 
     def __post_init__(self) -> None:
         self.health = Health(self.config.model_dump())
@@ -39,7 +39,7 @@ class Watch(Tracker):
             self.best = Best(metric=self.config.save.best, mode=self.config.save.best_is)
 
     def replay(self, run: RunFolder, until: int) -> None:
-        """Add the recorded steps and evaluations of a run that is resumed after step `until`."""
+        """When a run resumes after step `until`, add its recorded steps and evaluations."""
         rows = [row for row in run.steps() if row["step"] <= until]
         for row in rows:
             self.health.add(row)
@@ -76,7 +76,7 @@ class Watch(Tracker):
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
 
     def report(self, log: Tracker, stop: StopSignal) -> None:
-        """Log new health findings; stop the run if train.stop_on or train.patience requires it."""
+        """Log new health problems; stop the run if train.stop_on or train.patience says so."""
         for finding in self.new:
             log.note(f"health: {finding.line()}")
         self.new.clear()

@@ -1,2 +1,2 @@
-"""The web page of runs, `covey ui`. The web page does not import torch, so it opens quickly on any
-machine."""
+"""The web page that shows runs (`covey ui`). The web server does not import torch, so it starts
+quickly on any machine."""

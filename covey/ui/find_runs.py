@@ -1,4 +1,4 @@
-"""Find runs and comparisons below the folders that a user gave, and describe each in one row.
+"""Find runs and comparisons in the user's folders, and summarize each run in one row.
 
 A folder that has only some files of a run is listed too, with the names of the missing files.
 """
@@ -20,13 +20,14 @@ from covey.run.metrics import current_name
 from covey.run.records import ENVIRONMENT, last_row, read_object
 
 DEPTH = 4
-"""Maximum depth of subfolders in the search; it reaches comparisons/NAME/runs/ARM/seed-0."""
+"""Maximum number of folder levels to search. Four levels lead from `comparisons` to
+NAME/runs/ARM/seed-0."""
 MOST = 2000
 """Maximum number of runs and comparisons in the list. To see runs beyond the maximum, start `covey
 ui` with a subfolder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Files that mark a run folder. A folder with at least one of the three files is listed as a run,
-even if the run is incomplete.
+"""Files that identify a run folder. A folder with at least one of these three files is listed as a
+run, even if the other files are missing.
 """
 COMPARISON = "comparison.toml"
 
@@ -36,7 +37,7 @@ class Place:
     """A run or a comparison that the search found."""
 
     id: str
-    """The path relative to the given folder, which is also the run's id in the page's URLs."""
+    """Id in the page's URLs, which is the path relative to the folder that the user gave."""
     path: Path
     kind: str
     """`run` or `comparison`."""
@@ -58,7 +59,7 @@ def find(roots: Sequence[Path]) -> dict[str, Place]:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return whether a folder is a run, a comparison or neither."""
+    """Return "run" or "comparison"; None if a folder is neither."""
     if (path / COMPARISON).is_file():
         return "comparison"
     return "run" if any((path / name).exists() for name in SIGNS) else None
@@ -84,7 +85,7 @@ def _walk(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
 
 
 def overview(place: Place, now: float | None = None) -> dict[str, Any]:
-    """Return the fields of a run for the list of runs, without reading all of its steps."""
+    """Return a run's row in the list of runs, without reading all steps of the run."""
     run, steps = RunFolder(place.path), place.path / "steps.jsonl"
     last = _last(steps, _stamp(steps))
     settings = settings_cached(run)
@@ -116,7 +117,7 @@ def _text(settings: dict[str, Any], section: str, name: str) -> str | None:
 
 
 def _wanted(settings: dict[str, Any]) -> int | None:
-    """Return the planned number of steps; None if a budget of tokens or updates ends the run."""
+    """Return the planned number of steps; None if train.stop_after sets another limit."""
     train = settings.get("train")
     if not isinstance(train, dict):
         return None
@@ -126,7 +127,7 @@ def _wanted(settings: dict[str, Any]) -> int | None:
 
 
 def _comparison_of(place: Place) -> str | None:
-    """Return the name of the arm that a run of a comparison belongs to."""
+    """Return "COMPARISON/ARM" for a run of a comparison; None for any other run."""
     parts = place.path.parts
     inside = len(parts) > 4 and parts[-3] == "runs" and parts[-1].startswith("seed-")
     return f"{parts[-4]}/{parts[-2]}" if inside else None
@@ -134,16 +135,16 @@ def _comparison_of(place: Place) -> str | None:
 
 @lru_cache(maxsize=MOST)
 def _last(path: Path, stamp: str) -> dict[str, Any]:
-    """Return the metrics of the last step that the list of runs shows.
+    """Return the metrics that the list of runs shows, from the last line of steps.jsonl.
 
-    Read steps.jsonl again only if it has changed.
+    A cache avoids reading steps.jsonl again if the file has not changed.
     """
     last = {current_name(name): value for name, value in last_row(path).items()}
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}
 
 
 def _stamp(path: Path) -> str:
-    """Return a text that changes whenever the content of a file changes."""
+    """Return inode, size and modification time, as a string that changes with the file."""
     try:
         found = path.stat()
     except OSError:
@@ -169,7 +170,7 @@ def _settings(path: str, stamp: str) -> dict[str, Any]:
 
 
 def evaluations_cached(run: RunFolder) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the evaluations of a run, and notes on damaged evaluations."""
+    """Return the evaluations of a run, and notes on evaluations that cannot be read."""
     return _evaluations(str(run.path), _stamp(run.path / "eval.jsonl"))
 
 
@@ -180,7 +181,7 @@ def _evaluations(path: str, stamp: str) -> tuple[list[dict[str, Any]], list[str]
 
 
 def problems(place: Place) -> list[str]:
-    """Return one line for each file or row in a run folder that cannot be read."""
+    """Return a message for each file of a run that is missing or cannot be read."""
     found = []
     run = RunFolder(place.path)
     if not run.config_file.is_file():

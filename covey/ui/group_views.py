@@ -1,4 +1,4 @@
-"""API responses about a step's groups, a group's rollouts and a rollout's tokens."""
+"""Build the API responses that show the groups, rollouts and tokens of a step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PAGE = 40
 SHOWN = 64
 """Maximum number of rollouts of a group that the server sends with their text."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
-"""Fields of a token that are known only after `covey explain` has repeated the training step."""
+"""Token fields that are unknown until `covey explain` recomputes the training step."""
 
 
 def groups(site: Site, query: Query) -> dict[str, Any]:
-    """Return one page of the groups of a step, filtered and sorted."""
+    """Filter and sort the groups of a step, and return one page of groups."""
     index = site.rollouts[rollouts_file(site, query)]
     index.update(READ_SECONDS)
     words = query.get("search", "").strip()
@@ -61,7 +61,7 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
 
 
 def summary(group: Sequence[Entry]) -> dict[str, Any]:
-    """Return the fields of a group for the list of groups."""
+    """Return a group's row in the list of groups, with prompt, rewards and length."""
     rewards = [entry.reward for entry in group if entry.reward is not None]
     # Plain sums are used for speed, because a step may have thousands of groups.
     mean = sum(rewards) / len(rewards) if rewards else None
@@ -99,7 +99,7 @@ def _kept(group: Sequence[Entry], name: str) -> bool:
 
 
 def _sort(groups: list[list[Entry]], name: str) -> None:
-    """Sort groups: the lowest reward, the largest spread or the longest completions first."""
+    """Sort groups by mean reward (lowest first), reward spread or length (largest first)."""
     if name == "reward":
         groups.sort(key=_mean_reward)
     elif name in ("spread", "length"):
@@ -167,7 +167,7 @@ def _call(call: Mapping[str, Any]) -> str:
 
 
 def rollout(site: Site, query: Query) -> dict[str, Any]:
-    """Return one rollout with its whole text, and its tokens with all known fields."""
+    """Return one rollout with its whole text and all known data of each token."""
     place, line = site.place(query), int(query.get("line") or 0)
     index = site.rollouts[rollouts_file(site, query)]
     while not index.done and (not index.entries or index.entries[-1].line < line):
@@ -200,7 +200,7 @@ def _explain_key(site: Site, query: Query) -> tuple[str, ...]:
 
 
 def start_explain(site: Site, query: Query) -> dict[str, Any]:
-    """Repeat a training step in another process, as `covey explain` does, to see every token."""
+    """Start `covey explain` in another process, which recomputes a step's token data."""
     place, step = site.place(query), rollouts_file(site, query).stem
     work = partial(_explain, str(place.path), int(step))
     key = _explain_key(site, query)
@@ -210,7 +210,7 @@ def start_explain(site: Site, query: Query) -> dict[str, Any]:
 
 
 def _explain(path: str, step: int) -> dict[str, Any]:
-    """Return the token fields of each rollout, by the rollout's line number in the file."""
+    """Run `covey explain`; return token fields by line number in the rollout file."""
     found = covey_json("explain", path, "--step", str(step))
     return {
         str(rollout["line"]): {

@@ -1,6 +1,6 @@
-"""Run slow work, and work that needs torch, in separate processes, one process at a time.
+"""Run slow work, and work that needs torch, in separate processes.
 
-The page starts the following commands:
+The web server starts the following commands:
 
     covey runs check RUN --json              health of a run
     covey explain RUN --step N --json        every token of a step, trained again
@@ -21,20 +21,20 @@ from typing import Any
 from covey.errors import CoveyError
 
 PYTHON = (sys.executable, "-P", "-m")
-"""The command that starts Python. Python's option -P prevents imports from the folder in which the
-page was started."""
+"""Start of a command line that runs a Python module. The option -P keeps Python from importing
+modules in the current folder."""
 TIME_LIMIT = 900.0
 KEPT = 32
-"""Number of results that stay in memory."""
+"""Number of finished jobs whose results stay in memory."""
 EXPLORER = "covey.analysis.explain.small_step"
 
 
 class ProcessError(CoveyError):
-    """Raised if another process failed; the message is the last line of its stderr."""
+    """Raised if a process that the web server started fails or takes too long."""
 
 
 def covey_json(*arguments: str) -> Any:
-    """Run a covey command with --json and return its output."""
+    """Run a covey command with --json, and return the parsed JSON output."""
     command = [*PYTHON, "covey", *arguments, "--json"]
     try:
         done = subprocess.run(
@@ -90,7 +90,7 @@ class Jobs:
 
 @dataclass(slots=True)
 class Explorer:
-    """The process that computes small training steps with torch; started at the first request."""
+    """The process behind the page's step explorer, which starts at the first request."""
 
     command: Sequence[str] = (*PYTHON, EXPLORER)
     _closed: bool = False
@@ -98,7 +98,7 @@ class Explorer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer, or raise ProcessError with the process's error."""
+        """Send a request to the process; return its answer, or raise ProcessError."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None
@@ -127,7 +127,7 @@ class Explorer:
         return self._process
 
     def close(self) -> None:
-        """End the process, and do not start it again."""
+        """End the process. Later requests raise ProcessError."""
         self._closed = True
         if self._process is not None:
             self._process.kill()  # a thread that waits for an answer gets an error

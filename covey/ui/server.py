@@ -1,9 +1,9 @@
-"""HTTP server of the web page, for one user.
+"""Serve the web page of `covey ui` over HTTP, for one user.
 
-The server listens on the loopback address, or on another address with a token. A web page of
-another site can send requests to the loopback address. The domain name of another site can also be
-made to resolve to the loopback address (DNS rebinding). To refuse requests of other sites, the
-server checks the Host header, and requires a custom header in requests that change anything.
+The server listens on the loopback address. On any other address, the server requires a token. A web
+page of another site can send requests to the loopback address. An attacker can also make the domain
+name of a site resolve to the loopback address (DNS rebinding). To refuse requests from other sites,
+the server checks the Host header, and requires a custom header in every POST request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from covey.ui.views import NotFound, Query, Site
 
 COOKIE = "covey_token"
 ASKED = "X-Covey"
-"""Header of requests that change something; pages of other sites cannot send this header."""
+"""Header that every POST request must have; pages of other sites cannot send this header."""
 SECONDS = 30.0
 """Seconds after which a connection that sends nothing is closed."""
 CONNECTIONS = 64
@@ -38,8 +38,8 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
-"""Content security policy of a report. The directive `sandbox` gives the report no access to other
-pages.
+"""Content security policy for the HTML report of a comparison. The directive `sandbox` gives the
+report no access to other pages.
 """
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -63,7 +63,7 @@ POST: Mapping[str, Callable[[Site, Query], Any]] = {"/api/explain": group_views.
 
 
 class Server(ThreadingHTTPServer):
-    """The HTTP server, with its site, its token and the host names that it accepts."""
+    """The HTTP server, with the access token and a check of host names."""
 
     daemon_threads = True
     request_queue_size = CONNECTIONS
@@ -77,7 +77,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address to open, with the token if one is needed."""
+        """The URL to open in a browser, with the access token if the server requires one."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         if self.host in ("0.0.0.0", "::"):
             host = socket.gethostname()
@@ -97,21 +97,21 @@ class Server(ThreadingHTTPServer):
         return name == "localhost" or (_is_address(name) and is_loopback(name))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread. If there are too many connections, close the new connection."""
+        """Answer a request in a new thread; close the connection if too many are open."""
         if not self.room.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a request, and then free the slot for another connection."""
+        """Answer a request, and then allow one more open connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error of a browser that closed the connection; show other errors."""
+        """Ignore closed connections and timeouts; print other errors."""
         import sys
 
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
@@ -240,9 +240,10 @@ def _equal(given: str, token: str) -> bool:
 
 
 def static_file(name: str) -> bytes | None:
-    """Return a file of the page, or None.
+    """Return the content of a file of the page; None if there is no such file.
 
-    Only files that are listed in the page's folder are opened.
+    The name must equal the name of a file in the page's folder, so a request cannot open other
+    files.
     """
     if name == "report.css":  # reports and the page share this file, so that they look alike
         return files("covey.analysis.page").joinpath(name).read_bytes()

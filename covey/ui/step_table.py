@@ -1,10 +1,9 @@
-"""The metrics of a run as columns, read from steps.jsonl in pieces, and updated as the file grows.
+"""Tables of the metrics of runs, which are read from steps.jsonl as the file grows.
 
-A request reads steps.jsonl for at most a fraction of a second, and later requests continue. If the
-file is long, the first request also samples the steps that it has not read, so that whole curves
-appear at once.
-A run has more than a hundred metrics, but a page shows only a dozen, so a table stores only the
-metrics that requests ask for.
+A request reads steps.jsonl for a fraction of a second, and the next request continues at the same
+position. If the file is long, the first request also reads a sample of the remaining steps, so that
+the page can draw whole curves at once. A run has more than a hundred metrics, but a page shows only
+a dozen, so a table stores only the metrics that requests ask for.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from covey.run.records import STEP, Row, open_file, parse_line
 CHUNK = 2**20
 """Number of bytes that are read at a time."""
 SAMPLED = 200
-"""Number of steps that are sampled from the part of a file that is not read yet."""
+"""Number of steps to sample from the unread part of a file."""
 AXES = ("step", "tokens", "time/from_scratch")
-"""Metrics that a table always stores, because most pages show them. A table also stores all parts
-of the reward.
+"""Metrics that a table always stores, because most pages show them. A table also stores the metrics
+of all reward components (`objective/parts/`).
 """
 PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
-"""Columns by metric name: float32 arrays [rows], with NaN for a missing number. The column `step`
-is float64."""
+"""For each metric name, a float32 array with one value per step; NaN if a value is missing. The
+column `step` is float64."""
 name_now = lru_cache(maxsize=4096)(current_name)
 
 
@@ -50,8 +49,8 @@ class StepTable:
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-    """The metrics of all steps in order, in pieces of decreasing size, so that large pieces are
-    rarely copied."""
+    """The metrics of all steps read so far, as a list of tables in order. Earlier tables are
+    larger, so adding steps rarely copies a large table."""
     names: set[str] = field(default_factory=set)
     """The names of all metrics in steps.jsonl, including metrics that the table does not store."""
     notes: list[str] = field(default_factory=list)
@@ -71,7 +70,7 @@ class StepTable:
     def update(
         self, metrics: Collection[str], seconds: float, samples: int = SAMPLED
     ) -> list[Columns]:
-        """Read new lines of the file for up to `seconds`.
+        """Read new lines of steps.jsonl for up to `seconds` seconds.
 
         Return all steps read so far, and a sample of the unread steps. If `metrics` has a metric
         that the table does not store, read the file again from the start.
@@ -109,9 +108,7 @@ class StepTable:
         return [*self.pieces, *self._rest(file, found.st_size, samples)]
 
     def _rest(self, file: BinaryIO, size: int, samples: int) -> Iterator[Columns]:
-        """Yield the sampled steps that come after the steps already read. Sample the file only
-        once.
-        """
+        """Yield sampled steps after the last step read; take the sample only once."""
         if len(self._sample.get("step", ())) < samples // 2:
             rows = list(sampled(file, self._offset, size, samples))
             self._sample = self._columns(rows) if rows else {}
@@ -144,7 +141,7 @@ class StepTable:
             self.pieces[-2:] = [new]
 
     def _columns(self, rows: Sequence[Row]) -> Columns:
-        """Return the values of the metrics that the table stores, and record all metric names."""
+        """Return the columns that the table stores, and add all metric names to `names`."""
         columns: Columns = {}
         for written in dict.fromkeys(chain.from_iterable(rows)):
             name = name_now(written)
@@ -164,7 +161,7 @@ class StepTable:
 
 
 def step_row(raw: bytes) -> Row | None:
-    """Parse a line of the file; return None if the line is not a step."""
+    """Parse a line of steps.jsonl; return None if the line is not a valid step."""
     try:
         row = from_json(raw, allow_inf_nan=False)
     except ValueError:
@@ -199,7 +196,7 @@ def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
 
 
 def sampled(file: BinaryIO, start: int, stop: int, count: int) -> Iterator[Row]:
-    """Yield evenly spaced steps of the unread part of a file, including the last step."""
+    """Yield steps at evenly spaced positions in the unread part of steps.jsonl."""
     last = -1
     for place in np.linspace(start, max(start, stop - CHUNK // 16), count).astype(int):
         file.seek(place)
@@ -242,7 +239,7 @@ def curve(
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """Round the values to seven digits, the precision of float32."""
+    """Round values to seven significant digits, the precision of float32."""
     with np.errstate(divide="ignore"):
         digits = 6 - np.floor(np.log10(np.abs(values)))
     digits = np.where(np.abs(digits) < 300, digits, 0)
@@ -253,7 +250,7 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 class StepTables:
-    """The tables with the metrics of many runs.
+    """A cache of the metric tables of many runs.
 
     If the tables exceed a memory limit, the least recently used tables are dropped.
     """

@@ -1,6 +1,6 @@
-"""The API of the page: each function of this module returns the data of one URL.
+"""The API of the web page, with one function for each URL.
 
-Control characters in all texts are escaped, and the page inserts all texts as text, not as HTML.
+The server escapes control characters in all data, and the page never inserts data as HTML.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ READ_SECONDS = 0.04
 """Seconds that a request may spend reading a file. The page repeats the request until the whole
 file is read."""
 LEAST_SAMPLED = 40
-"""Minimum number of steps to sample from each file, however many runs a chart shows."""
+"""Minimum number of steps to sample from each run's file, even if a chart shows many runs."""
 TABLE_BYTES = 100 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
-"""Seconds after which folders are searched for new runs again."""
+"""Minimum number of seconds between two searches for new runs."""
 HEALTH_SECONDS = 15
-"""Seconds after which the health of a growing run is checked again."""
+"""Seconds between health checks of a run that is still training."""
 LONGEST = 20_000
-"""Maximum number of characters of a text that the server sends at first."""
+"""The server cuts texts to this number of characters; the page of a single rollout has a longer
+limit."""
 EVALUATION = (
     "step", "prompts", "greedy", "reward", "mean_tokens", "best_constant", "distinct_answers",
 )  # fmt: skip
@@ -64,7 +65,7 @@ class Site:
     _found: tuple[float, dict[str, Place]] = (0.0, {})
 
     def places(self) -> dict[str, Place]:
-        """Return the runs and comparisons. Search the folders at most once per second."""
+        """Return runs and comparisons by id. Search the folders at most once per second."""
         when, found = self._found
         if time.monotonic() - when > FIND_SECONDS:
             found = find(self.roots)
@@ -72,7 +73,7 @@ class Site:
         return found
 
     def place(self, query: Query, kind: str = "run", key: str = "run") -> Place:
-        """Return the run or comparison of a request.
+        """Return the run or comparison that a request names.
 
         The id in a request is never used as part of a path.
         """
@@ -115,10 +116,10 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 
 
 def series(site: Site, query: Query) -> dict[str, Any]:
-    """Return curves of one or several runs, whose ids are separated by NUL.
+    """Return the curves of the runs in a request; NUL characters separate the run ids.
 
-    The time limit for reading applies to all runs together. The page repeats its request for runs
-    that are not completely read.
+    The time limit for reading applies to all runs together. The page repeats the request until the
+    files of all runs are read.
     """
     ids = query.get("run", "").split("\0")
     until = time.monotonic() + READ_SECONDS
@@ -127,7 +128,7 @@ def series(site: Site, query: Query) -> dict[str, Any]:
 
 
 def _curves(place: Place, site: Site, query: Query, until: float, samples: int) -> dict[str, Any]:
-    """Return the curves of the metrics in `metrics`, and the names of all metrics."""
+    """Return a run's curves for the requested metrics, and the names of all its metrics."""
     table = site.tables[place.path]
     axis = query.get("axis", "step")
     asked = [name for name in query.get("metrics", "").split(",") if name]
@@ -149,7 +150,7 @@ def _curves(place: Place, site: Site, query: Query, until: float, samples: int) 
 
 
 def details(site: Site, query: Query) -> dict[str, Any]:
-    """Return settings and environment of a run, and the steps whose rollouts were saved."""
+    """Return a run's settings, software versions, and steps with saved rollouts."""
     place = site.place(query)
     run, notes = RunFolder(place.path), problems(place)
     environment = run.environment(lambda text: None)
@@ -180,7 +181,7 @@ def health(site: Site, query: Query) -> dict[str, Any]:
 
 
 def explore(site: Site, query: Query) -> dict[str, Any]:
-    """Return the numbers of one small training step, for the step explorer."""
+    """Return each token's values in a toy optimizer step, for the page's step explorer."""
     return site.explorer.ask(dict(query))
 
 

@@ -3,7 +3,7 @@
 Large gradients are all-reduced in place, and small gradients are all-reduced in buckets. In the
 last backward pass of an optimizer step, the all-reduce of a bucket starts as soon as all gradients
 of the bucket are computed. The communication overlaps with the rest of the backward pass. If CUDA
-graphs or fused passes compute gradients, every all-reduce starts after the pass.
+graphs or fused kernels compute the gradients, every all-reduce starts after the backward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUCKET_BYTES = 25 * 2**20
 class _Bucket:
     names: list[str]
     missing: int = 0
-    """Number of gradients in the bucket that the last backward pass has not computed yet."""
+    """Number of the bucket's gradients that the backward pass has not computed yet."""
     work: Any = None
     flat: torch.Tensor | None = None
     """A flat copy of the bucket's gradients. None for a bucket with a single gradient, because a
@@ -63,13 +63,13 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Sum buckets over ranks during the next backward pass, which is the last of the step."""
+        """Let the next backward pass, the last of the step, sum buckets over ranks."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True
 
     def finish(self) -> None:
-        """Sum the remaining buckets, and wait until all gradients are sums over all ranks."""
+        """Sum the remaining buckets over ranks, and wait until all sums are complete."""
         self._overlaps = False
         for bucket in self.buckets[self._started :]:
             self._start(bucket)
@@ -107,7 +107,7 @@ class GradientSums:
     def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
         """Return a bucket's gradients.
 
-        Parameters that no pass uses have no gradient and are left out.
+        Parameters that no backward pass reached have no gradient and are left out.
         """
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
@@ -116,7 +116,7 @@ class GradientSums:
 def sums_of(
     model: LanguageModel, optimizer: Optimizer, world: World
 ) -> GradientSums | GatheredSteps | None:
-    """Return the object that sums gradients over ranks, or None if no gradients need to be summed.
+    """Return an object that sums gradients over ranks; None if FSDP2 does, or with one rank.
 
     FSDP2 sums the gradients of a sharded model in the backward pass, unless the weights stay
     gathered for a whole optimizer step.

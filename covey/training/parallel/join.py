@@ -28,7 +28,7 @@ from covey.training.parallel.world import Ranks, World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
-"""Seconds that a rank which fails before joining waits for rank 0 to report the failure."""
+"""If a rank fails before joining, it waits this many seconds for rank 0 to respond."""
 
 
 @contextmanager
@@ -115,11 +115,11 @@ def _distributed() -> Any:
 
 
 def told_by_main(text: str, code: int) -> bool:
-    """Send rank 0 the reason why this rank failed before joining, so that rank 0 reports it.
+    """Tell rank 0 why this rank failed before joining, so that rank 0 can print the reason.
 
-    Return whether rank 0 answers.
+    Return True if rank 0 has responded, and False otherwise.
 
-    If several ranks fail in the same way, the user sees only one line.
+    If several ranks fail in the same way, only rank 0 prints an error message.
     """
     try:
         here = place()

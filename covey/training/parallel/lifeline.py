@@ -1,11 +1,11 @@
 """Failure detection: each rank notices within seconds that another rank has failed or died.
 
-A collective call waits for all ranks, so it may take minutes to notice a failure. To notice a
-failure fast, every rank keeps a TCP connection to rank 0. The connection closes when the process
-ends, even after a crash. A rank that fails sends the reason before it ends, and rank 0 forwards the
-reason to the other ranks. After a failure, the main thread of each rank raises the error at its
-next collective call. If the main thread makes no collective call within a few seconds of a failure,
-a background thread ends the process.
+A collective call waits for all ranks, so without further measures the ranks may take minutes to
+notice a failed rank. To notice a failure fast, every rank keeps a TCP connection to rank 0. A
+rank's connection closes when the rank's process ends, even after a crash. A rank that fails sends
+the reason before it ends, and rank 0 forwards the reason to the other ranks. After a failure, the
+main thread of each rank raises the error at its next collective call. If the main thread makes no
+collective call within a few seconds of a failure, a background thread ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Seconds in which the main thread must notice a lost rank, and in which the process must end."""
+"""Seconds within which the main thread must notice a lost rank, and then end the process."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -37,7 +37,7 @@ class RankError(CoveyError):
 
 
 class Reported(CoveyError):
-    """Raised for a failure that another rank reports, so that this rank prints nothing."""
+    """Raised with an empty message if another rank already reports the failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class Loss:
 
     rank: int
     text: str
-    """The reason of the failure in one line; empty if the process died without a message."""
+    """Why the rank failed, in one line; empty if the rank died without a message."""
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
-        """Return the error to raise; only the reporting rank's error has a message."""
+        """Return the error to raise; its message is empty if `reporter` is false."""
         if not reporter:
             error: CoveyError = Reported("")
         elif self.text:
@@ -84,7 +84,7 @@ class Lifeline:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank prints the error: rank 0 usually does, and rank 1 if rank 0 is lost."""
+        """Whether this rank prints the error: rank 0, or rank 1 if rank 0 has died."""
         silent = self.loss is not None and self.loss.rank == 0 and not self.loss.text
         return self.rank == (1 if silent else 0)
 
@@ -167,16 +167,17 @@ class Lifeline:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Open the socket of rank 0.
+    """Open the socket on which rank 0 accepts connections from the other ranks.
 
-    Return the socket, and a text with its port and a secret, which the other ranks need to connect.
+    Return the socket, and a text that contains the port and a secret. The other ranks need this
+    text to connect.
     """
     server = socket.create_server((LOCAL[1] if address in LOCAL else "", 0))
     return server, f"{server.getsockname()[1]} {secrets.token_hex(16)}"
 
 
 def accept(server: socket.socket, secret: str, size: int) -> Lifeline:
-    """Wait for the connections of all other ranks."""
+    """On rank 0, wait until all other ranks have connected."""
     peers: dict[int, socket.socket] = {}
     limit = time.monotonic() + CONNECT_SECONDS
     with server:

@@ -35,7 +35,7 @@ def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pas
 
     All ranks have the same number of micro-batches, of similar sizes. All ranks have the same
     batch, so each rank computes the same split without communication. To balance the sizes, the
-    token limit is lowered as far as possible without adding passes.
+    function uses the smallest token limit per micro-batch that needs no additional passes.
     """
     parts = list(micro_batches(batch, micro_batch_tokens))
     if world.size == 1:
@@ -63,7 +63,7 @@ def whole_batch(
     logp: Callable[[Batch], LogProbs],
     world: World = World(),  # noqa: B008 - without state
 ) -> LogProbs:
-    """Run `logp` on micro-batches, and return the rows in their original order."""
+    """Compute `logp` in micro-batches; return the results in the original row order."""
     return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
 
 
@@ -76,7 +76,8 @@ def in_passes(
 ) -> torch.Tensor:
     """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
 
-    Exactly one rank computes the values of each row, so that the sum over ranks is exact.
+    Exactly one rank computes each row, and all other ranks contribute 0, so the sum over ranks has
+    no rounding error.
     """
     whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
     for index, counts in rank_passes(batch, micro_batch_tokens, world):

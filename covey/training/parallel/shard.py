@@ -1,11 +1,12 @@
 """Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
 
-The weights of a block are gathered when a pass reaches the block. The backward pass sums the
-gradients of each block over ranks, and shards the sums. The sharded parameters are the optimizer's
-float32 masters, even if the model computes in bfloat16. The weights of embedding, head and final
-norm stay gathered during a whole pass. FSDP2 gathers the weights of embedding, head and final norm
-at a method call on the root module, so each pass is one call of `batch_logp`. If the model has only
-one shard, fused passes run on weights that are gathered once per optimizer step (GatheredSteps).
+FSDP2 gathers the weights of a transformer block when a pass reaches the block. The backward pass
+sums the gradients of each block over ranks, and shards the sums. The sharded parameters are the
+optimizer's float32 masters, even if the model computes in bfloat16. The weights of embedding, head
+and final norm stay gathered during a whole pass. FSDP2 gathers the weights of embedding, head and
+final norm when a method of the root module is called. Therefore each pass is a single method call,
+which runs `batch_logp`. If each rank has a complete copy of the model, passes with fused kernels
+use weights that are gathered once per optimizer step (GatheredSteps).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def shard_model(
 
 
 def _add_entries(model: LanguageModel) -> None:
-    """Add methods to the model and its blocks that gather the weights before a pass."""
+    """Give the model and its blocks methods that gather the weights before a pass."""
     root = model.model
     _add_entry(root, ENTRY, entry_method)
     enter = getattr(root, ENTRY)
@@ -89,7 +90,7 @@ def _add_entries(model: LanguageModel) -> None:
 
 
 def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
-    """Add a method to a sharded module that gathers the module's weights, as `forward` does."""
+    """Give a sharded module a method that first gathers its weights, as `forward` does."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     setattr(module, name, types.MethodType(method, module))
@@ -99,9 +100,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    The weights stay gathered only if the model has a single shard. With a single shard, gradients
-    of gathered weights take no more memory than sharded gradients, and only the gathered weights
-    need additional memory.
+    The weights stay gathered only if the model has a single shard, so that each rank has a complete
+    copy of the model. With a single shard, gradients of gathered weights take no more memory than
+    sharded gradients, and only the gathered weights need additional memory.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
@@ -123,9 +124,9 @@ class GatheredSteps:
         self.whole: dict[str, nn.Parameter] = {}
         """The gathered weights by name; empty before the first pass."""
         self.fused: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pairs of a fused weight and the tensor into which FSDP2 gathers the weight."""
+        """Pairs (fused, gathered): FSDP2 fills `gathered`, which is copied to `fused`."""
         self.sums: dict[str, torch.Tensor] = {}
-        """Sharded gradients by name, in the memory of the float32 gradient sums."""
+        """Sharded gradients by name; they share memory with the float32 gradient sums."""
         setattr(model.model, ENTRY, self.logp)
 
     def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
@@ -170,7 +171,7 @@ class GatheredSteps:
             part.reshard()
 
     def _as_shard(self, name: str, holder: Any) -> torch.Tensor:
-        """Return a gradient as a sharded tensor; float32 sums use the same memory in every step."""
+        """Return a gradient as a sharded tensor that shares the gradient's memory."""
         grad: torch.Tensor = holder.grad
         if not isinstance(holder, GradHolder):
             return sharded_like(grad, self.shards[name])
@@ -245,6 +246,6 @@ def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
 
 
 def _twin(root: Any, copied: Any, module: nn.Module) -> Any:
-    """Return the module of `copied` that corresponds to `module`, a module of `root`."""
+    """Return the module that has the same name in `copied` as `module` has in `root`."""
     name = next(name for name, each in root.named_modules() if each is module)
     return copied.get_submodule(name)

@@ -1,4 +1,4 @@
-"""The ranks of a run: the interface `World` for one rank, and `Ranks` for several.
+"""The ranks of a run: class `World` for a single rank, and its subclass `Ranks` for several.
 
 Every rank builds the same batch and makes the same decisions. Only the generation of rollouts and
 the passes through the model are divided among ranks. Ranks communicate only to gather rollouts and
@@ -86,7 +86,7 @@ class Ranks(World):
         self.rank, self.size, self.local_size = place.rank, place.size, place.local_size
 
     def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's items: every `size`-th item."""
+        """Return every `size`-th item, beginning with the item at index `rank`."""
         return list(items[self.rank :: self.size])
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
