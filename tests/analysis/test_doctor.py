@@ -139,7 +139,8 @@ def test_a_checkup_without_time_says_what_it_skips() -> None:
         ("resume, memory, time", None),
     ]
     assert "loading the model" not in said
-    assert {"reward: determinism", "sandbox"} <= {r.name for r in found if r.passed}
+    sandbox = set() if program.isolation_problem() else {"sandbox"}
+    assert {"reward: determinism", *sandbox} <= {r.name for r in found if r.passed}
 
 
 def test_slow_gradients_are_skipped_one_by_one(parts: Parts) -> None:
