@@ -28,19 +28,15 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
     if not local.exists():
         offline_if_unreachable()  # set before datasets is imported, which reads the setting
     datasets = require_module("datasets")
+    kind = FORMATS.get(local.suffix, "") if local.is_file() else None
+    if kind == "":
+        endings = ", ".join(FORMATS)
+        raise DataError(f"task: cannot read {path}: the file name must end in one of {endings}")
     try:
-        if local.is_file():
-            kind = FORMATS.get(local.suffix)
-            if kind is None:
-                endings = ", ".join(FORMATS)
-                raise DataError(
-                    f"task: cannot read {path}: the file name must end in one of {endings}"
-                )
-            options = OPTIONS.get(kind, {})
-            return dict(datasets.load_dataset(kind, data_files=str(local), **options))
-        return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
-    except DataError:
-        raise
+        if kind is None:
+            return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
+        options = OPTIONS.get(kind, {})
+        return dict(datasets.load_dataset(kind, data_files=str(local), **options))
     except Exception as error:  # errors of datasets, the network or a file format
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from covey.errors import ConfigError
-from covey.tasks.task import SplitTask
+from covey.tasks.task import SplitTask, chat_messages
 from covey.trust import import_callable
 from covey.types import Message, Prompt
 
@@ -45,15 +45,15 @@ class Verifiers(SplitTask):
 
     def _prompt(self, split: str, number: int, row: dict[str, Any]) -> Prompt:
         given = row["prompt"]
-        messages: list[Message] = (
-            [{"role": "user", "content": given}]
+        messages: tuple[Message, ...] = (
+            chat_messages(given)
             if isinstance(given, str)
-            else [{"role": m["role"], "content": m["content"] or ""} for m in given]
+            else tuple({"role": m["role"], "content": m["content"] or ""} for m in given)
         )
         return Prompt(
             id=f"{self.package}/{split}/{number}",
             task=self.name,
-            messages=tuple(messages),
+            messages=messages,
             target=str(row.get("answer") or ""),
             info={"row": row},
         )
