@@ -95,12 +95,9 @@ class Efficiency(Reward):
     edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
 
     def __post_init__(self) -> None:
-        for name in ("expected_edits", "max_rounds"):
+        for name in ("expected_steps", "expected_edits", "max_rounds"):
             value = getattr(self, name)
             check_option(value >= 0, f"{name} must be 0 or more, not {value}")
-        check_option(
-            self.expected_steps >= 0, f"expected_steps must be 0 or more, not {self.expected_steps}"
-        )
         check_option(self.max_words >= 1, f"max_words must be at least 1, not {self.max_words}")
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

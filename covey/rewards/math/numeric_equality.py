@@ -12,7 +12,7 @@ import cmath
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -173,17 +173,11 @@ def _raised(base: complex, exponent: complex) -> complex:
     return power
 
 
-def _tokens(formula: str) -> Iterator[str]:
-    for match in _TOKEN.finditer(formula):
-        if match.lastgroup is not None:
-            yield match[0]
-
-
 class _Evaluator:
     """A recursive-descent parser that evaluates a formula at three points while it parses."""
 
     def __init__(self, formula: str) -> None:
-        self.tokens = [*_tokens(formula), ""]
+        self.tokens = [m[0] for m in _TOKEN.finditer(formula) if m.lastgroup is not None] + [""]
         self.at = 0
         self.variables: set[str] = set()
         self.decimals = any("." in token for token in self.tokens)
