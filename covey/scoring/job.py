@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from covey.errors import users_error
-from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError
+from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError, at_progress
 from covey.types import Prompt
 
 READY = "ready"
@@ -75,7 +75,8 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     If the reward raises an exception, the result of the completion contains the error.
     """
     reward = at_progress(reward, job.progress)
-    if _takes_groups(reward):
+    # A reward class that scores whole groups in one call has the attribute `whole_groups = True`.
+    if getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False):
         groups: Any = reward
         try:
             return _checked_group(groups.score_group(*_arguments(reward, job)), job, reward)
@@ -90,14 +91,6 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
         except Exception as error:  # a user's function may raise anything; the error is counted
             results += failed(error, [text])
     return results
-
-
-def _takes_groups(reward: Any) -> bool:
-    """Whether a reward scores a list of completions in one call.
-
-    A reward class that scores whole groups has the attribute `whole_groups = True`.
-    """
-    return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 
 
 async def score_job_async(reward: Any, job: Job) -> list[ScoreResult]:
@@ -155,9 +148,3 @@ def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
     """Return a failed result for each completion, with the error message and traceback."""
     trace = "".join(traceback.format_exception(error))
     return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
-
-
-def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward with the weights that apply after the given fraction of the run."""
-    at = getattr(reward, "at", None)
-    return reward if at is None else at(progress)
