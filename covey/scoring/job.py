@@ -1,4 +1,4 @@
-"""Scoring jobs, their results, and the functions that call the reward for each job."""
+"""Scoring jobs, their results, and the scorer that calls the reward in this process."""
 
 from __future__ import annotations
 
@@ -148,3 +148,40 @@ def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
     """Return a failed result for each completion, with the error message and traceback."""
     trace = "".join(traceback.format_exception(error))
     return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Finished results.
+
+    This class replaces `Future`, whose locks would take as much time as a quick reward.
+    """
+
+    results: list[ScoreResult]
+
+    def result(self) -> list[ScoreResult]:
+        return self.results
+
+
+@dataclass(frozen=True, slots=True)
+class InlineScorer:
+    """A scorer that runs the reward in this process, without a time limit. The caller waits."""
+
+    reward: Reward
+    identity: str = ""
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the reward scores all completions of a group in one call."""
+        return bool(getattr(self.reward, "whole_groups", False))
+
+    def submit(self, job: Job) -> Pending:
+        """Score a job at once and return its results."""
+        return _Done(score_job(self.reward, job))
+
+    def events(self) -> list[str]:
+        """Return an empty list, because this scorer has no worker processes to report on."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing, because this scorer has no worker processes."""
