@@ -47,7 +47,12 @@ def parse_call(text: str) -> Call | None:
         text = text.removeprefix("<tool_call>").removesuffix("</tool_call>").strip()
     if nesting(text) > MAX_NESTING:
         return None
-    return _from_json(text) if text.startswith("{") else _from_syntax(text)
+    if not text.startswith("{"):
+        return _from_syntax(text)
+    try:
+        return _from_object(json.loads(text, object_pairs_hook=_each_key_once))
+    except (ValueError, RecursionError):
+        return None
 
 
 def only_call(text: str) -> Call | None:
@@ -63,14 +68,6 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a repeated key")
     return dict(pairs)
-
-
-def _from_json(text: str) -> Call | None:
-    try:
-        value = json.loads(text, object_pairs_hook=_each_key_once)
-    except (ValueError, RecursionError):
-        return None
-    return _from_object(value) if isinstance(value, dict) else None
 
 
 def _from_object(value: Mapping[str, Any]) -> Call | None:
