@@ -20,10 +20,11 @@ FUNCTIONS = "functions"
 """The value of `reward.name` in a run whose reward functions were passed from Python."""
 
 
-class _GroupReward:
+class _GroupReward(Reward):
     """A reward that scores all completions of a prompt in one call."""
 
-    __slots__ = ()
+    takes_call: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
@@ -76,9 +77,6 @@ class UserFunction(_GroupReward):
     conversational: bool = False
     """Whether a TRL function gets completions as lists of messages instead of text."""
     skips_none: bool = False
-
-    takes_call: ClassVar[bool] = True
-    bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
     @property
     def quick(self) -> bool:
@@ -241,11 +239,7 @@ class WeightedFunctions(_GroupReward):
     """If true, a function that returns None for a completion is left out of this completion's sum,
     as in TRL."""
 
-    takes_call: ClassVar[bool] = True
-    bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
-    quick: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = True
-    version: ClassVar[int] = 1
 
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
