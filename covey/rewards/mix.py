@@ -127,18 +127,21 @@ class Mix(Reward):
         factor = 1.0
         if self.robust:
             factor = logged["robust"] = robust_factor(text)
-        total = self._halves if self.correct_first else self._mean
+        if self.correct_first:
+            reward = self._halves(scores, holds, factor, text)
+        else:
+            reward = self._mean(scores, holds, factor)
         low, high = self._ends(self.weights)
         return Score(
             # Rounding can move a sum of products slightly out of the bounds.
-            reward=min(max(total(scores, holds, factor, text), low), high),
+            reward=min(max(reward, low), high),
             success=scores[ACCURACY].success and holds,
             parts=logged,
             attempted=scores[ACCURACY].attempted,
             feedback="\n".join(score.feedback for score in scores.values() if score.feedback),
         )
 
-    def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
+    def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float) -> float:
         values = {name: score.reward for name, score in scores.items()}
         if not holds:
             values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])
