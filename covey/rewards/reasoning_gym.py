@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from covey.rewards.extract import extract_text
+from covey.rewards.gym.pure_scorer import MOST_CHARACTERS, is_pure
 from covey.rewards.math.number import parse_number
-from covey.rewards.pure_scorer import MOST_CHARACTERS, is_pure
 from covey.rewards.score import Reward, Score
 from covey.sandbox import require_isolation
 from covey.sandbox.scorer import LONGEST, sandboxed
@@ -34,8 +34,8 @@ _SCORER = (
     "covey.types",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",
-    "covey.rewards.plain_answer",
-    "covey.rewards.gym_scorer",
+    "covey.rewards.gym.plain_answer",
+    "covey.rewards.gym.scorer",
 )
 
 
@@ -90,7 +90,7 @@ class ReasoningGym(Reward):
     def _score(
         self, info: Mapping[str, Any], dataset: Any, entry: Mapping[str, Any], answer: str
     ) -> float:
-        from covey.rewards.gym_scorer import scored
+        from covey.rewards.gym.scorer import scored
 
         # An entry that is not in the prompt is not plain data.
         if len(answer) <= MOST_CHARACTERS and "entry" in info["reasoning_gym"] and is_pure(dataset):
