@@ -226,7 +226,9 @@ class RateLimit:
         """
         # Refuse a link, because any user may write into the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(self._path(), flags, 0o600), "r+", encoding="utf-8") as file:
+        name = hashlib.sha256(self.endpoint.encode()).hexdigest()[:16]
+        path = os.path.join(tempfile.gettempdir(), f"covey-rate-{os.getuid()}-{name}.json")
+        with os.fdopen(os.open(path, flags, 0o600), "r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             now = time.monotonic()
             recent = [row for row in _rows(file.read()) if now - WINDOW < row[0] <= now]
@@ -241,18 +243,11 @@ class RateLimit:
     def _delay(self, recent: list[tuple[float, int]], tokens: int, now: float) -> float:
         """Return the seconds until the rate limits allow the request; 0 if they allow it now."""
         for gone in range(len(recent) + 1):
-            if self._fits(recent[gone:], tokens):
+            used = sum(spent for _, spent in recent[gone:])
+            few = not self.requests or len(recent) - gone < self.requests
+            if few and (not self.tokens or used + tokens <= self.tokens):
                 return 0.0 if not gone else max(recent[gone - 1][0] + WINDOW - now, SHORTEST_WAIT)
         raise AssertionError("without other requests, any that is small enough fits")
-
-    def _fits(self, recent: list[tuple[float, int]], tokens: int) -> bool:
-        used = sum(spent for _, spent in recent)
-        few = not self.requests or len(recent) < self.requests
-        return few and (not self.tokens or used + tokens <= self.tokens)
-
-    def _path(self) -> str:
-        name = hashlib.sha256(self.endpoint.encode()).hexdigest()[:16]
-        return os.path.join(tempfile.gettempdir(), f"covey-rate-{os.getuid()}-{name}.json")
 
 
 def _rows(text: str) -> list[tuple[float, int]]:

@@ -48,16 +48,12 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
                 opened, lines = bare[3:].strip().partition(" ")[0].lower(), []
                 fence = _indent(line)
         elif bare == _FENCE:
-            blocks.append((opened, _content(lines, fence)))
+            common = min([fence, *(_indent(line) for line in lines if line.strip())])
+            blocks.append((opened, "".join(f"{line[common:]}\n" for line in lines)))
             lines = None
         else:
             lines.append(line)
     return blocks
-
-
-def _content(lines: Sequence[str], fence: int) -> str:
-    common = min([fence, *(_indent(line) for line in lines if line.strip())])
-    return "".join(f"{line[common:]}\n" for line in lines)
 
 
 def _indent(line: str) -> int:

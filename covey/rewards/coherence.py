@@ -256,12 +256,6 @@ def _signs(text: str) -> float:
     return 1.0 - _between(odd / (pairs + 2), 0.15, 0.5)
 
 
-def _common(script: str, counts: Counter[str], total: int) -> float:
-    common, low, high = _COMMON[script]
-    share = (sum(counts[c] for c in common) + 2 * high) / (total + 2)
-    return _between(share, low, high)
-
-
 def coherence(text: str) -> float:
     """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if it is empty.
 
@@ -296,7 +290,9 @@ def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[
         if plausible["sign"] > 0.9 and kinds["sign"] > 0.25 * kinds.total():
             plausible["latin"] = max(0.3, plausible["latin"])
     for script in kinds.keys() & _COMMON.keys():
-        plausible[script] = _common(script, counts, kinds[script])
+        common, low, high = _COMMON[script]
+        share = (sum(counts[c] for c in common) + 2 * high) / (kinds[script] + 2)
+        plausible[script] = _between(share, low, high)
     # Japanese mixes kana with Han characters, and its common Han characters differ from those of
     # Chinese.
     if kinds["kana"] > 0.2 * kinds["han"]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
-from fractions import Fraction
 
 from covey.rewards.extract import extract_answer
 from covey.rewards.math.arithmetic_expression import ExpressionError, evaluate, numbers_in
@@ -29,29 +29,17 @@ class Countdown(Reward):
         numbers = prompt.info.get("numbers")
         if target is None or not numbers:
             raise ValueError(f"prompt {prompt.id!r} lacks info['numbers'] or info['target']")
+        wanted = Counter(map(int, numbers))
         equation = extract_answer(text, ("answer",)) or ""
-        uses = _uses(equation, Counter(map(int, numbers)))
-        success = uses and _equals(equation, target)
+        expression, equals, result = equation.partition("=")
+        uses = success = False
+        with suppress(ExpressionError):
+            uses = Counter(numbers_in(expression)) == wanted
+            stated = not equals or parse_number(result) == target
+            success = uses and stated and evaluate(expression) == target
         return Score(
             reward=float(success),
             success=success,
             parts={"accuracy": float(success), "uses_numbers": float(uses)},
             attempted=bool(equation),
         )
-
-
-def _uses(equation: str, numbers: Counter[int]) -> bool:
-    try:
-        return Counter(numbers_in(equation.partition("=")[0])) == numbers
-    except ExpressionError:
-        return False
-
-
-def _equals(equation: str, target: Fraction) -> bool:
-    expression, equals, result = equation.partition("=")
-    if equals and parse_number(result) != target:
-        return False
-    try:
-        return evaluate(expression) == target
-    except ExpressionError:
-        return False

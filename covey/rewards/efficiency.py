@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from covey.rewards.score import Reward, Score, check_option
 from covey.rewards.text import count_words
@@ -95,12 +94,9 @@ class Efficiency(Reward):
     edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
 
     def __post_init__(self) -> None:
-        for name in ("expected_edits", "max_rounds"):
+        for name in ("expected_steps", "expected_edits", "max_rounds"):
             value = getattr(self, name)
             check_option(value >= 0, f"{name} must be 0 or more, not {value}")
-        check_option(
-            self.expected_steps >= 0, f"expected_steps must be 0 or more, not {self.expected_steps}"
-        )
         check_option(self.max_words >= 1, f"max_words must be at least 1, not {self.max_words}")
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -124,14 +120,11 @@ class Efficiency(Reward):
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:
-            names = [_tool(call) for call in episode.tool_calls]
-            edits = sum(name in self.edit_tools for name in names)
+            functions = [call.get("function") for call in episode.tool_calls]
+            edits = sum(
+                isinstance(function, Mapping) and function.get("name", "") in self.edit_tools
+                for function in functions  # a malformed call has no function
+            )
             rounds = sum(message["role"] == "assistant" for message in episode.reply)
         counted = {"edits": (edits, self.expected_edits), "rounds": (rounds, self.max_rounds)}
         return {name: max(0, n - most) for name, (n, most) in counted.items() if most}
-
-
-def _tool(call: Mapping[str, Any]) -> str:
-    """Return the tool name in a tool call, or an empty text if the call is malformed."""
-    function = call.get("function")
-    return str(function.get("name", "")) if isinstance(function, Mapping) else ""

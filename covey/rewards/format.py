@@ -73,14 +73,10 @@ def is_call(text: str) -> bool:
     return isinstance(name, str) and bool(name)
 
 
-def _paired(text: str, tag: str) -> bool:
-    """Whether a text contains the tag, and every opening tag is followed by its closing tag."""
+def _paired(text: str, tag: str) -> bool | None:
+    """Whether every opening tag is followed by its closing tag; None for a text without the tag."""
     tags = re.findall(f"</?{tag}>", text)
-    return bool(tags) and tags == [f"<{tag}>", f"</{tag}>"] * (len(tags) // 2)
-
-
-def _unpaired(text: str, tag: str) -> bool:
-    return (f"<{tag}>" in text or f"</{tag}>" in text) and not _paired(text, tag)
+    return tags == [f"<{tag}>", f"</{tag}>"] * (len(tags) // 2) if tags else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,28 +115,23 @@ class ThinkToolForm(Reward):
         if thinking is not None:
             think = 1.0 if len(thinking[1][0].strip()) >= self.min_thinking else 0.5
             direct = float(bool(thinking[0][1].strip()))
-        elif _unpaired(text, "think"):
+        elif _paired(text, "think") is False:
             think = -0.5
         parts = {"think": think}
-        if _paired(text, "tool_call"):
-            parts["tool"] = 1.0 if all(map(is_call, tag_contents(text, "tool_call"))) else 0.5
-        elif _unpaired(text, "tool_call"):
-            parts["tool"] = -0.5
-        else:
+        paired = _paired(text, "tool_call")
+        if paired is None:
             parts["direct"] = direct
-        parts["tidy"] = float(_tidy(text))
+        elif paired:
+            parts["tool"] = 1.0 if all(map(is_call, tag_contents(text, "tool_call"))) else 0.5
+        else:
+            parts["tool"] = -0.5
+        tags = _TAG.findall(text)
+        tidy = ["<think>", "</think>", *["<tool_call>", "</tool_call>"] * (len(tags) // 2 - 1)]
+        parts["tidy"] = float(tags == tidy)
         # In tenths, so that the maximum is 1.0 without rounding error.
         tenths = sum(weight * part for weight, part in zip((4, 4, 2), parts.values(), strict=True))
         reward = max(0.0, tenths / 10)
         return Score(reward=reward, success=reward == 1.0, parts=parts)
-
-
-def _tidy(text: str) -> bool:
-    tags = _TAG.findall(text)
-    calls = tags[2:]
-    return tags[:2] == ["<think>", "</think>"] and (
-        calls == ["<tool_call>", "</tool_call>"] * (len(calls) // 2)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

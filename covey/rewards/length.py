@@ -91,11 +91,11 @@ class GroupRelative:
         measure = max((min(lengths) + max(lengths)) / 2, sum(lengths) / len(lengths))
         penalised = easy or 2 * len(correct) > len(scored)
         return [
-            self._of(len(r.tokens), measure) if r.success is penalised else 0.0 for r in rollouts
+            -self.size * min(max((len(r.tokens) - measure) / measure, 0.0), 1.0)
+            if r.success is penalised
+            else 0.0
+            for r in rollouts
         ]
-
-    def _of(self, length: int, measure: float) -> float:
-        return -self.size * min(max((length - measure) / measure, 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

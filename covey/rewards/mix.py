@@ -10,7 +10,7 @@ from typing import ClassVar
 from covey.rewards.citations import without_addresses
 from covey.rewards.coherence import coherence
 from covey.rewards.robust import robust_factor
-from covey.rewards.score import Reward, Score, check_option, max_seconds
+from covey.rewards.score import Reward, Score, at_progress, check_option, max_seconds
 from covey.rewards.text import after_thinking
 from covey.types import Prompt
 
@@ -65,7 +65,14 @@ class Mix(Reward):
             0 < self.early_until <= 1,
             f"early_until = {self.early_until} must be above 0 and at most 1",
         )
-        self._check_judges()
+        judges = self._judges()
+        for weights in filter(None, (self.weights, self.early)):
+            total = sum(weights[name] for name in judges)
+            check_option(  # because judges can be manipulated
+                total <= 0.5 and ACCURACY not in judges,
+                f"{', '.join(judges)} may have at most half of the weight, not {total:g}, and may "
+                f"not be the part {ACCURACY!r}: a judge never decides alone",
+            )
         check_option(
             not self.correct_first or all(map(math.isfinite, self.bounds)),
             "correct_first needs parts with bounds, which a plain function does not have: make it "
@@ -74,17 +81,6 @@ class Mix(Reward):
 
     def _judges(self) -> list[str]:
         return [n for n, p in self.parts.items() if getattr(p, "needs_rule", False)]
-
-    def _check_judges(self) -> None:
-        """Check that judges have at most half of the weight, because judges can be manipulated."""
-        judges = self._judges()
-        for weights in filter(None, (self.weights, self.early)):
-            total = sum(weights[name] for name in judges)
-            check_option(
-                total <= 0.5 and ACCURACY not in judges,
-                f"{', '.join(judges)} may have at most half of the weight, not {total:g}, and may "
-                f"not be the part {ACCURACY!r}: a judge never decides alone",
-            )
 
     @property
     def quick(self) -> bool:
@@ -115,28 +111,37 @@ class Mix(Reward):
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
         weights = {k: w + (early[k] - w) * left for k, w in self.weights.items()}
-        return replace(self, parts=_all_at(self.parts, share), weights=weights, early={})
+        parts = {name: at_progress(part, share) for name, part in self.parts.items()}
+        return replace(self, parts=parts, weights=weights, early={})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion with every reward part."""
         scores = {name: part(prompt, text) for name, part in self.parts.items()}
         holds = not (self.gated and FORMAT in scores) or scores[FORMAT].success
-        logged = {**{name: score.reward for name, score in scores.items()}, **_inner(scores)}
+        logged = {name: score.reward for name, score in scores.items()} | {
+            f"{name}/{inner}": value
+            for name, score in scores.items()
+            if len(score.parts) > 1
+            for inner, value in score.parts.items()
+        }
         factor = 1.0
         if self.robust:
             factor = logged["robust"] = robust_factor(text)
-        total = self._halves if self.correct_first else self._mean
+        if self.correct_first:
+            reward = self._halves(scores, holds, factor, text)
+        else:
+            reward = self._mean(scores, holds, factor)
         low, high = self._ends(self.weights)
         return Score(
             # Rounding can move a sum of products slightly out of the bounds.
-            reward=min(max(total(scores, holds, factor, text), low), high),
+            reward=min(max(reward, low), high),
             success=scores[ACCURACY].success and holds,
             parts=logged,
             attempted=scores[ACCURACY].attempted,
             feedback="\n".join(score.feedback for score in scores.values() if score.feedback),
         )
 
-    def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
+    def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float) -> float:
         values = {name: score.reward for name, score in scores.items()}
         if not holds:
             values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])
@@ -187,20 +192,6 @@ def _least(bound: float, reward: float) -> float:
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 
-def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
-    return {k: r.at(share) if hasattr(r, "at") else r for k, r in rewards.items()}
-
-
-def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the parts that make up each reward part, under names such as `format/think`."""
-    return {
-        f"{name}/{inner}": value
-        for name, score in scores.items()
-        if len(score.parts) > 1
-        for inner, value in score.parts.items()
-    }
-
-
 def _check_weights(what: str, weights: Mapping[str, float], parts: Mapping[str, Reward]) -> None:
     names = ", ".join(sorted(set(weights) ^ set(parts)))
     check_option(not names, f"{what} and parts must have the same names; they differ in {names}")
@@ -238,7 +229,7 @@ class ByTask(Reward):
 
     def at(self, share: float) -> ByTask:
         """Return this reward with the weights at the fraction `share` of the run."""
-        return replace(self, tasks=_all_at(self.tasks, share))
+        return replace(self, tasks={k: at_progress(r, share) for k, r in self.tasks.items()})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score a completion with the reward of the prompt's task."""

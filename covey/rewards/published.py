@@ -43,13 +43,6 @@ def gamed_by(reward: object) -> tuple[str, ...]:
     return tuple(hacks.split("; ")) if hacks else ()
 
 
-def _last_answer(text: str) -> str | None:
-    """Return the content of the last answer tag; None if the last tag is not closed."""
-    _, opening, rest = text.rpartition("<answer>")
-    answer, closing, _ = rest.partition("</answer>")
-    return answer.strip() if opening and closing else None
-
-
 def _single_number(text: str) -> Fraction | None:
     numbers = _NUMBER.findall(_THOUSANDS.sub("", text.replace("\u2212", "-")))
     return parse_number(numbers[0]) if len(numbers) == 1 else None
@@ -78,7 +71,7 @@ class LmBook(Reward):
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
-        correct = self._correct(prompt.target.strip(), _last_answer(text))
+        correct = self._correct(prompt.target.strip(), text)
         tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
         present = sum(tag in text for tag in tags)
         return Score(
@@ -87,8 +80,11 @@ class LmBook(Reward):
             parts={"correct": correct, "format": present / 5},
         )
 
-    def _correct(self, target: str, answer: str | None) -> float:
-        if not answer or answer == "...":
+    def _correct(self, target: str, text: str) -> float:
+        _, opening, rest = text.rpartition("<answer>")
+        answer, closing, _ = rest.partition("</answer>")
+        answer = answer.strip() if opening and closing else ""  # the last tag may be open
+        if answer in ("", "..."):
             return 0.0
         if answer == target:
             return 2.0
@@ -96,23 +92,19 @@ class LmBook(Reward):
         return 1.5 if number is not None and number == _single_number(target) else 0.0
 
 
-def _countdown_problem(prompt: Prompt) -> tuple[list[int], Fraction]:
+def _solves(prompt: Prompt, answers: list[str]) -> bool:
+    """Whether the first answer uses each given number exactly once and equals the target."""
     numbers = prompt.info.get("numbers", prompt.info.get("nums"))
     target = prompt.info.get("target")
     if numbers is None or target is None:
         missing = "target" if numbers is not None else "numbers"
         raise ValueError(f"prompt {prompt.id}: countdown needs {missing!r} in info")
-    return sorted(int(number) for number in numbers), Fraction(str(target))
-
-
-def _solves(equation: str, numbers: list[int], target: Fraction) -> bool:
-    """Whether an expression uses each given number exactly once and equals the target."""
+    given, value = sorted(int(number) for number in numbers), Fraction(str(target))
+    equation = answers[0].strip() if answers else ""
     if not _ARITHMETIC.fullmatch(equation):
         return False
     try:
-        return (
-            sorted(numbers_in(equation)) == numbers and abs(evaluate(equation) - target) < TOLERANCE
-        )
+        return sorted(numbers_in(equation)) == given and abs(evaluate(equation) - value) < TOLERANCE
     except ExpressionError:
         return False
 
@@ -150,13 +142,11 @@ class NanoAha(Reward):
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
-        numbers, target = _countdown_problem(prompt)
+        solved = _solves(prompt, tag_contents(text, "answer"))
         answer = _countdown_answer("<think>" + text if self.prefilled else text)
         form = 0.0
         if answer is not None:
             form = 1.0 if _ARITHMETIC.fullmatch(answer) else 0.5
-        answers = tag_contents(text, "answer")
-        solved = bool(answers) and _solves(answers[0].strip(), numbers, target)
         return Score(
             reward=form + solved,
             success=solved,
@@ -189,13 +179,12 @@ class GrpoZero(Reward):
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
-        numbers, target = _countdown_problem(prompt)
         whole = "<think>" + text if self.prefilled else text
         answers = tag_contents(text, "answer")
+        solved = _solves(prompt, answers)
         form = 1.0
         if _countdown_answer(whole) is None:
             form = (bool(tag_contents(whole, "think")) + 5 * bool(answers)) / 10
-        solved = bool(answers) and _solves(answers[0].strip(), numbers, target)
         return Score(
             reward=(form + 10 * solved) / 10,
             success=solved,

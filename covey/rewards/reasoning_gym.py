@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from covey.rewards.extract import extract_text
+from covey.rewards.gym.pure_scorer import MOST_CHARACTERS, is_pure
 from covey.rewards.math.number import parse_number
-from covey.rewards.pure_scorer import MOST_CHARACTERS, is_pure
-from covey.rewards.score import Score
+from covey.rewards.score import Reward, Score
 from covey.sandbox import require_isolation
 from covey.sandbox.scorer import LONGEST, sandboxed
 from covey.types import Prompt
@@ -34,13 +34,13 @@ _SCORER = (
     "covey.types",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",
-    "covey.rewards.plain_answer",
-    "covey.rewards.gym_scorer",
+    "covey.rewards.gym.plain_answer",
+    "covey.rewards.gym.scorer",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningGym:
+class ReasoningGym(Reward):
     """The score that the dataset's own scorer gives, from 0 to 1; a score of 1 is a success.
 
     Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
@@ -52,7 +52,6 @@ class ReasoningGym:
     unsafe: bool = False
     """Whether to run the scorer in an ordinary process of this user, without the sandbox."""
 
-    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     quick: ClassVar[bool] = False
     version: ClassVar[int] = 2
 
@@ -91,7 +90,7 @@ class ReasoningGym:
     def _score(
         self, info: Mapping[str, Any], dataset: Any, entry: Mapping[str, Any], answer: str
     ) -> float:
-        from covey.rewards.gym_scorer import scored
+        from covey.rewards.gym.scorer import scored
 
         # An entry that is not in the prompt is not plain data.
         if len(answer) <= MOST_CHARACTERS and "entry" in info["reasoning_gym"] and is_pure(dataset):
@@ -110,12 +109,9 @@ def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 
-def _is_near(answer: str, expected: str) -> bool:
-    given, target = parse_number(answer), parse_number(expected)
-    return given is not None and target is not None and abs(given - target) <= NEAR
-
-
 def _may_be_scored(answer: str, expected: str, name: str) -> bool:
-    if name in BY_FIRST_DIGITS and not _is_near(answer, expected):
-        return False
+    if name in BY_FIRST_DIGITS:
+        given, target = parse_number(answer), parse_number(expected)
+        if given is None or target is None or abs(given - target) > NEAR:
+            return False
     return not _NOT_A_NUMBER.search(answer) or bool(_NOT_A_NUMBER.search(expected))

@@ -10,13 +10,6 @@ MANY_WORDS, MANY_CALLS = 1000, 8
 """More than MANY_WORDS words or MANY_CALLS tool calls lower the reward of a completion."""
 
 
-def _thinking(text: str, tag: str) -> list[str]:
-    """Return the texts in all thinking tags; the first opening tag may be part of the prompt."""
-    before, closing, _ = text.partition(f"</{tag}>")
-    begun = [before] if closing and f"<{tag}>" not in before else []
-    return [*begun, *tag_contents(text, tag)]
-
-
 def robust_factor(text: str) -> float:
     """Return a factor for a completion's reward: 1 if there is no sign of reward hacking.
 
@@ -26,7 +19,12 @@ def robust_factor(text: str) -> float:
     0.5.
     """
     factor = 1.0
-    thinking = [t for tag in ("think", "reasoning") for t in _thinking(text, tag)]
+    thinking: list[str] = []
+    for tag in ("think", "reasoning"):
+        before, closing, _ = text.partition(f"</{tag}>")
+        if closing and f"<{tag}>" not in before:  # the opening tag may be part of the prompt
+            thinking.append(before)
+        thinking += tag_contents(text, tag)
     if thinking and coherence(" ".join(thinking)) < 0.5:
         factor *= 0.5
     if repetition(text, above=0.5) > 0.5:

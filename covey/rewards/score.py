@@ -81,6 +81,12 @@ def max_seconds(reward: Reward) -> float:
     return float(getattr(reward, "max_seconds", 0.0))
 
 
+def at_progress(reward: Reward, progress: float) -> Reward:
+    """Return the reward with the weights that apply after the given fraction of the run."""
+    at = getattr(reward, "at", None)
+    return reward if at is None else at(progress)
+
+
 def check_option(holds: bool, message: str) -> None:
     """Raise ConfigError with the given message if a condition on a reward's options is false."""
     if not holds:

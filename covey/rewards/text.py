@@ -35,6 +35,19 @@ def tag_contents(text: str, tag: str) -> list[str]:
     return found
 
 
+def nesting(text: str) -> int:
+    """Return how deeply brackets are nested in a text.
+
+    >>> nesting("f([1, 2], {})")
+    2
+    """
+    depth = deepest = 0
+    for bracket in re.findall(r"[][(){}]", text):
+        depth = max(0, depth + (1 if bracket in "[({" else -1))
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def answers_differ(answers: Iterable[str]) -> bool:
     """Return whether a completion's final answers differ; rewards then accept none of them.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from covey.rewards.score import Score, TargetReward, check_option
-from covey.rewards.text import after_thinking, tag_contents
+from covey.rewards.text import after_thinking, nesting, tag_contents
 from covey.types import Prompt
 
 MAX_CHARACTERS = 10_000
@@ -45,9 +45,14 @@ def parse_call(text: str) -> Call | None:
         return None
     if text.startswith("<tool_call>") and text.endswith("</tool_call>"):
         text = text.removeprefix("<tool_call>").removesuffix("</tool_call>").strip()
-    if _too_deep(text):
+    if nesting(text) > MAX_NESTING:
         return None
-    return _from_json(text) if text.startswith("{") else _from_syntax(text)
+    if not text.startswith("{"):
+        return _from_syntax(text)
+    try:
+        return _from_object(json.loads(text, object_pairs_hook=_each_key_once))
+    except (ValueError, RecursionError):
+        return None
 
 
 def only_call(text: str) -> Call | None:
@@ -58,15 +63,6 @@ def only_call(text: str) -> Call | None:
     return parse_call(calls[0]) if calls and tags <= 1 else None
 
 
-def _too_deep(text: str) -> bool:
-    depth = 0
-    for character in re.findall(r"[][(){}]", text):
-        depth = max(0, depth + (1 if character in "[({" else -1))
-        if depth > MAX_NESTING:
-            return True
-    return False
-
-
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Reject a repeated JSON key, because parsers disagree on which value to use."""
     if len(dict(pairs)) < len(pairs):
@@ -74,18 +70,10 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _from_json(text: str) -> Call | None:
-    try:
-        value = json.loads(text, object_pairs_hook=_each_key_once)
-    except (ValueError, RecursionError):
-        return None
-    return _from_object(value) if isinstance(value, dict) else None
-
-
 def _from_object(value: Mapping[str, Any]) -> Call | None:
     given = [value[key] for key in _ARGUMENTS if key in value]
     arguments = given[0] if given else {}
-    if isinstance(arguments, str) and not _too_deep(arguments):
+    if isinstance(arguments, str) and nesting(arguments) <= MAX_NESTING:
         try:
             arguments = json.loads(arguments, object_pairs_hook=_each_key_once)
         except ValueError:

@@ -20,10 +20,11 @@ FUNCTIONS = "functions"
 """The value of `reward.name` in a run whose reward functions were passed from Python."""
 
 
-class _GroupReward:
+class _GroupReward(Reward):
     """A reward that scores all completions of a prompt in one call."""
 
-    __slots__ = ()
+    takes_call: ClassVar[bool] = True
+    bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
@@ -77,9 +78,6 @@ class UserFunction(_GroupReward):
     """Whether a TRL function gets completions as lists of messages instead of text."""
     skips_none: bool = False
 
-    takes_call: ClassVar[bool] = True
-    bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
-
     @property
     def quick(self) -> bool:
         """The function's attribute `quick`; False if the function has no such attribute."""
@@ -100,11 +98,6 @@ class UserFunction(_GroupReward):
         """Whether the function is async, so that several calls can wait at the same time."""
         call = getattr(self.function, "__call__", None)  # noqa: B004 - an object may be async too
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
@@ -141,17 +134,13 @@ class UserFunction(_GroupReward):
         for name, parameter in inspect.signature(self.function).parameters.items():
             variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if parameter.default is parameter.empty and not variadic and name not in given:
+                columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))
+                why = f"the data has no column of this name; the columns are {columns}"
+                if name in NOT_PASSED:
+                    why = f"only TRL passes it; write {name}=None"
                 raise ConfigError(
-                    f"reward: {self.name} needs the argument {name!r}, but "
-                    f"{self._why_missing(prompt, name)}"
+                    f"reward: {_name(self.function)} needs the argument {name!r}, but {why}"
                 )
-
-    def _why_missing(self, prompt: Prompt, name: str) -> str:
-        """Return the reason why Covey cannot pass the argument `name` to the function."""
-        if name in NOT_PASSED:
-            return f"only TRL passes it; write {name}=None"
-        columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))
-        return f"the data has no column of this name; the columns are {columns}"
 
     def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
         """Return the columns and options that the function takes as parameters."""
@@ -170,11 +159,14 @@ class UserFunction(_GroupReward):
             messages = [dict(message) for message in prompt.messages]
         usual = {"target": prompt.target, "answer": prompt.target}
         row = {**usual, **prompt.info, **prompt.columns, "prompts": messages}
+        steps = max(1, call.max_steps)  # functions divide by it
+        # In evaluations, the run has ended.
+        done = steps if call.global_step is None else call.global_step
         return {
             **{name: [value] * len(texts) for name, value in row.items()},
             "completions": completions,
             "completion_ids": [list(ids) for ids in call.completion_ids] or [[] for _ in texts],
-            "trainer_state": _state(call),
+            "trainer_state": TrainerState(global_step=done, max_steps=steps),
         }
 
     def _score(self, result: Any) -> Score | None:
@@ -198,13 +190,6 @@ def _listed(results: Any) -> list[Any]:
     except TypeError:
         what = f"the function returned {results!r:.60}"
         raise TypeError(f"{what}; it must return a list with a number per completion") from None
-
-
-def _state(call: Call) -> TrainerState:
-    """Return the run's progress for TRL functions; in evaluations, the run has ended."""
-    steps = max(1, call.max_steps)  # functions divide by it
-    done = steps if call.global_step is None else call.global_step
-    return TrainerState(global_step=done, max_steps=steps)
 
 
 def _in_event_loop() -> bool:
@@ -232,7 +217,11 @@ def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = 
     if not callable(reward):
         raise ConfigError(f"reward: {reward!r} must be a function that takes a prompt and a text")
     own = {k: given.pop(k) for k in ("success_at", "conversational") if k in given}
-    check_signature(reward, given)
+    if not is_trl_style(reward):
+        try:
+            inspect.signature(reward).bind(None, "", **given)
+        except TypeError as error:
+            raise _not_a_reward(reward, str(error)) from None
     return UserFunction(function=reward, options=given, **own)
 
 
@@ -250,11 +239,7 @@ class WeightedFunctions(_GroupReward):
     """If true, a function that returns None for a completion is left out of this completion's sum,
     as in TRL."""
 
-    takes_call: ClassVar[bool] = True
-    bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
-    quick: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = True
-    version: ClassVar[int] = 1
 
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
@@ -329,7 +314,7 @@ def function_reward(
             raise ConfigError(
                 "rewards: a list may contain only functions; combine other rewards with `mix`"
             )
-        name = getattr(function, "__name__", type(function).__name__)
+        name = _name(function)
         if name in functions:
             raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
         if not math.isfinite(weight):
@@ -371,7 +356,11 @@ def is_trl_style(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise _not_a_reward(function, "its parameters are unknown") from None
-    own, theirs = _own_names(parameters), bool(parameters.keys() & TRL)
+    # How many of the first two positional parameters have a name in `OWN`, or `_`.
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
+    own = sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))
+    theirs = bool(parameters.keys() & TRL)
     kinds = {p.kind for p in parameters.values()}
     columns = inspect.Parameter.VAR_KEYWORD in kinds
     if "completions" in parameters or (theirs and own < len(OWN)):
@@ -383,27 +372,13 @@ def is_trl_style(function: Callable[..., Any]) -> bool:
     raise _not_a_reward(function, "the names of its parameters do not say which kind it is")
 
 
-def check_signature(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a function that cannot be called as a reward with the given options."""
-    if is_trl_style(function):
-        return
-    try:
-        inspect.signature(function).bind(None, "", **options)
-    except TypeError as error:
-        raise _not_a_reward(function, str(error)) from None
-
-
-def _own_names(parameters: Mapping[str, inspect.Parameter]) -> int:
-    """Return how many of the first two positional parameters have a name in `OWN` or `_`."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [name.strip("_") for name, p in parameters.items() if p.kind in positional]
-    return sum(name in ("", wanted) for name, wanted in zip(given, OWN, strict=False))
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _not_a_reward(function: Callable[..., Any], why: str) -> ConfigError:
-    name = getattr(function, "__name__", type(function).__name__)
     return ConfigError(
-        f"reward: {name} is not a reward function: {why}; define f(prompt, text), which scores one "
-        "completion, or f(completions, **columns) as in TRL, which scores all completions of a "
-        "prompt"
+        f"reward: {_name(function)} is not a reward function: {why}; define f(prompt, text), which "
+        "scores one completion, or f(completions, **columns) as in TRL, which scores all "
+        "completions of a prompt"
     )

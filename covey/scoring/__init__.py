@@ -5,9 +5,8 @@ reward.
 """
 
 from covey.rewards.score import Call
-from covey.scoring.build import InlineScorer, check_timeout, make_scorer
-from covey.scoring.job import Job, Pending, Scorer, ScoreResult
-from covey.scoring.pool import Pool
+from covey.scoring.job import InlineScorer, Job, Pending, Scorer, ScoreResult
+from covey.scoring.pool import Pool, check_timeout, make_scorer
 
 __all__ = [
     "Call",

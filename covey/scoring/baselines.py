@@ -70,11 +70,7 @@ class Baselines:
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
-        return {
-            name: {key: value for key, value in row.items() if value is not None}
-            for name, row in known.items()
-        }
+        return asdict(self, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None})
 
     def named(self) -> dict[str, Baseline]:
         """Return {description: baseline} for every baseline that is not None."""

@@ -1,4 +1,4 @@
-"""Scoring jobs, their results, and the functions that call the reward for each job."""
+"""Scoring jobs, their results, and the scorer that calls the reward in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from covey.errors import users_error
-from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError
+from covey.rewards.score import NO_CALL, Call, Reward, Score, SkippedError, at_progress
 from covey.types import Prompt
 
 READY = "ready"
@@ -75,7 +75,8 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     If the reward raises an exception, the result of the completion contains the error.
     """
     reward = at_progress(reward, job.progress)
-    if _takes_groups(reward):
+    # A reward class that scores whole groups in one call has the attribute `whole_groups = True`.
+    if getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False):
         groups: Any = reward
         try:
             return _checked_group(groups.score_group(*_arguments(reward, job)), job, reward)
@@ -90,14 +91,6 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
         except Exception as error:  # a user's function may raise anything; the error is counted
             results += failed(error, [text])
     return results
-
-
-def _takes_groups(reward: Any) -> bool:
-    """Whether a reward scores a list of completions in one call.
-
-    A reward class that scores whole groups has the attribute `whole_groups = True`.
-    """
-    return bool(getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False))
 
 
 async def score_job_async(reward: Any, job: Job) -> list[ScoreResult]:
@@ -157,7 +150,38 @@ def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
     return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
 
 
-def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward with the weights that apply after the given fraction of the run."""
-    at = getattr(reward, "at", None)
-    return reward if at is None else at(progress)
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Finished results.
+
+    This class replaces `Future`, whose locks would take as much time as a quick reward.
+    """
+
+    results: list[ScoreResult]
+
+    def result(self) -> list[ScoreResult]:
+        return self.results
+
+
+@dataclass(frozen=True, slots=True)
+class InlineScorer:
+    """A scorer that runs the reward in this process, without a time limit. The caller waits."""
+
+    reward: Reward
+    identity: str = ""
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the reward scores all completions of a group in one call."""
+        return bool(getattr(self.reward, "whole_groups", False))
+
+    def submit(self, job: Job) -> Pending:
+        """Score a job at once and return its results."""
+        return _Done(score_job(self.reward, job))
+
+    def events(self) -> list[str]:
+        """Return an empty list, because this scorer has no worker processes to report on."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing, because this scorer has no worker processes."""

@@ -23,9 +23,10 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from covey.errors import RewardError
-from covey.rewards.score import Reward
-from covey.scoring.job import READY, Job, ScoreResult
+from covey.errors import ConfigError, RewardError
+from covey.rewards.identity import identity
+from covey.rewards.score import Reward, max_seconds
+from covey.scoring.job import READY, InlineScorer, Job, Scorer, ScoreResult
 from covey.subprocesses import how_ended, module_command, pickled
 
 START_SECONDS = 120.0
@@ -315,3 +316,32 @@ class Pool:
 def _fail(queued: QueuedJob, why: str) -> None:
     job, future = queued
     future.set_result([ScoreResult(error=why)] * len(job.texts))
+
+
+def make_scorer(
+    name: str, reward: Reward, *, workers: int = 0, timeout: float = 30.0, gigabytes: float = 8.0
+) -> Scorer:
+    """Return an inline scorer for a quick reward, or a pool of workers for any other reward.
+
+    If `workers` is 0, the pool has one worker per core. The pool starts at once, so that Covey
+    reports early if the workers cannot load the reward.
+    """
+    reward_identity = identity(name, reward)
+    if reward.quick:
+        return InlineScorer(reward, reward_identity)
+    check_timeout(name, reward, timeout)
+    workers = workers or os.cpu_count() or 1
+    pool = Pool(reward, reward_identity, workers=workers, timeout=timeout, gigabytes=gigabytes)
+    pool.start()
+    return pool
+
+
+def check_timeout(name: str, reward: Reward, timeout: float) -> None:
+    """Raise ConfigError if scoring.timeout is shorter than the reward's own time limit."""
+    longest = max_seconds(reward)
+    if timeout < longest:
+        raise ConfigError(
+            f"config: scoring.timeout = {timeout:g} is less than the {longest:g} seconds that the "
+            f"reward {name} may take; raise scoring.timeout, or lower the reward's option "
+            "total_seconds if it has this option"
+        )

@@ -93,28 +93,6 @@ def format_sum(sum: Sum, result: int) -> str:
     return f"{sum.left:02d}{sum.operator}{sum.right}={result:02d}"
 
 
-def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
-    """Return problem `index` of a split.
-
-    The problem depends only on the arguments of this function.
-    """
-    low, high = operations
-    name = f"arithmetic/{split}/{low}-{high}/{index}"
-    random = Random(name)
-    sums = chain(random, random.randint(low, high), held_out=split == "held_out")
-    return Prompt(
-        id=name,
-        task="arithmetic",
-        messages=chat_messages(prompt_text(sums)),
-        target=f"{sums[-1].result:02d}",
-        info={
-            "operations": len(sums),
-            "carries": sum(s.carries for s in sums),
-            "worked": ";".join(format_sum(s, s.result) for s in sums),
-        },
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic(GeneratedTask):
     """Chains of additions and subtractions. Problems with more operations are harder."""
@@ -132,4 +110,18 @@ class Arithmetic(GeneratedTask):
             )
 
     def _prompt(self, split: str, index: int) -> Prompt:
-        return problem(split, (self.min_operations, self.max_operations), index)
+        low, high = self.min_operations, self.max_operations
+        identity = f"arithmetic/{split}/{low}-{high}/{index}"
+        random = Random(identity)
+        sums = chain(random, random.randint(low, high), held_out=split == "held_out")
+        return Prompt(
+            id=identity,
+            task="arithmetic",
+            messages=chat_messages(prompt_text(sums)),
+            target=f"{sums[-1].result:02d}",
+            info={
+                "operations": len(sums),
+                "carries": sum(s.carries for s in sums),
+                "worked": ";".join(format_sum(s, s.result) for s in sums),
+            },
+        )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from covey.tasks.task import chat_messages, packaged_rows, with_instruction
+from covey.tasks.task import SplitTask, chat_messages, packaged_rows, with_instruction
 from covey.types import Prompt
 
 INSTRUCTION = (
@@ -36,7 +36,7 @@ def _indented(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Code:
+class Code(SplitTask):
     """48 small programming problems; a fixed quarter is held out.
 
     `info["tests"]` is a list of tests. A test of a function is {call, expected}, where `expected`
@@ -49,13 +49,8 @@ class Code:
     instruction: str = INSTRUCTION
     name: str = "code"
 
-    def train(self) -> Sequence[Prompt]:
-        """The training problems."""
-        return [self._prompt(row, "train") for row in packaged_rows("code", "train")]
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The held-out problems."""
-        return [self._prompt(row, "held_out") for row in packaged_rows("code", "held_out")]
+    def _prompts(self, split: str) -> list[Prompt]:
+        return [self._prompt(row, split) for row in packaged_rows("code", split)]
 
     def _prompt(self, row: Mapping[str, Any], split: str) -> Prompt:
         text = with_instruction(prompt_text(row), self.instruction)

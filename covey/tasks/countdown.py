@@ -134,19 +134,17 @@ class Countdown(GeneratedTask):
         kind = f"{self.min_numbers}-{self.max_numbers}/{self.max_number}/{self.max_target}"
         identity = f"countdown/{split}/{kind}/{index}"
         numbers, solution = self._problem(Random(identity), held_out=split == "held_out")
+        text = prompt_text(numbers, solution.value)
+        if self.template:
+            text = self.template.replace("{numbers}", ", ".join(map(str, numbers)))
+            text = text.replace("{target}", str(solution.value))
         return Prompt(
             id=identity,
             task=self.name,
-            messages=chat_messages(self._text(numbers, solution.value), self.system),
+            messages=chat_messages(text, self.system),
             target=str(solution.value),
             info={"numbers": numbers, "target": solution.value, "solution": solution.text},
         )
-
-    def _text(self, numbers: Sequence[int], target: int) -> str:
-        if not self.template:
-            return prompt_text(numbers, target)
-        listed = ", ".join(map(str, numbers))
-        return self.template.replace("{numbers}", listed).replace("{target}", str(target))
 
     def _problem(self, random: Random, held_out: bool) -> tuple[list[int], Term]:
         while True:

@@ -10,7 +10,7 @@ from typing import Any
 from covey.errors import ConfigError
 from covey.tasks.jsonl import json_lines
 from covey.tasks.rows import PROMPT_COLUMNS, TARGET_COLUMNS, NumberedRow, RowReader
-from covey.tasks.task import compared_text, hash_fraction
+from covey.tasks.task import SplitTask, compared_text, hash_fraction
 from covey.types import Prompt
 
 NAME = "dataset"
@@ -22,7 +22,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetTask:
+class DatasetTask(SplitTask):
     """A task whose prompts a caller passed to the Python API."""
 
     prompts: Sequence[Prompt]
@@ -34,30 +34,22 @@ class DatasetTask:
     share: float = HELD_OUT_SHARE
     name: str = NAME
 
-    def train(self) -> Sequence[Prompt]:
-        """The prompts to train on."""
-        return self._split()[0]
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The prompts for evaluations only."""
-        return self._split()[1]
-
-    def _split(self) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    def _prompts(self, split: str) -> Sequence[Prompt]:
         """Split the prompts; a hash of a row's index decides whether its prompt is held out.
 
         Prompts with equal text are in the same split, unless all prompts would then be held out.
         """
         if self.evaluation is not None or not self.share:
-            return self.prompts, self.evaluation or []
+            return self.prompts if split == "train" else self.evaluation or []
         first: dict[str, str] = {}
         together = [first.setdefault(compared_text(p), p.id) for p in self.prompts]
         chosen = self._held_out(together)
         if all(chosen):
             chosen = self._held_out([prompt.id for prompt in self.prompts])
-        training = [p for p, out in zip(self.prompts, chosen, strict=True) if not out]
-        if not training:
+        if all(chosen):
             raise ConfigError("dataset: give at least two rows, or give held_out rows separately")
-        return training, [p for p, out in zip(self.prompts, chosen, strict=True) if out]
+        held_out = split == "held_out"
+        return [p for p, out in zip(self.prompts, chosen, strict=True) if out == held_out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
         """Return one bool per prompt id: whether the prompt is held out.

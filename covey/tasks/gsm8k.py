@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from covey.errors import ConfigError
 from covey.tasks.hub import load_splits, rows_of
 from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import NumberedRow, Row, RowReader
-from covey.tasks.task import THINK_THEN_ANSWER
+from covey.tasks.rows import Row, RowReader
+from covey.tasks.task import THINK_THEN_ANSWER, SplitTask
 from covey.types import Prompt
 
 HUB_PATH, HUB_SUBSET = "openai/gsm8k", "main"
@@ -32,12 +31,12 @@ def read_solution(text: str) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gsm8k:
+class Gsm8k(SplitTask):
     """Grade school word problems, from the Hub or from local files in the same format.
 
     `train_file` and `held_out_file` are JSON Lines files with the fields `question` and `answer`.
     Without `train_file` and `held_out_file`, the splits `train` and `test` of openai/gsm8k are
-    used. The text `instruction` is appended to each prompt.
+    used, with 7473 and 1319 problems. The text `instruction` is appended to each prompt.
     """
 
     train_file: str = ""
@@ -58,20 +57,14 @@ class Gsm8k:
                 "openai/gsm8k"
             )
 
-    def train(self) -> Sequence[Prompt]:
-        """The training problems; the Hub dataset has 7473."""
-        return self._read("train", self.train_file, "train")
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The held-out problems; the test split of the Hub dataset has 1319."""
-        return self._read("held_out", self.held_out_file, "test")
-
-    def _read(self, split: str, file: str, hub_split: str) -> list[Prompt]:
-        if file:
-            rows, source = json_lines(Path(file)), file
+    def _prompts(self, split: str) -> list[Prompt]:
+        source = self.train_file if split == "train" else self.held_out_file
+        if source:
+            rows = json_lines(Path(source))
         else:
             source = f"{HUB_PATH}/{HUB_SUBSET}"
-            rows = rows_of(load_splits(HUB_PATH, HUB_SUBSET), hub_split, source)
+            splits = load_splits(HUB_PATH, HUB_SUBSET)
+            rows = rows_of(splits, "train" if split == "train" else "test", source)
         reader = RowReader(
             prompt="question",
             target="final",
@@ -80,14 +73,10 @@ class Gsm8k:
             skip_bad_rows=self.skip_bad_rows,
             name=self.name,
         )
-        prompts = reader.read(split, _solved(rows), source)
+        solved = ((number, where, _with_final(row)) for number, where, row in rows)
+        prompts = reader.read(split, solved, source)
         self.bad_rows.update(reader.bad_rows)
         return prompts
-
-
-def _solved(rows: Iterable[NumberedRow]) -> Iterator[NumberedRow]:
-    for number, where, row in rows:
-        yield number, where, _with_final(row)
 
 
 def _with_final(row: Row | str) -> Row | str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError, DataError, nearest
 from covey.hub_access import offline_if_unreachable
-from covey.tasks.rows import NumberedRow, RowReader
-from covey.tasks.task import require_module
+from covey.tasks.rows import NumberedRow, RowReader, check_share
+from covey.tasks.task import SplitTask, require_module
 from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
@@ -28,19 +28,15 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
     if not local.exists():
         offline_if_unreachable()  # set before datasets is imported, which reads the setting
     datasets = require_module("datasets")
+    kind = FORMATS.get(local.suffix, "") if local.is_file() else None
+    if kind == "":
+        endings = ", ".join(FORMATS)
+        raise DataError(f"task: cannot read {path}: the file name must end in one of {endings}")
     try:
-        if local.is_file():
-            kind = FORMATS.get(local.suffix)
-            if kind is None:
-                endings = ", ".join(FORMATS)
-                raise DataError(
-                    f"task: cannot read {path}: the file name must end in one of {endings}"
-                )
-            options = OPTIONS.get(kind, {})
-            return dict(datasets.load_dataset(kind, data_files=str(local), **options))
-        return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
-    except DataError:
-        raise
+        if kind is None:
+            return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
+        options = OPTIONS.get(kind, {})
+        return dict(datasets.load_dataset(kind, data_files=str(local), **options))
     except Exception as error:  # errors of datasets, the network or a file format
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(
@@ -59,7 +55,7 @@ def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Numb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hub(RowReader):
+class Hub(RowReader, SplitTask):
     """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
     The class `RowReader` documents the options that say how to use the columns. If a dataset has
@@ -78,27 +74,16 @@ class Hub(RowReader):
 
     def __post_init__(self) -> None:
         RowReader.__post_init__(self)
-        if not 0 < self.held_out_share < 1:
-            raise ConfigError(
-                f"task: held_out_share = {self.held_out_share} must be between 0 and 1; "
-                "to train on all rows of train_split, set held_out_split"
-            )
+        check_share(self.held_out_share, "split")
         if self.held_out_split == self.train_split:
             raise ConfigError(
                 f"task: train_split and held_out_split are both {self.train_split!r}; leave "
                 "held_out_split empty to hold out a fraction of train_split"
             )
 
-    def train(self) -> Sequence[Prompt]:
-        """The prompts of `train_split` that are not held out."""
-        return self._read("train", self.train_split)
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The prompts of `held_out_split`; if not set, a held-out part of `train_split`."""
-        return self._read("held_out", self.held_out_split or self.train_split)
-
-    def _read(self, split: str, source_split: str) -> list[Prompt]:
+    def _prompts(self, split: str) -> list[Prompt]:
         splits = load_splits(self.path, self.subset, self.revision)
+        source_split = (split == "held_out" and self.held_out_split) or self.train_split
         source = f"{self.path}/{self.subset}" if self.subset else self.path
         prompts = self.read(split, rows_of(splits, source_split, source), source)
         if self.held_out_split:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from covey.errors import ConfigError, DataError, reason
-from covey.tasks.rows import NumberedRow, Row, RowReader
+from covey.errors import DataError, reason
+from covey.tasks.rows import NumberedRow, Row, RowReader, check_share
+from covey.tasks.task import SplitTask
 from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jsonl(RowReader):
+class Jsonl(RowReader, SplitTask):
     """Prompts and targets from `train_file` and `held_out_file`, one JSON object per line.
 
     With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
@@ -29,21 +30,10 @@ class Jsonl(RowReader):
 
     def __post_init__(self) -> None:
         RowReader.__post_init__(self)
-        if not 0 < self.held_out_share < 1:
-            raise ConfigError(
-                f"task: held_out_share = {self.held_out_share} must be between 0 and 1; "
-                "to train on all rows of train_file, set held_out_file"
-            )
+        check_share(self.held_out_share, "file")
 
-    def train(self) -> Sequence[Prompt]:
-        """The prompts of `train_file` that are not held out."""
-        return self._read("train", self.train_file)
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The prompts of `held_out_file`; if not set, a held-out part of `train_file`."""
-        return self._read("held_out", self.held_out_file or self.train_file)
-
-    def _read(self, split: str, file: str) -> Sequence[Prompt]:
+    def _prompts(self, split: str) -> list[Prompt]:
+        file = (split == "held_out" and self.held_out_file) or self.train_file
         prompts = self.read(split, json_lines(Path(file)), file)
         if self.held_out_file:
             return prompts

@@ -8,13 +8,12 @@ because the country is invented.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
 
 from covey.errors import ConfigError
-from covey.tasks.task import chat_messages, hash_fraction, with_instruction
+from covey.tasks.task import SplitTask, chat_messages, hashed_into, with_instruction
 from covey.types import Prompt
 
 TOWNS = 400
@@ -100,7 +99,7 @@ def documents() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
+class Library(SplitTask):
     """Questions of up to `max_hops` hops about 400 towns; a fixed quarter of the towns is held out.
 
     `info["sources"]` lists the ids of the documents that are needed to find the answer.
@@ -115,22 +114,13 @@ class Library:
         if self.max_hops not in (1, 2):
             raise ConfigError(f"task: max_hops must be 1 or 2, not {self.max_hops}")
 
-    def train(self) -> Sequence[Prompt]:
-        """The questions about training towns."""
-        return self._prompts("train")
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The questions about held-out towns."""
-        return self._prompts("held_out")
-
     def _prompts(self, split: str) -> list[Prompt]:
-        chosen = [
-            town
+        return [
+            self._prompt(town, hops, split)
             for town in towns()
-            if (hash_fraction(f"library/{town.name}") < HELD_OUT_SHARE) == (split == "held_out")
+            if hashed_into(split, f"library/{town.name}", HELD_OUT_SHARE)
+            for hops in range(1, self.max_hops + 1)
         ]
-        hops = range(1, self.max_hops + 1)
-        return [self._prompt(town, count, split) for town in chosen for count in hops]
 
     def _prompt(self, town: Town, hops: int, split: str) -> Prompt:
         what = f"the {town.building} of {town.name}"

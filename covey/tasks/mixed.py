@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.config.options import resolve_options
 from covey.config.schema import Named
-from covey.errors import ConfigError
+from covey.errors import ConfigError, DataError
 from covey.tasks.task import Generated, Task
 from covey.types import Prompt
 
@@ -94,6 +94,9 @@ class Mixed:
         """The training prompts of all tasks of the mixture, mixed by weight."""
         keys = list(self.tasks)
         splits = [self.tasks[key].train() for key in keys]
+        for key, prompts in zip(keys, splits, strict=True):
+            if not prompts:
+                raise DataError(f"task: task.parts.{key} has no training prompts")
         counts = quotas([_weight(key, self.parts[key]) for key in keys])
         block = pattern(counts)
         blocks = max(
@@ -107,9 +110,9 @@ class Mixed:
             prompt = _of_part(splits[part][which], keys[part])
             return replace(prompt, id=f"{prompt.id}~{again}") if again else prompt
 
-        prompts = Generated(blocks * len(block), make)
-        prompts.block = tuple(keys[part] for part, _ in block)
-        return prompts
+        mixture = Generated(blocks * len(block), make)
+        mixture.block = tuple(keys[part] for part, _ in block)
+        return mixture
 
     def held_out(self) -> Sequence[Prompt]:
         """The held-out prompts of all tasks of the mixture, one task after the other."""

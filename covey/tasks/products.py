@@ -10,7 +10,7 @@ from itertools import count
 from random import Random
 
 from covey.errors import ConfigError
-from covey.tasks.task import GeneratedTask, chat_messages, hash_fraction
+from covey.tasks.task import GeneratedTask, chat_messages, hashed_into
 from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
@@ -22,7 +22,7 @@ def factors(split: str, digits: int, index: int) -> tuple[int, int]:
     low, high = 10 ** (digits - 1), 10**digits - 1
     for _ in count():
         left, right = random.randint(low, high), random.randint(low, high)
-        if (hash_fraction(f"{left}*{right}") < HELD_OUT_SHARE) == (split == "held_out"):
+        if hashed_into(split, f"{left}*{right}", HELD_OUT_SHARE):
             return left, right
     raise AssertionError("every split has numbers, so one is drawn at some point")
 

@@ -29,7 +29,7 @@ from covey.tasks.task import (
     THINK_THEN_ANSWER,
     GeneratedTask,
     chat_messages,
-    hash_fraction,
+    hashed_into,
     require_module,
     with_instruction,
 )
@@ -232,7 +232,7 @@ class ReasoningGym(GeneratedTask):
                 # word_ladder sometimes finds no words, and then keeps a reduced size.
                 dataset.size = size
                 continue
-            if (hash_fraction(str(entry["question"])) < HELD_OUT_SHARE) == (split == "held_out"):
+            if hashed_into(split, str(entry["question"]), HELD_OUT_SHARE):
                 return seed, entry
         options = dict(self.options or {})
         raise DataError(

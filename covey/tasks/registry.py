@@ -20,7 +20,7 @@ from covey.tasks.library import Library
 from covey.tasks.mixed import Mixed
 from covey.tasks.products import Products
 from covey.tasks.reasoning_gym import ReasoningGym
-from covey.tasks.task import Task
+from covey.tasks.task import SplitTask, Task
 from covey.tasks.tools import Tools
 from covey.tasks.verifiers import Verifiers
 from covey.tasks.worlds import Worlds
@@ -108,7 +108,7 @@ list, Covey checks all prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class UserTask:
+class UserTask(SplitTask):
     """Wraps a user's task; an invalid prompt raises an error that says what is wrong."""
 
     task: Task
@@ -125,15 +125,7 @@ class UserTask:
         found: Mapping[str, Sequence[str]] = getattr(self.task, "bad_rows", {})
         return found
 
-    def train(self) -> Sequence[Prompt]:
-        """Prompts for training."""
-        return self._checked("train")
-
-    def held_out(self) -> Sequence[Prompt]:
-        """Prompts for evaluation only."""
-        return self._checked("held_out")
-
-    def _checked(self, split: str) -> Sequence[Prompt]:
+    def _prompts(self, split: str) -> Sequence[Prompt]:
         where = f"task: {self.path}: {split}()"
         try:
             found: Any = getattr(self.task, split)()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError, DataError, closest, nearest
-from covey.tasks.task import chat_messages, hash_fraction, with_instruction
+from covey.tasks.task import chat_messages, hashed_into, with_instruction
 from covey.types import Message, Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -90,7 +90,8 @@ class RowReader:
             try:
                 if isinstance(row, str):
                     raise BadRow(row)
-                if self._is_wanted(row):
+                only = (self.only or {}).items()
+                if all(_value(row, column) in values for column, values in only):
                     prompts.append(self._prompt(row, f"{self.name}/{split}/{number}"))
             except BadRow as error:
                 line = f"task: {where} {error}"
@@ -104,8 +105,7 @@ class RowReader:
 
     def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
         """Divide data that has only one split; return the training or held-out prompts."""
-        held_out = split == "held_out"
-        chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
+        chosen = [p for p in prompts if hashed_into(split, self._hashed_text(p), share)]
         if not chosen:
             raise DataError(
                 f"task: {source} has too few rows: with held_out_share = {share}, there are no "
@@ -113,15 +113,10 @@ class RowReader:
             )
         return chosen
 
-    def _is_held_out(self, prompt: Prompt, share: float) -> bool:
+    def _hashed_text(self, prompt: Prompt) -> str:
         text = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
         # A change of the instruction must not move prompts between the splits.
-        bare = text.removesuffix(with_instruction("", self.instruction))
-        return hash_fraction(bare) < share
-
-    def _is_wanted(self, row: Row) -> bool:
-        only = (self.only or {}).items()
-        return all(_value(row, column) in values for column, values in only)
+        return text.removesuffix(with_instruction("", self.instruction))
 
     def _prompt(self, row: Row, identity: str) -> Prompt:
         if self.template:
@@ -154,6 +149,15 @@ class RowReader:
         names = self.columns or {}
         kept = {k: value for k, value in row.items() if k not in used and k not in names}
         return kept | {name: _value(row, column) for column, name in names.items()}
+
+
+def check_share(share: float, unit: str) -> None:
+    """Raise ConfigError if a share is not between 0 and 1. `unit` is `file` or `split`."""
+    if not 0 < share < 1:
+        raise ConfigError(
+            f"task: held_out_share = {share} must be between 0 and 1; to train on all rows of "
+            f"train_{unit}, set held_out_{unit}"
+        )
 
 
 def _value(row: Row, column: str) -> Any:

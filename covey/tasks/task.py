@@ -81,8 +81,25 @@ def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
     return [len(prompts), *(prompt.id for prompt in prompts[::step])]
 
 
+class SplitTask:
+    """Base class of tasks: `_prompts(split)` returns the prompts of the split train or held_out."""
+
+    __slots__ = ()
+
+    def train(self) -> Sequence[Prompt]:
+        """Prompts for training."""
+        return self._prompts("train")
+
+    def held_out(self) -> Sequence[Prompt]:
+        """Prompts for evaluation only."""
+        return self._prompts("held_out")
+
+    def _prompts(self, split: str) -> Sequence[Prompt]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedTask:
+class GeneratedTask(SplitTask):
     """Base class of generated tasks. `_prompt(split, index)` generates one prompt of a split."""
 
     train_size: int = 100_000
@@ -96,13 +113,9 @@ class GeneratedTask:
                     f"task: {name} must be at least 1 and at most {MOST_PROMPTS}, not {size}"
                 )
 
-    def train(self) -> Sequence[Prompt]:
-        """The training prompts."""
-        return Generated(self.train_size, partial(self._prompt, "train"))
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The held-out prompts."""
-        return Generated(self.held_out_size, partial(self._prompt, "held_out"))
+    def _prompts(self, split: str) -> Sequence[Prompt]:
+        size = self.train_size if split == "train" else self.held_out_size
+        return Generated(size, partial(self._prompt, split))
 
     def _prompt(self, split: str, index: int) -> Prompt:
         raise NotImplementedError
@@ -115,6 +128,11 @@ def hash_fraction(text: str) -> float:
     0.104895
     """
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) / 2**32
+
+
+def hashed_into(split: str, text: str, share: float) -> bool:
+    """Return whether the hash of a text puts it into a split; the fraction `share` is held out."""
+    return (hash_fraction(text) < share) == (split == "held_out")
 
 
 def bad_rows_of(task: Task) -> list[str]:
@@ -163,12 +181,8 @@ def _rows(name: str) -> tuple[dict[str, Any], ...]:
 
 def packaged_rows(name: str, split: str) -> list[dict[str, Any]]:
     """Return the rows of one split of a packaged file. A hash of the row's id decides the split."""
-    held_out = split == "held_out"
-    return [
-        row
-        for row in _rows(name)
-        if (hash_fraction(f"{row['id']}/{name}") < HELD_OUT_SHARE) == held_out
-    ]
+    rows = _rows(name)
+    return [row for row in rows if hashed_into(split, f"{row['id']}/{name}", HELD_OUT_SHARE)]
 
 
 # Finds held-out prompts that are also training prompts; evaluations on them measure memorization.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.tasks.task import chat_messages, packaged_rows
+from covey.tasks.task import SplitTask, chat_messages, packaged_rows
 from covey.types import Prompt
 
 SIGNATURES = """\
@@ -40,7 +39,7 @@ the call as JSON between the tags, and nothing after it:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
+class Tools(SplitTask):
     """72 requests, each for one of eight tools; a fixed quarter of the requests is held out.
 
     `info["call"]` is the expected tool call.
@@ -49,13 +48,8 @@ class Tools:
     system: str = SYSTEM
     name: str = "tools"
 
-    def train(self) -> Sequence[Prompt]:
-        """The training requests."""
-        return [self._prompt(row, "train") for row in packaged_rows("tools", "train")]
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The held-out requests."""
-        return [self._prompt(row, "held_out") for row in packaged_rows("tools", "held_out")]
+    def _prompts(self, split: str) -> list[Prompt]:
+        return [self._prompt(row, split) for row in packaged_rows("tools", split)]
 
     def _prompt(self, row: dict[str, Any], split: str) -> Prompt:
         call = json.dumps(row["call"])

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from covey.errors import ConfigError
+from covey.tasks.task import SplitTask, chat_messages
 from covey.trust import import_callable
 from covey.types import Message, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verifiers:
+class Verifiers(SplitTask):
     """Prompts from an environment package; the package's evaluation dataset is held out.
 
     Use this task with the reward `environment` and the environment `verifiers`. The task and the
@@ -36,28 +37,23 @@ class Verifiers:
             )
         return environment
 
-    def train(self) -> Sequence[Prompt]:
-        """The rows of the environment package's training dataset."""
-        return self._prompts("train", self._environment.get_dataset())
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The rows of the package's evaluation dataset; the training rows if there is none."""
-        return self._prompts("held_out", self._environment.get_eval_dataset())
-
-    def _prompts(self, split: str, rows: Any) -> list[Prompt]:
+    def _prompts(self, split: str) -> list[Prompt]:
+        made = self._environment
+        # Without an evaluation dataset, the environment returns the training dataset.
+        rows = made.get_dataset() if split == "train" else made.get_eval_dataset()
         return [self._prompt(split, number, dict(row)) for number, row in enumerate(rows)]
 
     def _prompt(self, split: str, number: int, row: dict[str, Any]) -> Prompt:
         given = row["prompt"]
-        messages: list[Message] = (
-            [{"role": "user", "content": given}]
+        messages: tuple[Message, ...] = (
+            chat_messages(given)
             if isinstance(given, str)
-            else [{"role": m["role"], "content": m["content"] or ""} for m in given]
+            else tuple({"role": m["role"], "content": m["content"] or ""} for m in given)
         )
         return Prompt(
             id=f"{self.package}/{split}/{number}",
             task=self.name,
-            messages=tuple(messages),
+            messages=messages,
             target=str(row.get("answer") or ""),
             info={"row": row},
         )

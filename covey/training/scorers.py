@@ -11,9 +11,8 @@ from covey.environments.registry import NONE
 from covey.rewards import Reward
 from covey.rewards.identity import identity
 from covey.rewards.user import FUNCTIONS, own_name, with_none
-from covey.scoring import Scorer, make_scorer
+from covey.scoring import Scorer, check_timeout, make_scorer
 from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
-from covey.scoring.build import check_timeout
 from covey.training.make_engine import ray_scorer
 from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt

@@ -21,8 +21,8 @@ from reasoning_gym.composite import CompositeConfig, CompositeDataset
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
-from covey.rewards import gym_scorer
-from covey.rewards.pure_scorer import (
+from covey.rewards.gym import scorer as gym_scorer
+from covey.rewards.gym.pure_scorer import (
     MOST_CHARACTERS,
     PATTERNS,
     ImpureError,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from covey.errors import ConfigError
 from covey.tasks import TASKS, Arithmetic
-from covey.tasks.arithmetic import DIGITS, Sum, chain, problem, prompt_text
+from covey.tasks.arithmetic import DIGITS, Sum, chain, prompt_text
 from covey.tasks.task import Generated
 from covey.types import Prompt
 from tests.tasks.sums import parse_prompt
@@ -27,8 +27,10 @@ ALL_SUMS = [
 ]
 
 
-def made(split: str, size: int, operations: tuple[int, int]) -> Generated:
-    return Generated(size, partial(problem, split, operations))
+def made(split: str, size: int, operations: tuple[int, int]) -> Sequence[Prompt]:
+    low, high = operations
+    task = Arithmetic(min_operations=low, max_operations=high, train_size=size, held_out_size=size)
+    return task.train() if split == "train" else task.held_out()
 
 
 def numbers(text: str) -> list[int]:
@@ -36,13 +38,7 @@ def numbers(text: str) -> list[int]:
 
 
 def problems(split: str, count: int, operations: tuple[int, int]) -> list[Prompt]:
-    task = Arithmetic(
-        min_operations=operations[0],
-        max_operations=operations[1],
-        train_size=count,
-        held_out_size=count,
-    )
-    return list(task.train() if split == "train" else task.held_out())
+    return list(made(split, count, operations))
 
 
 @pytest.mark.parametrize("operations", [(1, 1), (2, 4), (1, 12)])
@@ -180,7 +176,7 @@ def test_an_index_outside_the_split_is_an_index_error(index: int) -> None:
 
 
 def test_an_empty_split_holds_nothing() -> None:
-    empty = made("train", 0, (2, 4))
+    empty = Generated(0, Arithmetic().train().__getitem__)
     assert list(empty) == []
     with pytest.raises(IndexError):
         empty[0]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from covey.config.options import resolve_options
 from covey.config.schema import Named
-from covey.errors import ConfigError
+from covey.errors import ConfigError, DataError
 from covey.tasks import Arithmetic, Mixed, bad_rows_of
+from covey.tasks.dataset import DatasetTask
 from covey.tasks.mixed import pattern, quotas
 from covey.tasks.task import sampled_ids
 
@@ -53,6 +54,13 @@ def test_proportions_are_exact_to_a_thousandth_and_no_part_is_left_out(
     for weight, count in zip(weights, counts, strict=True):
         share = weight / sum(weights)
         assert count / sum(counts) == pytest.approx(share, abs=0.001 * (len(weights) + 1))
+
+
+def test_a_part_without_training_prompts_is_named() -> None:
+    task = mixed(arithmetic=SMALL, products=SMALL)
+    task.tasks["products"] = DatasetTask([], [])
+    with pytest.raises(DataError, match=r"^task: task\.parts\.products has no training prompts$"):
+        task.train()
 
 
 @pytest.mark.parametrize("counts", [[1], [3, 1], [5, 3, 2], [97, 3], [400, 350, 250]])

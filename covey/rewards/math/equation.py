@@ -75,7 +75,7 @@ def stated_values(parts: list[str], target: str) -> list[str]:
     values: list[str] = []
     rest: list[str] = []
     for part in parts:
-        named = _NAME.fullmatch(part) is not None and part not in target_variables
+        named = is_name(part) and part not in target_variables
         could_be = variables(part) == target_variables or parse_number(part) is not None
         (values if could_be and not named else rest).append(part)
     if any(_MULTIPLE.fullmatch(part) for part in rest):

@@ -12,7 +12,7 @@ import cmath
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -93,9 +93,11 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
     if len(answer) > 2 or len(target) > 2:
         return None
     if len(answer) != len(target):
-        # If one side is a single letter, the other side is its value.
-        values = [side if len(side) == 1 else _value(*side) for side in (answer, target)]
-        return same_numerically(values[0][0], values[1][0]) if all(values) else None
+        left, right = answer if len(answer) == 2 else target
+        # In an equation such as `y = 2x`, the right side is the value of the letter.
+        if not re.fullmatch("[A-Za-z]", left.strip()) or left.strip() in right:
+            return None
+        return same_numerically(answer[-1], target[-1])
     sides = [_Evaluator(f"({left})-({right})") for left, right in (answer, target)]
     # Both sides of an identity such as x = x cancel to 0, which has no ratio.
     if sides[0].variables != sides[1].variables or 0 in (*sides[0].values, *sides[1].values):
@@ -106,13 +108,6 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
         return True
     decimals = sides[0].decimals or sides[1].decimals
     return False if spread > (ROUNDED if decimals else DIFFERENT) else None
-
-
-def _value(left: str, right: str) -> list[str]:
-    """Return the right side of an equation such as `y = 2x` as a list; [] for other forms."""
-    letter, value = left.strip(), right
-    alone = len(letter) == 1 and letter.isascii() and letter.isalpha()
-    return [value] if alone and letter not in value else []
 
 
 def _components(formula: str) -> list[str] | None:
@@ -173,17 +168,11 @@ def _raised(base: complex, exponent: complex) -> complex:
     return power
 
 
-def _tokens(formula: str) -> Iterator[str]:
-    for match in _TOKEN.finditer(formula):
-        if match.lastgroup is not None:
-            yield match[0]
-
-
 class _Evaluator:
     """A recursive-descent parser that evaluates a formula at three points while it parses."""
 
     def __init__(self, formula: str) -> None:
-        self.tokens = [*_tokens(formula), ""]
+        self.tokens = [m[0] for m in _TOKEN.finditer(formula) if m.lastgroup is not None] + [""]
         self.at = 0
         self.variables: set[str] = set()
         self.decimals = any("." in token for token in self.tokens)

@@ -12,6 +12,7 @@ import re
 from functools import lru_cache
 
 from covey.errors import ConfigError
+from covey.rewards.text import nesting
 from covey.sandbox import require_isolation
 from covey.sandbox.scorer import sandboxed
 
@@ -125,11 +126,6 @@ def is_tractable(formula: str) -> bool:
     (True, False)
     """
     formula = formula.replace("**", "^").replace(r"\!", "")
-    if len(formula) > MAX_FORMULA or _UNBOUNDED.search(formula):
+    if len(formula) > MAX_FORMULA or _UNBOUNDED.search(formula) or nesting(formula) > MAX_BRACKETS:
         return False
-    depth = 0
-    for bracket in re.findall(r"[][(){}]", formula):
-        depth = max(0, depth + (1 if bracket in "[({" else -1))
-        if depth > MAX_BRACKETS:
-            return False
     return _powers_are_small(formula)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from covey.rewards.plain_answer import NotPlainError, plain_data, plain_formula, plain_sum
+from covey.rewards.gym.plain_answer import NotPlainError, plain_data, plain_formula, plain_sum
 from covey.tasks.reasoning_gym import entry_of
 
 Entry = Mapping[str, Any]

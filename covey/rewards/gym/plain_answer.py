@@ -28,6 +28,7 @@ FUNCTIONS = frozenset(
 )  # fmt: skip
 CONSTANTS = frozenset({"pi"})
 SUMS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+POWERS = (*SUMS, ast.Pow)
 
 Data = str | int | float | list["Data"]
 
@@ -53,7 +54,7 @@ def plain_formula(text: str, names: Collection[str] = ()) -> str:
     >>> plain_formula("x**3/3+sin( 2*x ) + C")
     'x ** 3 / 3 + sin(2 * x) + C'
     """
-    return _written(text, _Formula(names))
+    return _written(text, CONSTANTS | (frozenset(names) - FUNCTIONS))
 
 
 def plain_sum(text: str) -> str:
@@ -62,12 +63,12 @@ def plain_sum(text: str) -> str:
     >>> plain_sum("(3+4)*2")
     '(3 + 4) * 2'
     """
-    return _written(text, _Sum())
+    return _written(text, None)
 
 
-def _written(text: str, rules: _Sum) -> str:
+def _written(text: str, names: frozenset[str] | None) -> str:
     tree = _parsed(text, MAX_FORMULA)
-    if rules.bits(tree, MAX_DEPTH) > MAX_BITS:
+    if _bits(tree, MAX_DEPTH, names) > MAX_BITS:
         raise NotPlainError("a number too large")
     return ast.unparse(tree)
 
@@ -103,58 +104,43 @@ def _number(node: ast.expr) -> int | float:
     return number
 
 
-class _Sum:
-    """Checks an expression's syntax tree, and bounds the size of the expression's value."""
+def _bits(node: ast.expr, depth: int, names: frozenset[str] | None) -> int:
+    """Return an upper bound on the number of bits of an expression's value.
 
-    operators: tuple[type[ast.operator], ...] = SUMS
-
-    def bits(self, node: ast.expr, depth: int) -> int:
-        """Return an upper bound on the number of bits of an expression's value.
-
-        Raises NotPlainError for a node that is not allowed.
-        """
-        if depth < 0:
-            raise NotPlainError("nested too deep")
-        if isinstance(node, ast.BinOp) and isinstance(node.op, self.operators):
-            left, right = self.bits(node.left, depth - 1), self.bits(node.right, depth - 1)
-            grows = isinstance(node.op, ast.Mult | ast.Div)
-            return left + right if grows else max(left, right) + 1
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-            return self.bits(node.operand, depth - 1)
-        return self.atom(node, depth)
-
-    def atom(self, node: ast.expr, depth: int) -> int:
-        number = _number(node)
-        if not isinstance(number, int):
-            raise NotPlainError("not a whole number")
+    The argument `names` lists the variables of a formula. If `names` is None, only whole numbers
+    and the operators + - * / are allowed. Raises NotPlainError for a node that is not allowed.
+    """
+    if depth < 0:
+        raise NotPlainError("nested too deep")
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        return _bits(node.operand, depth - 1, names)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, SUMS if names is None else POWERS):
+        left, right = _bits(node.left, depth - 1, names), _bits(node.right, depth - 1, names)
+        if isinstance(node.op, ast.Mult | ast.Div):
+            return left + right
+        if not isinstance(node.op, ast.Pow):
+            return max(left, right) + 1
+        if any(isinstance(part, ast.Name) for part in ast.walk(node.right)):
+            return left + right
+        return left << min(right, MAX_BITS)
+    if names is not None and isinstance(node, ast.Name | ast.Call):
+        return _named_bits(node, depth, names)
+    number = _number(node)
+    if isinstance(number, int):
         return number.bit_length() + 1
+    if names is None:
+        raise NotPlainError("not a whole number")
+    return 2
 
 
-class _Formula(_Sum):
-    def __init__(self, names: Collection[str]) -> None:
-        self.names = CONSTANTS | (frozenset(names) - FUNCTIONS)
-
-    def bits(self, node: ast.expr, depth: int) -> int:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            base, exponent = self.bits(node.left, depth - 1), self.bits(node.right, depth - 1)
-            if any(isinstance(part, ast.Name) for part in ast.walk(node.right)):
-                return base + exponent
-            return base << min(exponent, MAX_BITS)
-        return super().bits(node, depth)
-
-    def atom(self, node: ast.expr, depth: int) -> int:
-        if isinstance(node, ast.Name):
-            if len(node.id) > 1 and node.id not in self.names:
-                raise NotPlainError("an unknown name")
-            return 1
-        if isinstance(node, ast.Call):
-            return self.call(node, depth)
-        return 2 if isinstance(_number(node), float) else int(_number(node)).bit_length() + 1
-
-    def call(self, node: ast.Call, depth: int) -> int:
-        if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS or node.keywords:
-            raise NotPlainError("an unknown function")
-        most = 2 if node.func.id == "log" else 1
-        if not 1 <= len(node.args) <= most:
-            raise NotPlainError("arguments that it does not take")
-        return sum(self.bits(argument, depth - 1) for argument in node.args)
+def _named_bits(node: ast.Name | ast.Call, depth: int, names: frozenset[str]) -> int:
+    if isinstance(node, ast.Name):
+        if len(node.id) > 1 and node.id not in names:
+            raise NotPlainError("an unknown name")
+        return 1
+    if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS or node.keywords:
+        raise NotPlainError("an unknown function")
+    most = 2 if node.func.id == "log" else 1
+    if not 1 <= len(node.args) <= most:
+        raise NotPlainError("arguments that it does not take")
+    return sum(_bits(argument, depth - 1, names) for argument in node.args)
