@@ -70,7 +70,8 @@ class PrefillGraphs:
         one = self.passes.pop(size, None) or _Pass(size, model.device)
         self.passes[size] = one
         if len(self.passes) > MAX_BUCKETS:
-            _wait(model.device)  # the graph of the dropped bucket may be running
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)  # the dropped bucket's graph may be running
             del self.passes[next(iter(self.passes))]
         one.fill(tables, rows)
         if one.graph is None and one.last is not None and not self.failed:
@@ -134,8 +135,3 @@ class _Pass:
         packed = self.buffers.packed
         hidden = packed_hidden(model, packed, store)
         return hidden.index_select(0, packed.predictor)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
