@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from covey.cluster.engine_actor import EngineActor, Row, pack_weights
+from covey.cluster.engine_actor import EngineActor, pack_weights
 from covey.cluster.ray_client import Need, dead, translated
 from covey.engines.protocol import (
     Completion,
@@ -23,6 +23,7 @@ from covey.engines.protocol import (
     News,
     Request,
     RequestSource,
+    Row,
     WeightSource,
 )
 from covey.errors import EngineError
@@ -306,12 +307,5 @@ class _Run:
 
     def _accept(self, rows: Sequence[Row]) -> None:
         """Pass new completions to the request source; drop completions received before."""
-        new = [
-            Completion(
-                request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,
-                versions=spans, kept=kept,
-            )
-            for number, tokens, logp, end, spans, kept in rows
-            if number in self.waiting
-        ]  # fmt: skip
-        self.source.done(new)
+        fresh = (row for row in rows if row[0] in self.waiting)
+        self.source.done([Completion.of(row, self.waiting.pop(row[0])) for row in fresh])

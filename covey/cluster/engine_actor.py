@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
+from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request, Row
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
 """Weights in Ray's object store: maps a parameter name to its bytes and dtype."""
-Row = tuple[Any, ...]
 
 
 def pack_weights(weights: Any) -> dict[str, tuple[np.ndarray, str]]:
@@ -64,10 +63,7 @@ class _Source:
         """Store completions until the trainer fetches them."""
         with self.changed:
             self.running -= len(completions)
-            self.rows += [
-                (c.request.number, c.tokens, c.logp, c.finish, c.versions, c.kept)
-                for c in completions
-            ]
+            self.rows += [completion.row for completion in completions]
             self.changed.notify_all()
 
 

@@ -111,7 +111,4 @@ class _Remote:
     def done(self, completions: Sequence[Completion]) -> None:
         """Send completions."""
         self.running -= len(completions)
-        rows = [
-            (c.request.number, c.tokens, c.logp, c.finish, c.versions, c.kept) for c in completions
-        ]
-        self.worker.work.send(("done", rows))
+        self.worker.work.send(("done", [completion.row for completion in completions]))
