@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.embedded import CHECKPOINT
-from covey.engines.vllm.client import Client, Unavailable, check_url
+from covey.engines.vllm.client import Client, Unavailable, check_url, value_at
 from covey.engines.vllm.plugin import BACKEND
 from covey.errors import ConfigError, EngineError
 from covey.escape import printable
@@ -128,8 +128,8 @@ def check_served(client: Client, backend: str) -> dict[str, Any]:
     except Unavailable as problem:
         raise client.error(f"{problem}; check engine.vllm.urls") from None
     found = {
-        "logprobs_mode": _of(config, "model_config", "logprobs_mode"),
-        "weight transfer": _of(config, "weight_transfer_config", "backend"),
+        "logprobs_mode": value_at(config, "model_config", "logprobs_mode"),
+        "weight transfer": value_at(config, "weight_transfer_config", "backend"),
     }
     wanted = {"logprobs_mode": "processed_logprobs", "weight transfer": backend}
     for key, value in wanted.items():
@@ -143,11 +143,6 @@ def check_served(client: Client, backend: str) -> dict[str, Any]:
 
 def check_dtype(client: Client, config: dict[str, Any], model: LanguageModel) -> None:
     """Check that a server computes in the dtype of the trainer."""
-    dtype, own = _of(config, "model_config", "dtype"), str(model.head.linear.weight.dtype)
+    dtype, own = value_at(config, "model_config", "dtype"), str(model.head.linear.weight.dtype)
     if dtype != own:
         raise client.error(f"serves {dtype}, but the trainer uses {own}; start it with --dtype")
-
-
-def _of(config: dict[str, Any], section: str, key: str) -> Any:
-    found = config.get(section)
-    return found.get(key) if isinstance(found, dict) else None

@@ -248,7 +248,8 @@ class VllmEngine:
             client = replica.client
             if self.closed or not replica.alive:
                 raise client.error(problem)
-            if answers(replica):  # the request is sent again
+            dead = replica.process is not None and replica.process.ended
+            if not dead and client.healthy():  # the request is sent again
                 return
             replica.alive = False
             if replica.started >= self.restarts:
@@ -268,12 +269,6 @@ class VllmEngine:
             replica.started, replica.alive = started + 1, True
             what = "was restarted" if replica.process is not None else "is back"
             self.repaired.append(f"the vLLM server {client.url} {problem}; it {what}")
-
-
-def answers(replica: Replica) -> bool:
-    """Return whether a server's process runs and the server reports that it is healthy."""
-    dead = replica.process is not None and replica.process.ended
-    return not dead and replica.client.healthy()
 
 
 def wait_for(client: Client, problem: str, patience: float) -> None:

@@ -36,22 +36,11 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options: dict[str, Any] = {"enforce_eager": True}
-    if settings.cuda:
-        options = {"gpu_memory_utilization": settings.memory, "enable_sleep_mode": True}
-    if settings.lora_rank:
-        options |= {"enable_lora": True, "max_lora_rank": settings.served_rank, "max_loras": 2}
     arguments = AsyncEngineArgs(
-        model=str(model),
-        load_format="dummy",
-        dtype=settings.dtype,
-        max_model_len=settings.context,
-        max_num_seqs=settings.max_concurrent,
-        logprobs_mode="processed_logprobs",
-        tensor_parallel_size=settings.tensor_parallel,
         weight_transfer_config=WeightTransferConfig(backend=settings.backend),
         disable_log_stats=True,
-        **options,
+        enable_sleep_mode=settings.cuda,
+        **settings.options(model),
     )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="vllm", daemon=True)
@@ -99,7 +88,8 @@ class LocalClient(Client):
         """Return whether vLLM's processes are alive."""
         return self.llm is not None and not self.llm.errored
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Do what a server does at this path, and return the body of the server's reply."""
         work = self._work(path, dict(body or {}))
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -162,7 +152,10 @@ class LocalClient(Client):
         (output,) = last.outputs
         tokens = list(output.token_ids)
         logp = [float(at[token].logprob) for token, at in zip(tokens, output.logprobs, strict=True)]
-        spans = [vars_of(span) for span in output.weight_versions or ()]
+        spans = [
+            {"start": span.start, "end": span.end, "version": span.version}
+            for span in output.weight_versions or ()
+        ]
         choice = {
             "token_ids": tokens,
             "logprobs": {"content": [{"logprob": value} for value in logp]},
@@ -170,8 +163,3 @@ class LocalClient(Client):
             "weight_versions": spans,
         }
         return {"choices": [choice]}
-
-
-def vars_of(span: Any) -> dict[str, Any]:
-    """Convert a span of tokens and its weights version to the format of a server's reply."""
-    return {"start": span.start, "end": span.end, "version": span.version}
