@@ -23,7 +23,6 @@ from covey.engines.protocol import (
     News,
     Request,
     RequestSource,
-    Row,
     WeightSource,
 )
 from covey.errors import EngineError
@@ -284,10 +283,12 @@ class _Run:
             return
         if isinstance(found, Exception):
             raise found
-        if isinstance(found, _Share):
-            self._move(found)
-        else:
-            self._accept(found)
+        if isinstance(found, _Share):  # its actor died, and the other actors get its requests
+            self.shares.remove(found)
+            self._spread([r for r in found.requests if r.number in self.waiting])
+            return
+        fresh = (row for row in found if row[0] in self.waiting)  # the others were received before
+        self.source.done([Completion.of(row, self.waiting.pop(row[0])) for row in fresh])
 
     def _take(self) -> None:
         requests = list(self.source.take())
@@ -299,13 +300,3 @@ class _Run:
         for place, share in enumerate(self.shares):
             if own := [r for r in requests if r.prompt % count == place]:
                 share.add(own)
-
-    def _move(self, lost: _Share) -> None:
-        """Give the requests of a dead actor to the other actors."""
-        self.shares.remove(lost)
-        self._spread([r for r in lost.requests if r.number in self.waiting])
-
-    def _accept(self, rows: Sequence[Row]) -> None:
-        """Pass new completions to the request source; drop completions received before."""
-        fresh = (row for row in rows if row[0] in self.waiting)
-        self.source.done([Completion.of(row, self.waiting.pop(row[0])) for row in fresh])

@@ -82,19 +82,17 @@ class EngineActor:
         """Properties of the engine in this actor."""
         return self.engine.info
 
-    def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load the weights that `held[0]` refers to; Ray fetches no references in a list."""
+    def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
+        """Load a version of the weights, start the generating thread; return the version.
+
+        `held[0]` refers to the weights; Ray does not fetch references in a list by itself.
+        """
         if version != self.version:
             import ray
 
             packed = ray.get(held[0])
             self.engine.load_weights(lambda: unpack_weights(packed), version)
             self.version = version
-        return self.version
-
-    def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
-        """Load a version of the weights, start the generating thread; return the version."""
-        self.load(version, held)
         source = self.source = _Source(limits)
 
         def work() -> None:

@@ -22,10 +22,9 @@ class ReferenceActor:
         """Return a short description of the reference policy."""
         return self.reference.identity
 
-    def logp(self, batch: Batch) -> tuple[Any, Any]:
+    def logp(self, batch: Batch) -> LogProbs:
         """Return the log-probabilities and entropies of a batch as CPU tensors."""
-        found = self.reference.logp(batch)
-        return found.logp.cpu(), found.entropy.cpu()
+        return LogProbs(*(values.cpu() for values in self.reference.logp(batch)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +66,5 @@ class RayReference(Reference):
 
     def logp(self, batch: Batch) -> LogProbs:
         """Return the log-probability and the entropy of every trained token under the reference."""
-        device = batch.tokens.device
-        logp, entropy = self._ask("logp", batch.to("cpu"))
-        return LogProbs(logp=logp.to(device), entropy=entropy.to(device))
+        found = self._ask("logp", batch.to("cpu"))
+        return LogProbs(*(values.to(batch.tokens.device) for values in found))

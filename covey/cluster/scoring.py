@@ -6,6 +6,7 @@ twice, the result is the same, because a reward depends only on the completion.
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +34,6 @@ class ScoringActor:
 
     def pid(self) -> int:
         """Return the process id of the actor, for messages and tests."""
-        import os
-
         return os.getpid()
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -119,19 +119,14 @@ class _Ranks:
             )
             self.actors = [self.actors[number] for number in order]
             variables = variables_of([places[number] for number in order], threads)
-            self._start(arguments, variables)
+            shared = {STARTED_BY: ray.get_runtime_context().gcs_address}
+            started = [
+                actor.start.remote(list(arguments), {**own, **shared}, os.getcwd())
+                for actor, own in zip(self.actors, variables, strict=True)
+            ]
+            ray.get(started)
         except ray.exceptions.RayError as error:
             raise translated(error, "a trainer rank") from None
-
-    def _start(self, arguments: Sequence[str], variables: Sequence[Mapping[str, str]]) -> None:
-        import ray
-
-        shared = {STARTED_BY: ray.get_runtime_context().gcs_address}
-        started = [
-            actor.start.remote(list(arguments), {**own, **shared}, os.getcwd())
-            for actor, own in zip(self.actors, variables, strict=True)
-        ]
-        ray.get(started)
 
     def followed(self) -> int:
         """Print the output of the ranks until all ranks have ended; return the run's exit code."""
