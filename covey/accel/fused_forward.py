@@ -15,7 +15,7 @@ size).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,7 +59,10 @@ def fused_backbone(
 ) -> torch.Tensor:
     """Run a backbone over packed tokens [N]; return hidden states [N, hidden size]."""
     model: Any = backbone
-    hidden = _embed(input_ids, model.embed_tokens)
+    module = _active(model.embed_tokens)
+    hidden: torch.Tensor = _Embedding.apply(
+        input_ids, module.weight, module.padding_idx, sink_of([module.weight])
+    )
     rope = rope_table(model.rotary_emb, hidden[None, :1], position_ids)
     shared = packing.shared if isinstance(packing, VarlenRows) else None
     place = _Place(rope, packing, shared)
@@ -92,11 +95,12 @@ def fused_layer(
     collect: Collect | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a layer, with gradient checkpointing if it is turned on for the layer."""
-    if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
+    checkpointed = getattr(layer, "gradient_checkpointing", False)
+    if not (layer.training and torch.is_grad_enabled() and checkpointed):
         return _layer(layer, hidden, delta, place, collect)
     options: dict[str, Any] = {
         "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
-        "context_fn": _first_and_again,
+        "context_fn": lambda: (nullcontext(), skip_swiglu_output()),  # first pass, recomputation
     }  # fmt: skip
     offload: ActivationOffload | None = getattr(layer, "activation_offload", None)
     found: tuple[torch.Tensor, torch.Tensor]
@@ -204,15 +208,6 @@ def _unshared(
     return key.index_select(0, first), value.index_select(0, first)
 
 
-def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return one context for a checkpointed layer's forward pass and one for its recomputation."""
-    return nullcontext(), skip_swiglu_output()
-
-
-def _checkpointed(layer: Any) -> bool:
-    return bool(getattr(layer, "gradient_checkpointing", False))
-
-
 def rope_table(
     rotary: nn.Module, like: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,14 +230,6 @@ def gain(module: Any) -> tuple[torch.Tensor, float]:
     """Return the weight and epsilon of a norm."""
     module = _active(module)
     return module.weight, module.variance_epsilon
-
-
-def _embed(input_ids: torch.Tensor, module: Any) -> torch.Tensor:
-    module = _active(module)
-    hidden: torch.Tensor = _Embedding.apply(
-        input_ids, module.weight, module.padding_idx, sink_of([module.weight])
-    )
-    return hidden
 
 
 class _Embedding(torch.autograd.Function):

@@ -69,7 +69,9 @@ def token_logp(
     differentiable. Logits of tokens that top-k or top-p removed get no gradient.
     """
     weight = head.linear.weight
-    if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
+    scale = head.scale / temperature
+    softcap = None if head.softcap is None else head.softcap / temperature
+    if weight.is_cuda and weight.dtype != torch.float64 and importlib.util.find_spec("triton"):
         from covey.accel.fused_head import fused_token_logp  # needs Triton
 
         if kept is not None and head.softcap is not None:
@@ -81,23 +83,15 @@ def token_logp(
             hidden,
             head.linear,
             tokens,
-            scale=head.scale / temperature,
-            softcap=None if head.softcap is None else head.softcap / temperature,
+            scale=scale,
+            softcap=softcap,
             megabytes=megabytes,
             kept=kept,
         )
     size = torch.promote_types(weight.dtype, torch.float32).itemsize
-    settings = LogitSettings(
-        scale=head.scale / temperature,
-        softcap=None if head.softcap is None else head.softcap / temperature,
-        chunk=chunk_rows(weight.shape[0], megabytes, size),
-    )
+    settings = LogitSettings(scale, softcap, chunk_rows(weight.shape[0], megabytes, size))
     logp, entropy = _TokenLogp.apply(hidden, weight, head.linear.bias, tokens, settings, kept)
     return logp, entropy
-
-
-def _kernels() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 class LogitSettings(NamedTuple):
@@ -108,50 +102,39 @@ class LogitSettings(NamedTuple):
     chunk: int
 
 
-class _Chunks:
-    """Computes logits chunk by chunk; all chunks reuse the same two buffers.
+def _chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    settings: LogitSettings,
+    kept: KeptIds | None,
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """For each chunk, yield the slice of tokens, their logits and a scratch buffer.
 
-    New tensors for every chunk would fragment the heap. In a measurement, new tensors for every
-    chunk took 343 MB, and two reused buffers took 63 MB.
+    Tokens that top-k or top-p removed get a very negative but finite logit. The product of
+    probability and logit is then 0, not NaN. All chunks reuse the same two buffers, because new
+    tensors for every chunk would fragment the heap. In a measurement, new tensors for every chunk
+    took 343 MB, and two reused buffers took 63 MB.
     """
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        settings: LogitSettings,
-        kept: KeptIds | None,
-    ) -> None:
-        self.hidden, self.weight, self.bias, self.settings = hidden, weight, bias, settings
-        self.kept = kept
-        rows = min(settings.chunk, len(hidden))
-        precision = torch.promote_types(weight.dtype, torch.float32)
-        self.logits = weight.new_empty(rows, len(weight), dtype=precision)
-        self.product = torch.empty_like(self.logits)
-
-    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """For each chunk, yield the slice of tokens, their logits and a scratch buffer.
-
-        Tokens that top-k or top-p removed get a very negative but finite logit. The product of
-        probability and logit is then 0, not NaN.
-        """
-        scale, softcap, chunk = self.settings
-        for at in range(0, len(self.hidden), chunk):
-            part = slice(at, min(at + chunk, len(self.hidden)))
-            logits = self.logits[: part.stop - part.start]
-            if logits.dtype == self.weight.dtype:
-                torch.mm(self.hidden[part], self.weight.t(), out=logits)
-            else:
-                logits.copy_(self.hidden[part] @ self.weight.t())
-            if self.bias is not None:
-                logits.add_(self.bias)
-            logits.mul_(scale)
-            if softcap is not None:
-                logits.div_(softcap).tanh_().mul_(softcap)
-            if self.kept is not None:
-                self.kept.keep_only(logits, part, NOTHING)
-            yield part, logits, self.product[: len(logits)]
+    scale, softcap, chunk = settings
+    precision = torch.promote_types(weight.dtype, torch.float32)
+    buffer = weight.new_empty(min(chunk, len(hidden)), len(weight), dtype=precision)
+    product = torch.empty_like(buffer)
+    for at in range(0, len(hidden), chunk):
+        part = slice(at, min(at + chunk, len(hidden)))
+        logits = buffer[: part.stop - part.start]
+        if logits.dtype == weight.dtype:
+            torch.mm(hidden[part], weight.t(), out=logits)
+        else:
+            logits.copy_(hidden[part] @ weight.t())
+        if bias is not None:
+            logits.add_(bias)
+        logits.mul_(scale)
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        if kept is not None:
+            kept.keep_only(logits, part, NOTHING)
+        yield part, logits, product[: len(logits)]
 
 
 class _TokenLogp(torch.autograd.Function):
@@ -170,7 +153,7 @@ class _TokenLogp(torch.autograd.Function):
         precision = torch.promote_types(hidden.dtype, torch.float32)
         logp = hidden.new_empty(len(tokens), dtype=precision)
         entropy, normalizer = torch.empty_like(logp), torch.empty_like(logp)
-        for part, logits, product in _Chunks(hidden, weight, bias, settings, kept):
+        for part, logits, product in _chunks(hidden, weight, bias, settings, kept):
             largest = logits.amax(dim=-1, keepdim=True)
             torch.sub(logits, largest, out=product).exp_()
             total = product.sum(dim=-1)
@@ -191,7 +174,7 @@ class _TokenLogp(torch.autograd.Function):
         # With an adapter the head is frozen, and its gradient would be as large as the head.
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        for part, logits, grad in _Chunks(hidden, weight, bias, ctx.settings, ctx.kept):
+        for part, logits, grad in _chunks(hidden, weight, bias, ctx.settings, ctx.kept):
             slope = None if softcap is None else 1 - (logits / softcap).square_()
             if slope is not None and ctx.kept is not None:
                 slope.clamp_(min=0)  # outside of a kept set it would overflow

@@ -99,7 +99,9 @@ class StaticBuffers:
             self._shapes.append((total, count * dtype.itemsize, dtype))
             total += -(-count * dtype.itemsize // ALIGNED) * ALIGNED
         self._whole = torch.zeros(total, dtype=torch.uint8, device=device)
-        self.tables = self._tables(self._whole)
+        self.tables = PackedTables._make(
+            self._whole[at : at + length].view(dtype) for at, length, dtype in self._shapes
+        )
         longest = MaxLengths(size.longest_query, size.longest_key)
         self.packed: PackedBatch = packed_batch(self.tables, longest, shared=shared)
 
@@ -111,9 +113,6 @@ class StaticBuffers:
         for (at, _, dtype), part in zip(self._shapes, padded(tables, self.size), strict=True):
             copy_bytes(host, at, part.to(dtype))
         self._whole.copy_(host, non_blocking=True)
-
-    def _tables(self, whole: torch.Tensor) -> PackedTables:
-        return PackedTables._make(whole[at : at + n].view(dtype) for at, n, dtype in self._shapes)
 
 
 def _lengths(size: Size) -> list[tuple[int, torch.dtype]]:
