@@ -67,10 +67,7 @@ class RayEngine:
         self.members = [self._make() for _ in range(self.engines)]
 
     def _make(self) -> Member:
-        import ray
-
-        remote = ray.remote(EngineActor).options(**self.need.options(), max_concurrency=CALLS)
-        handle = remote.remote(self.build, self.threads)
+        handle = self.need.actor(EngineActor, self.build, self.threads, max_concurrency=CALLS)
         self.made += 1
         return Member(self.made, handle, handle.info.remote())
 

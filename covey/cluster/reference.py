@@ -39,13 +39,8 @@ class RayReference(Reference):
     died: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._start()
+        self.handle = self.need.actor(ReferenceActor, self.build)
         self.told = self._ask("identity")
-
-    def _start(self) -> None:
-        import ray
-
-        self.handle = ray.remote(ReferenceActor).options(**self.need.options()).remote(self.build)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
@@ -57,7 +52,7 @@ class RayReference(Reference):
                 if not dead(error) or self.died >= self.restarts:
                     raise translated(error, "reference") from None
                 self.died += 1
-                self._start()
+                self.handle = self.need.actor(ReferenceActor, self.build)
 
     @property
     def identity(self) -> str:

@@ -58,10 +58,8 @@ class RayScorer:
         self.handles = [self._make() for _ in range(self.actors)]
 
     def _make(self) -> Any:
-        import ray
-
-        remote = ray.remote(ScoringActor).options(**self.need.options(), max_concurrency=CALLS)
-        return remote.remote(self.reward, self.identity, self.settings)
+        arguments = self.reward, self.identity, self.settings
+        return self.need.actor(ScoringActor, *arguments, max_concurrency=CALLS)
 
     @property
     def whole_groups(self) -> bool:

@@ -59,12 +59,10 @@ def _placed(ranks: int, need: Need, patience: float) -> Any:
 
 
 def _actor(group: Any, number: int, need: Need) -> Any:
-    import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-    options = {**need.options(), "scheduling_strategy": place, "max_concurrency": CALLS}
-    return ray.remote(RankActor).options(**options).remote()
+    return need.actor(RankActor, scheduling_strategy=place, max_concurrency=CALLS)
 
 
 def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
