@@ -48,6 +48,7 @@ class _Place(NamedTuple):
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
     shared: KeyIndex | None
+    collect: Collect | None
 
 
 def fused_backbone(
@@ -65,11 +66,11 @@ def fused_backbone(
     )
     rope = rope_table(model.rotary_emb, hidden[None, :1], position_ids)
     shared = packing.shared if isinstance(packing, VarlenRows) else None
-    place = _Place(rope, packing, shared)
+    place = _Place(rope, packing, shared, collect)
     delta: torch.Tensor | None = None
     for layer in model.layers:
         run = getattr(layer, LAYER_ENTRY, None) or partial(fused_layer, layer)
-        hidden, delta = run(hidden, delta, place, collect)
+        hidden, delta = run(hidden, delta, place)
     if (offload := getattr(model, "activation_offload", None)) is not None:
         offload.join()
     assert delta is not None, "a model has layers"
@@ -88,16 +89,12 @@ def is_llama_like(model: Any) -> bool:
 
 
 def fused_layer(
-    layer: Any,
-    hidden: torch.Tensor,
-    delta: torch.Tensor | None,
-    place: _Place,
-    collect: Collect | None,
+    layer: Any, hidden: torch.Tensor, delta: torch.Tensor | None, place: _Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a layer, with gradient checkpointing if it is turned on for the layer."""
     checkpointed = getattr(layer, "gradient_checkpointing", False)
     if not (layer.training and torch.is_grad_enabled() and checkpointed):
-        return _layer(layer, hidden, delta, place, collect)
+        return _layer(layer, hidden, delta, place)
     options: dict[str, Any] = {
         "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
         "context_fn": lambda: (nullcontext(), skip_swiglu_output()),  # first pass, recomputation
@@ -106,10 +103,10 @@ def fused_layer(
     found: tuple[torch.Tensor, torch.Tensor]
     if offload is None:
         source = _Source(hidden, delta)
-        found = checkpoint(_layer_from, source, layer, place, collect, [], **options)
+        found = checkpoint(_layer_from, source, layer, place, [], **options)
     else:  # which moves arguments to main memory
         hidden = hidden if delta is None else hidden + delta
-        found = offload.checkpoint(_layer, layer, hidden, None, place, collect, [], **options)
+        found = offload.checkpoint(_layer, layer, hidden, None, place, [], **options)
     return found
 
 
@@ -125,9 +122,9 @@ class _Source:
 
 
 def _layer_from(
-    source: _Source, layer: Any, place: _Place, collect: Collect | None, kept: Kept
+    source: _Source, layer: Any, place: _Place, kept: Kept
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _layer(layer, source.hidden, source.delta, place, collect, kept, source.keep)
+    return _layer(layer, source.hidden, source.delta, place, kept, source.keep)
 
 
 def _layer(
@@ -135,7 +132,6 @@ def _layer(
     hidden: torch.Tensor,
     delta: torch.Tensor | None,
     place: _Place,
-    collect: Collect | None,
     kept: Kept | None = None,
     keep: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +145,7 @@ def _layer(
     hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
     if keep is not None:
         keep(hidden)
-    attended = _attend(layer.self_attn, normed, place, collect, kept)
+    attended = _attend(layer.self_attn, normed, place, kept)
     delta = fused_linear([layer.self_attn.o_proj], attended)[0]
     hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
     mlp = layer.mlp
@@ -157,13 +153,7 @@ def _layer(
     return hidden, swiglu_linear(gates, mlp.act_fn, mlp.down_proj)
 
 
-def _attend(
-    module: Any,
-    normed: torch.Tensor,
-    place: _Place,
-    collect: Collect | None,
-    kept: Kept | None,
-) -> torch.Tensor:
+def _attend(module: Any, normed: torch.Tensor, place: _Place, kept: Kept | None) -> torch.Tensor:
     products = fused_linear([module.q_proj, module.k_proj, module.v_proj], normed)
     size = module.head_dim
     heads, key_heads = (plain(m).out_features // size for m in (module.q_proj, module.k_proj))
@@ -171,8 +161,8 @@ def _attend(
     if getattr(module, "q_norm", None) is not None:
         products = _normed_heads(module, products, shape)
     query, key, value = apply_rope(*products, rope=place.rope, shared=place.shared, shape=shape)
-    if collect is not None:
-        collect(_unshared(key, value, place))
+    if place.collect is not None:
+        place.collect(_unshared(key, value, place))
     if isinstance(place.packing, VarlenRows):
         attended = flash_attention(query, key, value, place.packing, module.scaling, kept=kept)
     else:
