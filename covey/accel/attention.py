@@ -24,12 +24,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from covey.accel.attention_kernels import flash_attention
+from covey.accel.sizes import SHORT
 from covey.accel.varlen_attention import QKV, VarlenRows
 
 NAME = "covey"
-
-SHORT = 256
-"""Up to this sequence length, batched matmuls beat the fused attention kernel on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from covey.accel.sizes import LONG
 from covey.accel.varlen_attention import QKV, Bounds, VarlenRows
 
 STEP = 256
@@ -290,8 +291,6 @@ of these kernels for each call."""
 # The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-
 # value heads) and D (head size).
 
-LONG = 2048
-"""The rows of a micro-batch count as long if their mean length is at least LONG tokens."""
 NUMBERS = 2**24
 """Approximate number of elements in the query tensor on which kernels are timed. Kernels are
 measured on rows of equal length.

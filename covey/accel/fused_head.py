@@ -19,11 +19,8 @@ from covey.accel.fused_parameters import GradHolder, GradSink, sink_of
 from covey.accel.head import NOTHING, LogitSettings
 from covey.accel.kernels.matmul import matmul
 from covey.accel.kernels.token_logp import logp_backward, logp_forward
+from covey.accel.sizes import CHUNK_STEP
 from covey.kept_sets import KeptIds
-
-ROWS = 128
-"""Number of rows of a tile on tensor cores. The size of a chunk of more than ROWS rows is rounded
-down to a multiple of ROWS."""
 
 
 def fused_token_logp(
@@ -41,7 +38,7 @@ def fused_token_logp(
     # Float32 logits, and a rounded copy of their gradient unless it can overwrite them.
     size = 4 if weight.dtype == torch.float32 else 4 + weight.element_size()
     rows = max(1, int(megabytes * 2**20 / (len(weight) * size)))
-    chunk = rows - rows % ROWS if rows > ROWS else rows
+    chunk = rows - rows % CHUNK_STEP if rows > CHUNK_STEP else rows
     settings = LogitSettings(scale, softcap, chunk)
     logp, entropy = _DeviceLogp.apply(hidden, weight, bias, tokens, settings, kept)
     return logp, entropy

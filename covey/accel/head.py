@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from covey.accel.head_chunks import chunk_rows
 from covey.accel.kernels.matmul import matmul as wide_matmul
+from covey.accel.sizes import chunk_rows
 from covey.errors import ModelError
 from covey.kept_sets import KeptIds
 

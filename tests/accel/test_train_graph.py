@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
+from covey.accel import sizes
 from covey.accel import static_buffers as static
 from covey.accel import train_graph as graph
 from covey.accel.fused_head import fused_token_logp
@@ -39,7 +40,7 @@ TEMPERATURE, MEGABYTES = 0.8, 0.05
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of a few tokens, because the interpreter is slow."""
     monkeypatch.setattr(fused, "flash_attention", per_row)
-    monkeypatch.setattr(static, "STEP", 24)
+    monkeypatch.setattr(sizes, "TOKEN_STEP", 24)
     monkeypatch.setattr(static, "PADDING_ROW", 4)
 
 
@@ -289,8 +290,8 @@ def test_every_padding_token_has_a_row_and_every_key_position_its_token(more: in
 def test_buckets_waste_a_sixteenth_at_most(
     count: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static, "STEP", 256)
-    assert static.bucket(count) == expected
+    monkeypatch.setattr(sizes, "TOKEN_STEP", 256)
+    assert sizes.padded_tokens(count) == expected
 
 
 class Graph:

@@ -21,6 +21,7 @@ from covey.accel.parity import FAILURES, FLOAT32_TOLERANCE, first_layers, matche
 from covey.engines.native.kv_cache import KVCache, KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
 from covey.engines.native.prefill import cache_states
+from covey.engines.native.sizes import CAPACITY_STEP, SPARE_BYTES
 from covey.engines.native.slots import Progress, Slots
 from covey.engines.native.transformers_decoder import RecomputeDecoder, TransformersDecoder
 from covey.engines.protocol import Limits
@@ -48,12 +49,6 @@ class Precision:
 
 MODEL_PRECISION = Precision()
 """The default: the engine computes in the model's dtype."""
-
-
-CAPACITY_STEP = 32
-"""Slot capacity is rounded up to a multiple of this, so later calls can reuse a cache."""
-SPARE_BYTES = 64 * 2**20
-"""Maximum size in bytes of a KV cache that the eager backend keeps for the next call."""
 
 
 class DecodeBackend(Protocol):

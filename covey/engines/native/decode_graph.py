@@ -34,13 +34,8 @@ from covey.engines.native.backend import (
 from covey.engines.native.fused_decoder import FLOAT8_TOLERANCE, Float8Decoder, FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
-from covey.engines.native.shared_prompt_cache import (
-    PROMPT_STEP,
-    SharedPromptCache,
-    page_for,
-    slots_together,
-    width_for,
-)
+from covey.engines.native.shared_prompt_cache import SharedPromptCache, slots_together
+from covey.engines.native.sizes import PROMPT_STEP, page_for, width_for
 from covey.engines.native.slots import Progress, Slots, empty_kept
 from covey.engines.native.transformers_decoder import SharedPromptDecoder
 from covey.engines.protocol import Limits

@@ -20,17 +20,14 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention
 
-from covey.accel.attention import SHORT, short_attention, short_bias
+from covey.accel.attention import short_attention, short_bias
 from covey.accel.fused_parameters import fused_view
 from covey.accel.positions import plain_positions
+from covey.accel.sizes import SHORT
 from covey.engines.native.kv_cache import SlotCache
+from covey.engines.native.sizes import FUSED_BYTES
 from covey.models.adapter import NAME
 from covey.models.language_model import LanguageModel
-
-FUSED_COPY_BYTES = 64 * 2**20
-"""Weights of up to this many bytes are copied into fused matrices at the start of every
-generation call. Copying small weights is cheap, and one matrix product is faster than several
-small products. The weights of larger models are used in place, without a copy."""
 
 
 class UnsupportedModel(Exception):
@@ -169,7 +166,7 @@ class LlamaDecoder(Decoder):
         """Cosine and sine of all positions, which `begin` computes."""
         fusible = [m.layer.weight for b in self.blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
         self.fuses = (
-            sum(weight.nbytes for weight in fusible) <= FUSED_COPY_BYTES
+            sum(weight.nbytes for weight in fusible) <= FUSED_BYTES
             and not self.blocks[0].query_norm
             and not any(block.adapted for block in self.blocks)
         )

@@ -11,7 +11,8 @@ import torch
 
 from covey.accel.packing import to_device
 from covey.engines.native.backend import DecodeBackend
-from covey.engines.native.prefill import PREFILL_TOKENS, read_completions, read_prompts
+from covey.engines.native.prefill import read_completions, read_prompts
+from covey.engines.native.sizes import PREFILL_TOKENS
 from covey.engines.native.slots import Ending, Paused, Progress, Transcript, Written
 from covey.engines.protocol import Completion, Request, RequestSource
 from covey.errors import DataError
