@@ -162,20 +162,12 @@ class _Row(NamedTuple):
 
     query: slice
     key: slice
-
-    @property
-    def missing(self) -> int:
-        """Number of tokens at the start of this row whose queries belong to another row."""
-        return _length(self.key) - _length(self.query)
-
-    @property
-    def padded(self) -> int:
-        return -(-_length(self.key) // STEP) * STEP
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
+    length: int
+    """Number of keys."""
+    missing: int
+    """Number of tokens at the start of this row whose queries belong to another row."""
+    padded: int
+    """The length to which cuDNN's row is padded."""
 
 
 def _batches(inputs: Inputs) -> list[list[_Row]]:
@@ -185,20 +177,22 @@ def _batches(inputs: Inputs) -> list[list[_Row]]:
         raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
     found: dict[int, list[_Row]] = {}
     for query, key in zip(pairwise(bounds.query), pairwise(bounds.key), strict=True):
-        row = _Row(slice(*query), slice(*key))
-        found.setdefault(row.padded, []).append(row)
+        length = key[1] - key[0]
+        missing, padded = length - (query[1] - query[0]), -(-length // STEP) * STEP
+        row = _Row(slice(*query), slice(*key), length, missing, padded)
+        found.setdefault(padded, []).append(row)
     return list(found.values())
 
 
 def _key_rows(values: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     """Return keys or values [R, K, D] as padded rows [rows, K, S, D]."""
     (first, *others), size = rows, rows[0].padded
-    if not others and _length(first.key) == size:
+    if not others and first.length == size:
         return values[first.key].transpose(0, 1)[None]
     padded = values.new_empty(len(rows), size, *values.shape[1:])
     for target, row in zip(padded, rows, strict=True):
-        target[: _length(row.key)] = values[row.key]
-        target[_length(row.key) :] = 0.0  # finite; no query of the row sees these keys
+        target[: row.length] = values[row.key]
+        target[row.length :] = 0.0  # finite; no query of the row sees these keys
     return padded.transpose(1, 2)
 
 
@@ -214,7 +208,7 @@ def _query_rows(
         return _key_rows(values, [row._replace(key=row.query) for row in rows])
     padded = values.new_zeros(len(rows), rows[0].padded, *values.shape[1:])
     for target, row in zip(padded, rows, strict=True):
-        target[row.missing : _length(row.key)] = values[row.query]
+        target[row.missing : row.length] = values[row.query]
         if row.missing and tokens is not None:
             shared = tokens[row.key][: row.missing]
             target[: row.missing] = values.index_select(0, shared)
@@ -254,14 +248,14 @@ def _cudnn_backward(grad: torch.Tensor, tensors: QKV, found: Found, inputs: Inpu
         _write_queries(query_grad, back[0], rows)
         for target, part in ((key_grad, back[1]), (value_grad, back[2])):
             for row, values in zip(rows, part.transpose(1, 2), strict=True):
-                target[row.key] = values[: _length(row.key)]
+                target[row.key] = values[: row.length]
     return query_grad, key_grad, value_grad
 
 
 def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row]) -> None:
     """Copy the queries' results from padded rows [rows, H, S, D] to packed tokens [N, H, D]."""
     for row, values in zip(rows, padded.transpose(1, 2), strict=True):
-        target[row.query] = values[row.missing : _length(row.key)]
+        target[row.query] = values[row.missing : row.length]
 
 
 FLASH = "flash attention"
