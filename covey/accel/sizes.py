@@ -26,6 +26,16 @@ def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int
     return max(1, int(megabytes * 2**20 / (vocabulary * element_bytes * LIVE_COPIES)))
 
 
+def kernel_chunk_rows(vocabulary: int, megabytes: float, element_bytes: int) -> int:
+    """Return how many tokens a chunk may have on a GPU, where kernels overwrite the logits.
+
+    A chunk has float32 logits, and a rounded copy of their gradient unless it can overwrite them.
+    """
+    size = 4 if element_bytes == 4 else 4 + element_bytes
+    rows = max(1, int(megabytes * 2**20 / (vocabulary * size)))
+    return rows - rows % CHUNK_STEP if rows > CHUNK_STEP else rows
+
+
 def padded_tokens(count: int) -> int:
     """Round a token count up to a bucket size: by at most 1/16, or by at most TOKEN_STEP tokens."""
     return round_up(count, 16)
