@@ -9,15 +9,17 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from covey.engines.vllm.client import Client
-from covey.errors import EngineError, ModelError
+from covey.errors import EngineError, ModelError, reason
 from covey.models.adapter import NAME, save_adapter
 from covey.models.language_model import LanguageModel
 
@@ -46,6 +48,18 @@ def write_model(model: LanguageModel, folder: Path) -> None:
     model.tokenizer.save_pretrained(folder)
 
 
+@contextmanager
+def _one_line_errors(folder: Path) -> Iterator[None]:
+    """Raise EngineError if weights cannot be written, for example because the disk is full."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            f"engine: cannot write weights to {folder}: {reason(error)}; set "
+            "engine.vllm.folder to a folder with more free space"
+        ) from None
+
+
 @dataclass(slots=True)
 class FileSync(Sync):
     """Sends all weights through a file that trainer and servers can read."""
@@ -61,14 +75,9 @@ class FileSync(Sync):
             for name, weight in served_weights(named, self.model.model)
         }
         partial = self.folder / "partial"
-        try:
+        with _one_line_errors(self.folder):
             save_file(weights, partial, metadata={"format": "pt"})
             partial.rename(self._file(version))
-        except OSError as error:
-            raise EngineError(
-                f"engine: cannot write weights to {self.folder}: {error.strerror or error}; set "
-                "engine.vllm.folder to a folder with more free space"
-            ) from None
         for old in self.folder.glob("weights-*"):
             if old != self._file(version):
                 old.unlink(missing_ok=True)
@@ -111,8 +120,9 @@ class AdapterSync(Sync):
         }
         path = self.folder / self.served(version)
         shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
-        save_adapter(self.model, weights, path)
+        with _one_line_errors(self.folder):
+            path.mkdir()
+            save_adapter(self.model, weights, path)
         for old in self.folder.glob(self.served("*")):  # all servers have loaded these
             if old != path:
                 shutil.rmtree(old)
