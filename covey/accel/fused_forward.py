@@ -162,7 +162,11 @@ def _attend(module: Any, normed: torch.Tensor, place: _Place, kept: Kept | None)
         products = _normed_heads(module, products, shape)
     query, key, value = apply_rope(*products, rope=place.rope, shared=place.shared, shape=shape)
     if place.collect is not None:
-        place.collect(_unshared(key, value, place))
+        collected = key, value
+        if place.shared is not None:  # one key and value per token, even if rows share the token
+            first = place.shared.first()
+            collected = key.index_select(0, first), value.index_select(0, first)
+        place.collect(collected)
     if isinstance(place.packing, VarlenRows):
         attended = flash_attention(query, key, value, place.packing, module.scaling, kept=kept)
     else:
@@ -186,16 +190,6 @@ def _normed_heads(
         for part, m in ((query, module.q_norm), (key, module.k_norm))
     )
     return query, key, value
-
-
-def _unshared(
-    key: torch.Tensor, value: torch.Tensor, place: _Place
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one key and one value per packed token, even if several rows share the token."""
-    if place.shared is None:
-        return key, value
-    first = place.shared.first()
-    return key.index_select(0, first), value.index_select(0, first)
 
 
 def rope_table(

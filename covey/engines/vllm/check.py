@@ -68,7 +68,9 @@ def check_memory(config: Config) -> None:
     """Reject a configuration whose vLLM servers need more memory than is available."""
     import torch
 
-    section, weights = config.engine.vllm, _weights_bytes(config.model.path)
+    section, path = config.engine.vllm, config.model.path
+    folder = CHECKPOINT if path == "embedded" else Path(path)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))  # 0 if unknown
     if config.model.device != "cpu" and torch.cuda.is_available():
         total = section.tensor_parallel * torch.cuda.get_device_properties(0).total_memory
         have, need = section.memory * total, float(weights)
@@ -82,12 +84,6 @@ def check_memory(config: Config) -> None:
             f"engine: the vLLM servers need about {need / GIB:.1f} GiB, but {where} has "
             f"{have / GIB:.1f} GiB; {advice}, or set engine.kind = 'native'"
         )
-
-
-def _weights_bytes(path: str) -> int:
-    """Return the total size of a model folder's safetensors files, or 0 if there are none."""
-    folder = CHECKPOINT if path == "embedded" else Path(path)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def available_memory(table: Path = Path("/proc/meminfo")) -> int:

@@ -225,7 +225,9 @@ class VllmEngine:
         """Send a request to a server; after a failure, repair the server and retry."""
         problems: list[str] = []
         while True:
-            replica = self._replica_of(request)
+            # The server for a prompt changes only while a server is down.
+            alive = [replica for replica in self.replicas if replica.alive] or self.replicas
+            replica = alive[request.prompt % len(alive)]
             started = replica.started
             try:
                 return self._generate(replica.client, request.tokens, params)
@@ -234,11 +236,6 @@ class VllmEngine:
                 if len(problems) == ATTEMPTS:
                     raise replica.client.error(f"{problem}, {ATTEMPTS} times") from None
                 self._repair(replica, started, str(problem))
-
-    def _replica_of(self, request: Request) -> Replica:
-        """Return the server for a prompt; the choice changes only while a server is down."""
-        alive = [replica for replica in self.replicas if replica.alive] or self.replicas
-        return alive[request.prompt % len(alive)]
 
     def _repair(self, replica: Replica, started: int, problem: str) -> None:
         """Restart a server, or wait until the user restarts it, and send it the current weights."""

@@ -23,7 +23,6 @@ from covey.engines.vllm.client import Client, Unavailable
 from covey.engines.vllm.server import ServerSettings
 from covey.errors import EngineError
 
-SLEEP, WAKE = "/sleep", "/wake_up"
 CLOSE_SECONDS = 10.0
 """Seconds that `close` waits for the event loop's thread to end."""
 
@@ -123,8 +122,8 @@ class LocalClient(Client):
             "/start_weight_update": llm.start_weight_update,
             "/finish_weight_update": llm.finish_weight_update,
             "/update_weight_version": llm.update_weight_version,
-            SLEEP: llm.sleep,
-            WAKE: llm.wake_up,
+            "/sleep": llm.sleep,
+            "/wake_up": llm.wake_up,
         }
         return self._told(plain[path](**body))
 
