@@ -26,7 +26,8 @@ from speed_device import copy_bandwidth, seconds_of
 
 from covey.accel.kernels import decode_attention as kernels
 from covey.accel.kernels.decode_attention import LayerCache, Tiling
-from covey.engines.native.shared_prompt_cache import page_for, slots_by_prompt, slots_together
+from covey.engines.native.shared_prompt_cache import slots_by_prompt, slots_together
+from covey.engines.native.sizes import page_for
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 KIND = torch.bfloat16

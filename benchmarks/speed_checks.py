@@ -20,7 +20,7 @@ from update_gpu import Setting, policy_for
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.slots import Slots
-from covey.engines.protocol import Sampling
+from covey.engines.protocol import Limits, Sampling
 from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.collate import collate
@@ -48,8 +48,8 @@ class FirstStep:
     def width_for(self, completions: int) -> int:
         return int(self.backend.width_for(completions))
 
-    def begin(self, **needs: Any) -> Slots:
-        slots = self.backend.begin(**needs)
+    def begin(self, limits: Limits, width: int) -> Slots:
+        slots = self.backend.begin(limits, width)
         assert isinstance(slots, Slots)
         return slots
 

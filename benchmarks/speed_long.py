@@ -22,7 +22,7 @@ from covey.config import load_config
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.prefill import read_prompts
 from covey.engines.native.slots import Slots
-from covey.engines.protocol import Sampling
+from covey.engines.protocol import Limits, Sampling
 from covey.rng import Address, completion_uniforms
 from covey.rollout.episode import EncodedPrompt
 from covey.training.resolve import objective_of, resolve
@@ -93,10 +93,11 @@ def _full_cache(
 def filled(engine: NativeEngine, prompts: list[EncodedPrompt], sampling: Sampling) -> Slots:
     """Return slots with the first token of every completion."""
     width, backend = sampling.max_concurrent, engine.backend
-    slots = backend.begin(
-        width=backend.width_for(width), prompts=len(prompts), longest=len(prompts[0].tokens),
-        sampling=sampling,
+    limits = Limits(
+        sampling=sampling, requests=width, prompts=len(prompts),
+        prompt_tokens=len(prompts[0].tokens),
     )  # fmt: skip
+    slots = backend.begin(limits, backend.width_for(width))
     tokens = {number: prompt.tokens for number, prompt in enumerate(prompts)}
     logits = read_prompts(engine.model, slots.cache, tokens)
     mine = [slot // sampling.group_size for slot in range(width)]

@@ -17,7 +17,7 @@ from speed_shapes import encoded_prompts, random_model, rollouts_of, step_bytes,
 from speed_sizes import Sizes
 
 from covey.engines.native.engine import NativeEngine
-from covey.engines.protocol import Sampling
+from covey.engines.protocol import Limits, Sampling
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.rollout.episode import EncodedPrompt
@@ -91,9 +91,11 @@ def step_seconds(sampler: NativeEngine, sizes: Sizes, completions: int) -> float
     """
     backend, sampling = sampler.backend, sampling_of(sizes, completions)
     width = backend.width_for(completions)
-    slots = backend.begin(
-        width=width, prompts=completions // sizes.group, longest=sizes.prompt, sampling=sampling
+    prompts = completions // sizes.group
+    limits = Limits(
+        sampling=sampling, requests=completions, prompts=prompts, prompt_tokens=sizes.prompt
     )
+    slots = backend.begin(limits, width)
     graphs = getattr(backend, "graphs", None)
     if graphs is not None and sizes.device.startswith("cuda"):
         graph = graphs[width, slots.room, sampling.distribution]

@@ -1,17 +1,22 @@
-"""Helpers for Covey's subprocesses: build commands, pickle objects, describe exits."""
+"""Helpers for Covey's subprocesses: build commands, end with a parent, pickle, describe exits."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError
 
 ROOT = str(Path(__file__).parent.parent)
+WATCH_SECONDS = 0.5
 START = (
     "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -25,6 +30,22 @@ def module_command(module: str, *arguments: str) -> list[str]:
     downloaded folder, `python -m` could run an untrusted file such as json.py.
     """
     return [sys.executable, "-P", "-c", START, ROOT, module, *arguments]
+
+
+def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
+    """Start a thread that kills this process and its children once the process `parent` has ended.
+
+    This process must lead a session. Without this function, processes of a killed trainer would run
+    on, and occupy memory and GPUs.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        clean_up()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def pickled(thing: Any, name: str) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 
 from covey.config import Config, load_config, settings_page
 from covey.config.other_names import OTHER_NAMES
-from covey.engines.native.shared_prompt_cache import WIDTHS
+from covey.engines.native.sizes import WIDTHS
 from covey.environments import ENVIRONMENTS
 from covey.evaluation.items import Item, ItemCompletion
 from covey.objective import ALGORITHMS, build, describe

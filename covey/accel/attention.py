@@ -24,12 +24,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from covey.accel.attention_kernels import flash_attention
-from covey.accel.varlen_attention import VarlenRows
+from covey.accel.sizes import SHORT
+from covey.accel.varlen_attention import QKV, VarlenRows
 
 NAME = "covey"
-
-SHORT = 256
-"""Up to this sequence length, batched matmuls beat the fused attention kernel on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +47,7 @@ class CustomAttention(Protocol):
     Only the cache knows where its keys and values are stored.
     """
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, module: torch.nn.Module, heads: QKV, options: dict[str, Any]) -> torch.Tensor:
         """Return the attention output [batch, positions, H, D]."""
 
 
@@ -71,9 +62,9 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute scaled dot-product attention; return its output [batch, positions, H, D]."""
     if packing is None:
-        return _attend(module, query, key, value, attention_mask, **options), None
+        return _attend(module, (query, key, value), attention_mask, options), None
     if not isinstance(packing, PaddedRows | VarlenRows):
-        return packing.attend(module, query, key, value, options), None
+        return packing.attend(module, (query, key, value), options), None
     if isinstance(packing, VarlenRows):
         if options.get("softcap") is not None:
             raise NotImplementedError("flash attention has no soft cap")
@@ -88,19 +79,16 @@ def attention(
         return tokens.view(*cells, packed.shape[1], packed.shape[3]).transpose(1, 2)
 
     # Causal attention never reads the padding, which is on the right. So no mask is needed.
-    attended = _attend(module, gathered(query), gathered(key), gathered(value), None, **options)
+    heads = gathered(query), gathered(key), gathered(value)
+    attended = _attend(module, heads, None, options)
     packed = attended.flatten(0, 1).index_select(0, packing.home)
     return packed[None], None
 
 
 def _attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    **options: Any,
+    module: torch.nn.Module, heads: QKV, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor:
+    query, key, _ = heads
     length, window = key.shape[2], options.get("sliding_window")
     plain = mask is not None or query.shape[2] == length or query.shape[2] == 1
     plain = plain and (mask is None or mask.dtype == torch.bool)
@@ -108,23 +96,20 @@ def _attend(
     if mask is None and window is not None and length > window:
         mask = _window_mask(query, length, window)
     if options.get("softcap") is not None:
-        return _softcap_attention(query, key, value, mask, options)
+        return _softcap_attention(heads, mask, options)
     if query.device.type == "cpu" and length <= SHORT and plain:
-        return _short_attention(query, key, value, mask, options.get("scaling"))
-    attended: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+        return _short_attention(heads, mask, options.get("scaling"))
+    attended: torch.Tensor = sdpa_attention_forward(module, *heads, mask, **options)[0]
     return attended
 
 
 def _softcap_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
+    heads: QKV, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor:
     """Compute attention with soft-capped scores, which no fused kernel supports."""
+    query, key, value = heads
     softcap, scaling = options["softcap"], options.get("scaling")
-    batch, heads, positions, size = query.shape
+    batch, count, positions, size = query.shape
     wide = torch.promote_types(
         query.dtype, torch.float32
     )  # the rounding error of a bfloat16 score of 50 is up to 0.25
@@ -139,7 +124,7 @@ def _softcap_attention(
     elif mask is not None:
         scores = scores + mask.unsqueeze(2)
     attended: torch.Tensor = scores.softmax(dim=-1).to(value.dtype) @ value.unsqueeze(2)
-    return attended.reshape(batch, heads, positions, size).transpose(1, 2)
+    return attended.reshape(batch, count, positions, size).transpose(1, 2)
 
 
 def _window_mask(query: torch.Tensor, length: int, window: int) -> torch.Tensor:
@@ -148,13 +133,8 @@ def _window_mask(query: torch.Tensor, length: int, window: int) -> torch.Tensor:
     return ((behind >= 0) & (behind < window))[None, None]
 
 
-def _short_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-) -> torch.Tensor:
+def _short_attention(heads: QKV, mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
+    query, key, value = heads
     positions, size = query.shape[2:]
     if mask is None and positions > 1:
         mask = torch.ones(1, 1, positions, positions, dtype=torch.bool, device=query.device).tril()

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from covey.accel.varlen_attention import Bounds, VarlenRows
+from covey.accel.sizes import LONG
+from covey.accel.varlen_attention import QKV, Bounds, VarlenRows
 
 STEP = 256
 """For cuDNN, rows are padded to a multiple of STEP tokens, because cuDNN needs setup time for every
@@ -54,8 +55,8 @@ class Inputs(NamedTuple):
 class Kernel(NamedTuple):
     """The forward function and the backward function of one attention kernel."""
 
-    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Inputs], Found]
-    backward: Callable[[torch.Tensor, Found, Found, Inputs], Found]
+    forward: Callable[[QKV, Inputs], Found]
+    backward: Callable[[torch.Tensor, QKV, Found, Inputs], QKV]
     """Takes the output gradient, (queries, keys, values), `forward`'s result and `Inputs`."""
     captured: bool
     """Whether a CUDA graph with this kernel can be replayed with rows of other lengths."""
@@ -75,7 +76,7 @@ class _Attention(torch.autograd.Function):
         if kept:
             found = kept.pop()
         else:
-            found = kernel.forward(query, key, value, inputs)
+            found = kernel.forward((query, key, value), inputs)
             if kept is not None:
                 kept.append((found[0].detach(), *found[1:]))
         ctx.save_for_backward(query, key, value, *found)
@@ -84,9 +85,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        tensors, found = saved[:3], saved[3:]
-        back = ctx.kernel.backward(grads[0].contiguous(), tensors, found, ctx.inputs)
+        query, key, value, *found = ctx.saved_tensors
+        tensors = query, key, value
+        back = ctx.kernel.backward(grads[0].contiguous(), tensors, tuple(found), ctx.inputs)
         return *back, None, None, None
 
 
@@ -116,20 +117,18 @@ def _flash_limits(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return limits, options
 
 
-def _flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
-) -> Found:
+def _flash_forward(tensors: QKV, inputs: Inputs) -> Found:
     limits, options = _flash_limits(inputs)
     found: Found = torch.ops.aten._flash_attention_forward(
-        query, key, value, *limits, 0.0, True, False, **options
+        *tensors, *limits, 0.0, True, False, **options
     )
     return found[:4]
 
 
-def _flash_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
+def _flash_backward(grad: torch.Tensor, tensors: QKV, found: Found, inputs: Inputs) -> QKV:
     limits, options = _flash_limits(inputs)
     attended, total, seed, unused = found
-    back: Found = torch.ops.aten._flash_attention_backward(
+    back: QKV = torch.ops.aten._flash_attention_backward(
         grad, *tensors, attended, total, *limits, 0.0, True, seed, unused, **options
     )
     return back
@@ -144,21 +143,18 @@ def _triton_scale(query: torch.Tensor, inputs: Inputs) -> float:
     return size**-0.5 if inputs.scale is None else inputs.scale
 
 
-def _triton_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
-) -> Found:
+def _triton_forward(tensors: QKV, inputs: Inputs) -> Found:
     from covey.accel.kernels.packed_attention import attention_forward
 
-    return attention_forward(query, key, value, inputs.spans, _triton_scale(query, inputs))
+    return attention_forward(*tensors, inputs.spans, _triton_scale(tensors[0], inputs))
 
 
-def _triton_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
+def _triton_backward(grad: torch.Tensor, tensors: QKV, found: Found, inputs: Inputs) -> QKV:
     from covey.accel.kernels.packed_attention import attention_backward
 
-    query, key, value = tensors
     attended, norm = found
-    scale = _triton_scale(query, inputs)
-    return attention_backward(grad, (query, key, value), attended, norm, inputs.spans, scale)
+    scale = _triton_scale(tensors[0], inputs)
+    return attention_backward(grad, tensors, attended, norm, inputs.spans, scale)
 
 
 class _Row(NamedTuple):
@@ -166,20 +162,12 @@ class _Row(NamedTuple):
 
     query: slice
     key: slice
-
-    @property
-    def missing(self) -> int:
-        """Number of tokens at the start of this row whose queries belong to another row."""
-        return _length(self.key) - _length(self.query)
-
-    @property
-    def padded(self) -> int:
-        return -(-_length(self.key) // STEP) * STEP
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
+    length: int
+    """Number of keys."""
+    missing: int
+    """Number of tokens at the start of this row whose queries belong to another row."""
+    padded: int
+    """The length to which cuDNN's row is padded."""
 
 
 def _batches(inputs: Inputs) -> list[list[_Row]]:
@@ -189,20 +177,22 @@ def _batches(inputs: Inputs) -> list[list[_Row]]:
         raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
     found: dict[int, list[_Row]] = {}
     for query, key in zip(pairwise(bounds.query), pairwise(bounds.key), strict=True):
-        row = _Row(slice(*query), slice(*key))
-        found.setdefault(row.padded, []).append(row)
+        length = key[1] - key[0]
+        missing, padded = length - (query[1] - query[0]), -(-length // STEP) * STEP
+        row = _Row(slice(*query), slice(*key), length, missing, padded)
+        found.setdefault(padded, []).append(row)
     return list(found.values())
 
 
 def _key_rows(values: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     """Return keys or values [R, K, D] as padded rows [rows, K, S, D]."""
     (first, *others), size = rows, rows[0].padded
-    if not others and _length(first.key) == size:
+    if not others and first.length == size:
         return values[first.key].transpose(0, 1)[None]
     padded = values.new_empty(len(rows), size, *values.shape[1:])
     for target, row in zip(padded, rows, strict=True):
-        target[: _length(row.key)] = values[row.key]
-        target[_length(row.key) :] = 0.0  # finite; no query of the row sees these keys
+        target[: row.length] = values[row.key]
+        target[row.length :] = 0.0  # finite; no query of the row sees these keys
     return padded.transpose(1, 2)
 
 
@@ -218,16 +208,15 @@ def _query_rows(
         return _key_rows(values, [row._replace(key=row.query) for row in rows])
     padded = values.new_zeros(len(rows), rows[0].padded, *values.shape[1:])
     for target, row in zip(padded, rows, strict=True):
-        target[row.missing : _length(row.key)] = values[row.query]
+        target[row.missing : row.length] = values[row.query]
         if row.missing and tokens is not None:
             shared = tokens[row.key][: row.missing]
             target[: row.missing] = values.index_select(0, shared)
     return padded.transpose(1, 2)
 
 
-def _cudnn_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Inputs
-) -> Found:
+def _cudnn_forward(tensors: QKV, inputs: Inputs) -> Found:
+    query, key, value = tensors
     shared = inputs.spans.shared
     attended = torch.empty_like(query)
     beside: list[torch.Tensor] = []
@@ -242,7 +231,7 @@ def _cudnn_forward(
     return attended, *beside
 
 
-def _cudnn_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: Inputs) -> Found:
+def _cudnn_backward(grad: torch.Tensor, tensors: QKV, found: Found, inputs: Inputs) -> QKV:
     query, key, value = tensors
     attended, *beside = found
     shared = inputs.spans.shared
@@ -259,14 +248,14 @@ def _cudnn_backward(grad: torch.Tensor, tensors: Found, found: Found, inputs: In
         _write_queries(query_grad, back[0], rows)
         for target, part in ((key_grad, back[1]), (value_grad, back[2])):
             for row, values in zip(rows, part.transpose(1, 2), strict=True):
-                target[row.key] = values[: _length(row.key)]
+                target[row.key] = values[: row.length]
     return query_grad, key_grad, value_grad
 
 
 def _write_queries(target: torch.Tensor, padded: torch.Tensor, rows: list[_Row]) -> None:
     """Copy the queries' results from padded rows [rows, H, S, D] to packed tokens [N, H, D]."""
     for row, values in zip(rows, padded.transpose(1, 2), strict=True):
-        target[row.query] = values[row.missing : _length(row.key)]
+        target[row.query] = values[row.missing : row.length]
 
 
 FLASH = "flash attention"
@@ -296,8 +285,6 @@ of these kernels for each call."""
 # The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-
 # value heads) and D (head size).
 
-LONG = 2048
-"""The rows of a micro-batch count as long if their mean length is at least LONG tokens."""
 NUMBERS = 2**24
 """Approximate number of elements in the query tensor on which kernels are timed. Kernels are
 measured on rows of equal length.
@@ -357,8 +344,8 @@ def flash_attention(
     name = FLASH
     if window is None:
         captured = spans.bounds is None or not has_long_rows(spans.bounds.key)
-        shape = (query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
-        name = chosen(*shape, spans.longest_key, captured)
+        sizes = query.shape[1], key.shape[1], query.shape[2], spans.longest_key
+        name = chosen(ShapeClass(query.device, query.dtype, *sizes, captured))
     return attend(KERNELS[name], query, key, value, Inputs(spans, scale, window), kept)
 
 
@@ -367,29 +354,20 @@ def has_long_rows(key_bounds: Sequence[int]) -> bool:
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 
-def chosen(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    key_heads: int,
-    size: int,
-    longest: int,
-    captured: bool = False,
-) -> str:
-    """Return the name of the fastest kernel. The first call for a shape class measures the kernels.
+def chosen(shape: ShapeClass) -> str:
+    """Return the name of the fastest kernel for attention whose longest row has `shape.length`.
 
-    If `captured` is true, only kernels that can be part of a CUDA graph are compared. CUDA graphs
-    are captured at the third micro-batch of the same size, after the kernels have been measured.
+    The first call for a shape class measures the kernels. CUDA graphs are captured at the third
+    micro-batch of the same size, after the kernels have been measured.
     """
     # In a deterministic process, no measurement decides. The engine skips torch's check of
     # operations, but not this flag.
     deterministic = (
         torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
     )
-    if deterministic or device.type != "cuda":
+    if deterministic or shape.device.type != "cuda":
         return FLASH
-    length = max(SHORTEST, 1 << (longest - 1).bit_length())
-    shape = ShapeClass(device, dtype, heads, key_heads, size, length, captured)
+    shape = shape._replace(length=max(SHORTEST, 1 << (shape.length - 1).bit_length()))
     if shape not in CHOICES:
         CHOICES[shape] = measured(shape)
     return CHOICES[shape].name
@@ -402,7 +380,7 @@ def chosen_for(
     heads: int = config.num_attention_heads
     size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    return chosen(device, dtype, heads, key_heads, size, longest, captured)
+    return chosen(ShapeClass(device, dtype, heads, key_heads, size, longest, captured))
 
 
 def description(config: Any, device: torch.device, dtype: torch.dtype, longest: int) -> str:

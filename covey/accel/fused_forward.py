@@ -15,7 +15,7 @@ size).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class _Place(NamedTuple):
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
     shared: KeyIndex | None
+    collect: Collect | None
 
 
 def fused_backbone(
@@ -59,14 +60,17 @@ def fused_backbone(
 ) -> torch.Tensor:
     """Run a backbone over packed tokens [N]; return hidden states [N, hidden size]."""
     model: Any = backbone
-    hidden = _embed(input_ids, model.embed_tokens)
+    module = _active(model.embed_tokens)
+    hidden: torch.Tensor = _Embedding.apply(
+        input_ids, module.weight, module.padding_idx, sink_of([module.weight])
+    )
     rope = rope_table(model.rotary_emb, hidden[None, :1], position_ids)
     shared = packing.shared if isinstance(packing, VarlenRows) else None
-    place = _Place(rope, packing, shared)
+    place = _Place(rope, packing, shared, collect)
     delta: torch.Tensor | None = None
     for layer in model.layers:
         run = getattr(layer, LAYER_ENTRY, None) or partial(fused_layer, layer)
-        hidden, delta = run(hidden, delta, place, collect)
+        hidden, delta = run(hidden, delta, place)
     if (offload := getattr(model, "activation_offload", None)) is not None:
         offload.join()
     assert delta is not None, "a model has layers"
@@ -85,27 +89,24 @@ def is_llama_like(model: Any) -> bool:
 
 
 def fused_layer(
-    layer: Any,
-    hidden: torch.Tensor,
-    delta: torch.Tensor | None,
-    place: _Place,
-    collect: Collect | None,
+    layer: Any, hidden: torch.Tensor, delta: torch.Tensor | None, place: _Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a layer, with gradient checkpointing if it is turned on for the layer."""
-    if not (layer.training and torch.is_grad_enabled() and _checkpointed(layer)):
-        return _layer(layer, hidden, delta, place, collect)
+    checkpointed = getattr(layer, "gradient_checkpointing", False)
+    if not (layer.training and torch.is_grad_enabled() and checkpointed):
+        return _layer(layer, hidden, delta, place)
     options: dict[str, Any] = {
         "use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none",
-        "context_fn": _first_and_again,
+        "context_fn": lambda: (nullcontext(), skip_swiglu_output()),  # first pass, recomputation
     }  # fmt: skip
     offload: ActivationOffload | None = getattr(layer, "activation_offload", None)
     found: tuple[torch.Tensor, torch.Tensor]
     if offload is None:
         source = _Source(hidden, delta)
-        found = checkpoint(_layer_from, source, layer, place, collect, [], **options)
+        found = checkpoint(_layer_from, source, layer, place, [], **options)
     else:  # which moves arguments to main memory
         hidden = hidden if delta is None else hidden + delta
-        found = offload.checkpoint(_layer, layer, hidden, None, place, collect, [], **options)
+        found = offload.checkpoint(_layer, layer, hidden, None, place, [], **options)
     return found
 
 
@@ -121,9 +122,9 @@ class _Source:
 
 
 def _layer_from(
-    source: _Source, layer: Any, place: _Place, collect: Collect | None, kept: Kept
+    source: _Source, layer: Any, place: _Place, kept: Kept
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _layer(layer, source.hidden, source.delta, place, collect, kept, source.keep)
+    return _layer(layer, source.hidden, source.delta, place, kept, source.keep)
 
 
 def _layer(
@@ -131,7 +132,6 @@ def _layer(
     hidden: torch.Tensor,
     delta: torch.Tensor | None,
     place: _Place,
-    collect: Collect | None,
     kept: Kept | None = None,
     keep: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +145,7 @@ def _layer(
     hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
     if keep is not None:
         keep(hidden)
-    attended = _attend(layer.self_attn, normed, place, collect, kept)
+    attended = _attend(layer.self_attn, normed, place, kept)
     delta = fused_linear([layer.self_attn.o_proj], attended)[0]
     hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
     mlp = layer.mlp
@@ -153,13 +153,7 @@ def _layer(
     return hidden, swiglu_linear(gates, mlp.act_fn, mlp.down_proj)
 
 
-def _attend(
-    module: Any,
-    normed: torch.Tensor,
-    place: _Place,
-    collect: Collect | None,
-    kept: Kept | None,
-) -> torch.Tensor:
+def _attend(module: Any, normed: torch.Tensor, place: _Place, kept: Kept | None) -> torch.Tensor:
     products = fused_linear([module.q_proj, module.k_proj, module.v_proj], normed)
     size = module.head_dim
     heads, key_heads = (plain(m).out_features // size for m in (module.q_proj, module.k_proj))
@@ -167,8 +161,12 @@ def _attend(
     if getattr(module, "q_norm", None) is not None:
         products = _normed_heads(module, products, shape)
     query, key, value = apply_rope(*products, rope=place.rope, shared=place.shared, shape=shape)
-    if collect is not None:
-        collect(_unshared(key, value, place))
+    if place.collect is not None:
+        collected = key, value
+        if place.shared is not None:  # one key and value per token, even if rows share the token
+            first = place.shared.first()
+            collected = key.index_select(0, first), value.index_select(0, first)
+        place.collect(collected)
     if isinstance(place.packing, VarlenRows):
         attended = flash_attention(query, key, value, place.packing, module.scaling, kept=kept)
     else:
@@ -194,25 +192,6 @@ def _normed_heads(
     return query, key, value
 
 
-def _unshared(
-    key: torch.Tensor, value: torch.Tensor, place: _Place
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one key and one value per packed token, even if several rows share the token."""
-    if place.shared is None:
-        return key, value
-    first = place.shared.first()
-    return key.index_select(0, first), value.index_select(0, first)
-
-
-def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return one context for a checkpointed layer's forward pass and one for its recomputation."""
-    return nullcontext(), skip_swiglu_output()
-
-
-def _checkpointed(layer: Any) -> bool:
-    return bool(getattr(layer, "gradient_checkpointing", False))
-
-
 def rope_table(
     rotary: nn.Module, like: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,14 +214,6 @@ def gain(module: Any) -> tuple[torch.Tensor, float]:
     """Return the weight and epsilon of a norm."""
     module = _active(module)
     return module.weight, module.variance_epsilon
-
-
-def _embed(input_ids: torch.Tensor, module: Any) -> torch.Tensor:
-    module = _active(module)
-    hidden: torch.Tensor = _Embedding.apply(
-        input_ids, module.weight, module.padding_idx, sink_of([module.weight])
-    )
-    return hidden
 
 
 class _Embedding(torch.autograd.Function):

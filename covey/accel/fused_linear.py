@@ -1,8 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for several layers.
 
-`LowRankProducts` adds the outputs of plain LoRA adapters to the result of the fused matrix product.
-A layer that has other operations, for example LoRA dropout, is not fused; the layer's own forward
-pass runs.
+The outputs of plain LoRA adapters are added to the result of the fused matrix product. A layer that
+has other operations, for example LoRA dropout, is not fused; the layer's own forward pass runs.
 """
 
 from __future__ import annotations
@@ -75,7 +74,10 @@ def skip_swiglu_output() -> Iterator[None]:
 
 
 class _Weights:
-    """The fused weights of linear layers, and the buffers that accumulate gradients."""
+    """The fused weights of linear layers with the same input, and the layers' LoRA weights.
+
+    The outputs of all layers are columns of one tensor.
+    """
 
     def __init__(self, layers: Sequence[Adapted], weight: torch.Tensor) -> None:
         linears = [layer.linear for layer in layers]
@@ -86,27 +88,63 @@ class _Weights:
         # Biases are small, so a copy is cheap if they are not fused.
         self.bias = torch.cat([b.detach() for b in self.biases]) if self.biases else None
         self.bias = self.bias if bias is None else bias
-        self.low_rank = LowRankProducts(layers)
+        self.low_rank: list[tuple[slice, LowRank]] = []
+        """The LoRA weights of each adapted layer, with the columns of the layer's outputs."""
+        end = 0
+        for layer, low_rank in layers:
+            begin, end = end, end + layer.out_features
+            if low_rank is not None:
+                self.low_rank.append((slice(begin, end), low_rank))
+        self.first = [part.first for _, part in self.low_rank]
+        self.ranks = [len(a) for a in self.first]
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Inputs of the autograd function: all weights, then all biases, then all LoRA weights."""
-        return [*self.weights, *self.biases, *self.low_rank.parameters]
+        """Inputs of the autograd function: all weights, all biases, and the LoRA matrices.
+
+        The matrices A of all layers come before the matrices B.
+        """
+        second = (part.second for _, part in self.low_rank)
+        return [*self.weights, *self.biases, *self.first, *second]
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
         """Return the outputs of all layers as columns of one tensor."""
         result = linear(values, self.weight, self.bias)
-        self.low_rank.add_to(result, values)
+        if self.low_rank:
+            for (columns, part), reduced in zip(self.low_rank, self._reduced(values), strict=True):
+                result[:, columns].addmm_(reduced, part.second.t())
         return result
 
-    def input_grad(self, grad: torch.Tensor, inner: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient of the layers' input.
+    def _stacked(self) -> torch.Tensor:
+        """Return all matrices A as one matrix: a view if they are fused, or else a copy."""
+        found = fused_view(self.first)
+        return torch.cat([a.detach() for a in self.first]) if found is None else found
 
-        `inner` is the result of `low_rank.inner_grad`.
-        """
+    def _scaled(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            column if part.scale == 1.0 else column.mul_(part.scale)
+            for column, (_, part) in zip(columns, self.low_rank, strict=True)
+        ]
+
+    def _reduced(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return a list with scale * A x [N, R] for each adapted layer."""
+        return self._scaled((values @ self._stacked().t()).split(self.ranks, dim=1))
+
+    def inner_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradients of every A x as one tensor [N, sum of ranks]; None without LoRA."""
+        if not self.low_rank:
+            return None
+        inner = grad.new_empty(len(grad), sum(self.ranks))
+        parts = inner.split(self.ranks, dim=1)
+        for (columns, part), out in zip(self.low_rank, parts, strict=True):
+            torch.mm(grad[:, columns], part.second, out=out)
+        self._scaled(parts)
+        return inner
+
+    def input_grad(self, grad: torch.Tensor, inner: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient of the layers' input; `inner` is the result of `inner_grad`."""
         back = grad @ self.weight
-        self.low_rank.add_input_grad(back, inner)
-        return back
+        return back if inner is None else back.addmm_(inner, self._stacked())
 
     def grads(
         self,
@@ -125,8 +163,10 @@ class _Weights:
             found[:count] = product_grads(self.weights, grad, values)
         if any(needed[count:end]):
             found[count:end] = _bias_grads(self.biases, grad.sum(dim=0, dtype=torch.float32))
-        if any(needed[end:]):
-            found[end:] = self.low_rank.grads(grad, inner, values)
+        if inner is not None and any(needed[end:]):
+            found[end:] = product_grads(self.first, inner, values)
+            for (columns, part), reduced in zip(self.low_rank, self._reduced(values), strict=True):
+                found += product_grads([part.second], grad[:, columns], reduced)
         return [part if wanted else None for part, wanted in zip(found, needed, strict=True)]
 
 
@@ -162,7 +202,7 @@ class _Product(torch.autograd.Function):
         grad = grads[0]
         (values,) = ctx.saved_tensors
         weights: _Weights = ctx.weights
-        inner = weights.low_rank.inner_grad(grad)
+        inner = weights.inner_grad(grad)
         back = weights.input_grad(grad, inner) if ctx.needs_input_grad[0] else None
         return back, None, *weights.grads(ctx.needs_input_grad[2:], grad, values, inner)
 
@@ -186,7 +226,7 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gates, weights = ctx.saved_tensors, ctx.weights
         grad = grads[0]
-        inner = weights.low_rank.inner_grad(grad)
+        inner = weights.inner_grad(grad)
         # The product's gradient, later overwritten by the product.
         values = weights.input_grad(grad, inner)
         both = silu_mul_backward(values, *_apart(gates), values)
@@ -265,86 +305,6 @@ def adapted(module: Any) -> Adapted | None:
     if not (plain and alike and second.bias is None):
         return None
     return Adapted(base, LowRank(first.weight, second.weight, float(module.scaling[name])))
-
-
-class LowRankProducts:
-    """The LoRA weights of layers that have the same input.
-
-    The outputs of all layers are columns of one tensor.
-    """
-
-    def __init__(self, layers: Sequence[Adapted]) -> None:
-        self._parts: list[tuple[slice, LowRank]] = []
-        end = 0
-        for layer, low_rank in layers:
-            begin, end = end, end + layer.out_features
-            if low_rank is not None:
-                self._parts.append((slice(begin, end), low_rank))
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The LoRA matrices: the matrix A of every layer, then the matrix B of every layer."""
-        return [*self._first, *(part.second for _, part in self._parts)]
-
-    @property
-    def _first(self) -> list[torch.Tensor]:
-        return [part.first for _, part in self._parts]
-
-    def _stacked(self) -> torch.Tensor:
-        """Return all matrices A as one matrix: a view if they are fused, or else a copy."""
-        found = fused_view(self._first)
-        return torch.cat([a.detach() for a in self._first]) if found is None else found
-
-    def _scaled(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            column if part.scale == 1.0 else column.mul_(part.scale)
-            for column, (_, part) in zip(columns, self._parts, strict=True)
-        ]
-
-    def _reduced(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return a list with scale * A x [N, R] for each layer."""
-        ranks = [len(a) for a in self._first]
-        return self._scaled((values @ self._stacked().t()).split(ranks, dim=1))
-
-    def add_to(self, result: torch.Tensor, values: torch.Tensor) -> None:
-        """Add each layer's LoRA output, scale * B A x, to its columns of `result`."""
-        if not self._parts:
-            return
-        for (columns, part), reduced in zip(self._parts, self._reduced(values), strict=True):
-            result[:, columns].addmm_(reduced, part.second.t())
-
-    def inner_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradients of every layer's A x as one tensor [N, sum of ranks]."""
-        if not self._parts:
-            return None
-        ranks = [len(a) for a in self._first]
-        inner = grad.new_empty(len(grad), sum(ranks))
-        parts = inner.split(ranks, dim=1)
-        for (columns, part), out in zip(self._parts, parts, strict=True):
-            torch.mm(grad[:, columns], part.second, out=out)
-        self._scaled(parts)
-        return inner
-
-    def add_input_grad(self, back: torch.Tensor, inner: torch.Tensor | None) -> None:
-        """Add the gradient that flows through the LoRA adapters to the input gradient."""
-        if inner is not None:
-            back.addmm_(inner, self._stacked())
-
-    def grads(
-        self, grad: torch.Tensor, inner: torch.Tensor | None, values: torch.Tensor
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of `parameters`.
-
-        Gradients that were added to a GradSink are returned as None.
-        """
-        if inner is None:
-            return []
-        first = product_grads(self._first, inner, values)
-        second = [
-            product_grads([part.second], grad[:, columns], reduced)[0]
-            for (columns, part), reduced in zip(self._parts, self._reduced(values), strict=True)
-        ]
-        return [*first, *second]
 
 
 def product_grads(

@@ -63,8 +63,17 @@ class PackedBatch:
 
 
 def pack(host: HostRows, device: torch.device, *, varlen: bool) -> PackedBatch:
-    """Pack a batch; attention uses padded rows, or unpadded rows if `varlen` is true."""
-    return pack_varlen(host, device) if varlen else _pack_padded(host, device)
+    """Pack a batch; attention uses padded rows, or unpadded rows if `varlen` is true.
+
+    For unpadded rows, a shared prompt comes before its first completion.
+    """
+    if not varlen:
+        return _pack_padded(host, device)
+    tables, longest = varlen_tables(host)
+    shared = len(tables.tokens) > len(tables.input_ids)
+    bounds = Bounds(tuple(tables.query_starts.tolist()), tuple(tables.key_starts.tolist()))
+    tables = PackedTables._make(to_device(list(tables), device))
+    return packed_batch(tables, longest, shared=shared, bounds=bounds)
 
 
 def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
@@ -124,6 +133,13 @@ class PackedTables(NamedTuple):
     end: torch.Tensor
     position: torch.Tensor
 
+    @staticmethod
+    def of(wide: Sequence[Numbers], narrow: Sequence[Numbers]) -> PackedTables:
+        """Convert the first five tables to int64 tensors, and the others to int32."""
+        tables = [torch.from_numpy(table.astype(np.int64, copy=False)) for table in wide]
+        tables += [torch.from_numpy(table.astype(np.int32)) for table in narrow]
+        return PackedTables._make(tables)
+
 
 class MaxLengths(NamedTuple):
     """The largest number of queries in a row, and the largest number of keys in a row."""
@@ -147,18 +163,8 @@ def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
     cells = chosen * host.mask.shape[1] + at
     position = rows.positions()
     wide = [rows.ids(host), position, predictor, host.tokens.numpy()[chosen, at], cells]
-    tables = [torch.from_numpy(table.astype(np.int64, copy=False)) for table in wide]
-    tables += [torch.from_numpy(table.astype(np.int32)) for table in rows.spans(position)]
-    return PackedTables._make(tables), MaxLengths(int(rows.queries.max()), int(rows.keys.max()))
-
-
-def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
-    """Pack a batch for flash attention; a shared prompt comes before its first completion."""
-    tables, longest = varlen_tables(host)
-    shared = len(tables.tokens) > len(tables.input_ids)
-    bounds = Bounds(tuple(tables.query_starts.tolist()), tuple(tables.key_starts.tolist()))
-    tables = PackedTables._make(to_device(list(tables), device))
-    return packed_batch(tables, longest, shared=shared, bounds=bounds)
+    longest = MaxLengths(int(rows.queries.max()), int(rows.keys.max()))
+    return PackedTables.of(wide, rows.spans(position)), longest
 
 
 def packed_batch(
@@ -201,10 +207,8 @@ def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, Max
     starts = np.concatenate([[0], ends])
     wide = [ids, position, ends - 1, np.zeros_like(ends), np.zeros_like(ends)]
     spans = [starts, starts, number, ends - lengths, row, row + 1, position]
-    tables = [torch.from_numpy(table.astype(np.int64, copy=False)) for table in wide]
-    tables += [torch.from_numpy(table.astype(np.int32)) for table in spans]
     longest = int(lengths.max())
-    return PackedTables._make(tables), MaxLengths(longest, longest)
+    return PackedTables.of(wide, spans), MaxLengths(longest, longest)
 
 
 def pack_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> PackedBatch:

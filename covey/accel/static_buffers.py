@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 
 from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, copy_bytes, packed_batch
+from covey.accel.sizes import padded_tokens, power_of_two, round_up
 
 PADDING_ROW = 128
 """Maximum number of padding tokens in a row. Every bucket allows rows of at least PADDING_ROW
 tokens."""
-STEP = 256
-"""The token count of a bucket is a multiple of STEP."""
 ALIGNED = 256
 """Each index table starts at a multiple of ALIGNED bytes, as new torch tensors do."""
 
@@ -41,15 +40,15 @@ class Size(NamedTuple):
         """Return the size of the bucket for a micro-batch. Counts that affect the run time are
         rounded up in small steps, and the other counts in large steps.
         """
-        tokens = bucket(len(tables.input_ids))
+        tokens = padded_tokens(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)
         return Size(
             tokens=tokens,
-            places=_round_up(len(tables.tokens) + padding, 8),
-            chosen=bucket(len(tables.chosen)),
-            rows=_power_of_two(len(tables.starts) + -(-padding // PADDING_ROW), 32),
-            longest_query=_power_of_two(longest.query, PADDING_ROW),
-            longest_key=_power_of_two(longest.key, PADDING_ROW),
+            places=round_up(len(tables.tokens) + padding, 8),
+            chosen=padded_tokens(len(tables.chosen)),
+            rows=power_of_two(len(tables.starts) + -(-padding // PADDING_ROW), 32),
+            longest_query=power_of_two(longest.query, PADDING_ROW),
+            longest_key=power_of_two(longest.key, PADDING_ROW),
         )
 
     def holds(self, other: Size) -> bool:
@@ -71,22 +70,6 @@ class Size(NamedTuple):
         return Size(*(max(pair) for pair in zip(self, other, strict=True)))
 
 
-def bucket(count: int) -> int:
-    """Round a token count up to a bucket size: by at most 1/16, or by at most STEP tokens."""
-    return _round_up(count, 16)
-
-
-def _round_up(count: int, steps: int) -> int:
-    """Round up to a multiple of STEP; allow at most `steps` sizes per power of two."""
-    step = max(STEP, _power_of_two(count, 2) // 2 // steps)
-    return max(1, -(-count // step)) * step
-
-
-def _power_of_two(count: int, least: int) -> int:
-    """Round up to a power of two that is at least `least`."""
-    return max(least, 1 << max(0, count - 1).bit_length())
-
-
 class StaticBuffers:
     """Device buffers at fixed addresses that hold one packed micro-batch."""
 
@@ -99,7 +82,9 @@ class StaticBuffers:
             self._shapes.append((total, count * dtype.itemsize, dtype))
             total += -(-count * dtype.itemsize // ALIGNED) * ALIGNED
         self._whole = torch.zeros(total, dtype=torch.uint8, device=device)
-        self.tables = self._tables(self._whole)
+        self.tables = PackedTables._make(
+            self._whole[at : at + length].view(dtype) for at, length, dtype in self._shapes
+        )
         longest = MaxLengths(size.longest_query, size.longest_key)
         self.packed: PackedBatch = packed_batch(self.tables, longest, shared=shared)
 
@@ -111,9 +96,6 @@ class StaticBuffers:
         for (at, _, dtype), part in zip(self._shapes, padded(tables, self.size), strict=True):
             copy_bytes(host, at, part.to(dtype))
         self._whole.copy_(host, non_blocking=True)
-
-    def _tables(self, whole: torch.Tensor) -> PackedTables:
-        return PackedTables._make(whole[at : at + n].view(dtype) for at, n, dtype in self._shapes)
 
 
 def _lengths(size: Size) -> list[tuple[int, torch.dtype]]:

@@ -327,7 +327,10 @@ class TrainGraphs:
         one.values = None
         try:
             if self._pool_keeper is None:
-                self._pool_keeper = _trivial_graph(self._anchor, self._pool)
+                keeper = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(keeper, pool=self._pool), torch.no_grad():
+                    self._anchor.clone()
+                self._pool_keeper = keeper
             one.capture(self._pool)
         except RuntimeError as error:
             one.values = None
@@ -344,13 +347,6 @@ class TrainGraphs:
         if self._pool is not None:
             torch.cuda.synchronize()  # its graph may be running
         bucket.ready = None
-
-
-def _trivial_graph(anchor: torch.Tensor, pool: Any) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool), torch.no_grad():
-        anchor.clone()
-    return graph
 
 
 def train_graphs_for(

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values of an attention call, or their gradients."""
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels of variable-length attention support."""
 

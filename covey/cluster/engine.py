@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from covey.cluster.engine_actor import EngineActor, Row, pack_weights
+from covey.cluster.engine_actor import EngineActor, pack_weights
 from covey.cluster.ray_client import Need, dead, translated
 from covey.engines.protocol import (
     Completion,
@@ -67,10 +67,7 @@ class RayEngine:
         self.members = [self._make() for _ in range(self.engines)]
 
     def _make(self) -> Member:
-        import ray
-
-        remote = ray.remote(EngineActor).options(**self.need.options(), max_concurrency=CALLS)
-        handle = remote.remote(self.build, self.threads)
+        handle = self.need.actor(EngineActor, self.build, self.threads, max_concurrency=CALLS)
         self.made += 1
         return Member(self.made, handle, handle.info.remote())
 
@@ -283,10 +280,12 @@ class _Run:
             return
         if isinstance(found, Exception):
             raise found
-        if isinstance(found, _Share):
-            self._move(found)
-        else:
-            self._accept(found)
+        if isinstance(found, _Share):  # its actor died, and the other actors get its requests
+            self.shares.remove(found)
+            self._spread([r for r in found.requests if r.number in self.waiting])
+            return
+        fresh = (row for row in found if row[0] in self.waiting)  # the others were received before
+        self.source.done([Completion.of(row, self.waiting.pop(row[0])) for row in fresh])
 
     def _take(self) -> None:
         requests = list(self.source.take())
@@ -298,20 +297,3 @@ class _Run:
         for place, share in enumerate(self.shares):
             if own := [r for r in requests if r.prompt % count == place]:
                 share.add(own)
-
-    def _move(self, lost: _Share) -> None:
-        """Give the requests of a dead actor to the other actors."""
-        self.shares.remove(lost)
-        self._spread([r for r in lost.requests if r.number in self.waiting])
-
-    def _accept(self, rows: Sequence[Row]) -> None:
-        """Pass new completions to the request source; drop completions received before."""
-        new = [
-            Completion(
-                request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,
-                versions=spans, kept=kept,
-            )
-            for number, tokens, logp, end, spans, kept in rows
-            if number in self.waiting
-        ]  # fmt: skip
-        self.source.done(new)

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
+from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request, Row
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
 """Weights in Ray's object store: maps a parameter name to its bytes and dtype."""
-Row = tuple[Any, ...]
 
 
 def pack_weights(weights: Any) -> dict[str, tuple[np.ndarray, str]]:
@@ -64,10 +63,7 @@ class _Source:
         """Store completions until the trainer fetches them."""
         with self.changed:
             self.running -= len(completions)
-            self.rows += [
-                (c.request.number, c.tokens, c.logp, c.finish, c.versions, c.kept)
-                for c in completions
-            ]
+            self.rows += [completion.row for completion in completions]
             self.changed.notify_all()
 
 
@@ -86,19 +82,17 @@ class EngineActor:
         """Properties of the engine in this actor."""
         return self.engine.info
 
-    def load(self, version: int, held: Sequence[Any]) -> int:
-        """Load the weights that `held[0]` refers to; Ray fetches no references in a list."""
+    def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
+        """Load a version of the weights, start the generating thread; return the version.
+
+        `held[0]` refers to the weights; Ray does not fetch references in a list by itself.
+        """
         if version != self.version:
             import ray
 
             packed = ray.get(held[0])
             self.engine.load_weights(lambda: unpack_weights(packed), version)
             self.version = version
-        return self.version
-
-    def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
-        """Load a version of the weights, start the generating thread; return the version."""
-        self.load(version, held)
         source = self.source = _Source(limits)
 
         def work() -> None:

@@ -32,9 +32,12 @@ class Need:
     cpus: float = 1.0
     gpus: float = 0.0
 
-    def options(self) -> dict[str, Any]:
-        """Return the options with which Ray starts the actor."""
-        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+    def actor(self, kind: type, *arguments: Any, **options: Any) -> Any:
+        """Start an actor of class `kind`, and return its handle; `options` are Ray's."""
+        import ray
+
+        resources = {"num_cpus": self.cpus, "num_gpus": self.gpus}
+        return ray.remote(kind).options(**resources, **options).remote(*arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +160,7 @@ def _set_aside(count: int) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "num_gpus": count, "scheduling_strategy": here}
-    holder = ray.remote(Holder).options(**options).remote()
+    holder = Need(cpus=0, gpus=count).actor(Holder, scheduling_strategy=here)
     try:
         numbers = ray.get(holder.gpus.remote(), timeout=HOLD_SECONDS)
     except ray.exceptions.RayError:

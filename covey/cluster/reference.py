@@ -22,10 +22,9 @@ class ReferenceActor:
         """Return a short description of the reference policy."""
         return self.reference.identity
 
-    def logp(self, batch: Batch) -> tuple[Any, Any]:
+    def logp(self, batch: Batch) -> LogProbs:
         """Return the log-probabilities and entropies of a batch as CPU tensors."""
-        found = self.reference.logp(batch)
-        return found.logp.cpu(), found.entropy.cpu()
+        return LogProbs(*(values.cpu() for values in self.reference.logp(batch)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,13 +39,8 @@ class RayReference(Reference):
     died: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._start()
+        self.handle = self.need.actor(ReferenceActor, self.build)
         self.told = self._ask("identity")
-
-    def _start(self) -> None:
-        import ray
-
-        self.handle = ray.remote(ReferenceActor).options(**self.need.options()).remote(self.build)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
@@ -58,7 +52,7 @@ class RayReference(Reference):
                 if not dead(error) or self.died >= self.restarts:
                     raise translated(error, "reference") from None
                 self.died += 1
-                self._start()
+                self.handle = self.need.actor(ReferenceActor, self.build)
 
     @property
     def identity(self) -> str:
@@ -67,6 +61,5 @@ class RayReference(Reference):
 
     def logp(self, batch: Batch) -> LogProbs:
         """Return the log-probability and the entropy of every trained token under the reference."""
-        device = batch.tokens.device
-        logp, entropy = self._ask("logp", batch.to("cpu"))
-        return LogProbs(logp=logp.to(device), entropy=entropy.to(device))
+        found = self._ask("logp", batch.to("cpu"))
+        return LogProbs(*(values.to(batch.tokens.device) for values in found))

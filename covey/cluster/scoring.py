@@ -6,6 +6,7 @@ twice, the result is the same, because a reward depends only on the completion.
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +34,6 @@ class ScoringActor:
 
     def pid(self) -> int:
         """Return the process id of the actor, for messages and tests."""
-        import os
-
         return os.getpid()
 
 
@@ -59,10 +58,8 @@ class RayScorer:
         self.handles = [self._make() for _ in range(self.actors)]
 
     def _make(self) -> Any:
-        import ray
-
-        remote = ray.remote(ScoringActor).options(**self.need.options(), max_concurrency=CALLS)
-        return remote.remote(self.reward, self.identity, self.settings)
+        arguments = self.reward, self.identity, self.settings
+        return self.need.actor(ScoringActor, *arguments, max_concurrency=CALLS)
 
     @property
     def whole_groups(self) -> bool:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -59,12 +59,10 @@ def _placed(ranks: int, need: Need, patience: float) -> Any:
 
 
 def _actor(group: Any, number: int, need: Need) -> Any:
-    import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-    options = {**need.options(), "scheduling_strategy": place, "max_concurrency": CALLS}
-    return ray.remote(RankActor).options(**options).remote()
+    return need.actor(RankActor, scheduling_strategy=place, max_concurrency=CALLS)
 
 
 def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
@@ -119,19 +117,14 @@ class _Ranks:
             )
             self.actors = [self.actors[number] for number in order]
             variables = variables_of([places[number] for number in order], threads)
-            self._start(arguments, variables)
+            shared = {STARTED_BY: ray.get_runtime_context().gcs_address}
+            started = [
+                actor.start.remote(list(arguments), {**own, **shared}, os.getcwd())
+                for actor, own in zip(self.actors, variables, strict=True)
+            ]
+            ray.get(started)
         except ray.exceptions.RayError as error:
             raise translated(error, "a trainer rank") from None
-
-    def _start(self, arguments: Sequence[str], variables: Sequence[Mapping[str, str]]) -> None:
-        import ray
-
-        shared = {STARTED_BY: ray.get_runtime_context().gcs_address}
-        started = [
-            actor.start.remote(list(arguments), {**own, **shared}, os.getcwd())
-            for actor, own in zip(self.actors, variables, strict=True)
-        ]
-        ray.get(started)
 
     def followed(self) -> int:
         """Print the output of the ranks until all ranks have ended; return the run's exit code."""

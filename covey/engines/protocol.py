@@ -70,6 +70,10 @@ class Request:
     """The values that seed the request's random numbers: seed, step, prompt, sample, turn."""
 
 
+Row = tuple[int, tuple[int, ...], tuple[float, ...], Finish, tuple[VersionSpan, ...], str]
+"""A completion without text for another process, which knows the request by its number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The completion that an engine generated for a request."""
@@ -87,6 +91,21 @@ class Completion:
     """Tokens that top-k, top-p and min-p allowed per position, encoded by kept_sets.py."""
     text: str | None = None
     """The text that `LanguageModel.decode` gives; None if the engine has not decoded it."""
+
+    @property
+    def row(self) -> Row:
+        """The completion for another process."""
+        return (
+            self.request.number, self.tokens, self.logp, self.finish, self.versions, self.kept,
+        )  # fmt: skip
+
+    @staticmethod
+    def of(row: Row, request: Request) -> Completion:
+        """Return the completion of a request that another process generated."""
+        _, tokens, logp, finish, versions, kept = row
+        return Completion(
+            request=request, tokens=tokens, logp=logp, finish=finish, versions=versions, kept=kept
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,7 +176,8 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
     head = model.model.get_output_embeddings()
     for name in targets:
         found = _modules(model, name, "targets").values()
-        if not all(_is_linear(m) and m is not head for m in found):
+        linear = (isinstance(m, nn.Linear) or type(m).__name__ == CONV for m in found)
+        if not all(linear) or head in found:
             raise ConfigError(
                 f"config: adapter.targets: {name!r} is not a linear layer of the backbone; to "
                 f"train all weights of {name!r}, list it in adapter.also_train"
@@ -195,10 +196,6 @@ def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[st
             )
         names.update(found)
     return sorted(names)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == CONV
 
 
 def _head(model: LanguageModel, on: bool) -> Any:

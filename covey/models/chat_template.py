@@ -42,6 +42,7 @@ RESERVED = frozenset(
 """Arguments that Covey or transformers always passes to a chat template."""
 
 MARK, SYSTEM_MARK = "COVEYUSER", "COVEYSYSTEM"
+ADVICE = "set model.template to 'plain', or to a text with the field {question}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,15 @@ class Renderer:
         """Return the prompt's text, up to where the completion begins."""
         if self.chat:
             folded = _fold_system(messages) if self.folds_system else messages
-            return self._chat_text(folded) + self.template.prefill
+            try:
+                text = chat_text(self.tokenizer, folded, self.template.chat_options)
+            except jinja2.TemplateError as error:
+                roles = ", ".join(m["role"] for m in folded)
+                raise DataError(
+                    f"model: the chat template rejects a conversation with the roles {roles}: "
+                    f"{error}; {ADVICE}"
+                ) from None
+            return text + self.template.prefill
         if self.template.form in FORMS:
             return "\n".join(m["content"] for m in messages) + self.template.prefill
         return _filled(self.template.form, messages) + self.template.prefill
@@ -137,25 +146,12 @@ class Renderer:
             ids = [start, *ids] if begun[:1] == [start] else ids
         return tuple(ids)
 
-    def _chat_text(self, messages: Sequence[Message]) -> str:
-        try:
-            return chat_text(self.tokenizer, messages, self.template.chat_options)
-        except jinja2.TemplateError as error:
-            roles = ", ".join(m["role"] for m in messages)
-            raise DataError(
-                f"model: the chat template rejects a conversation with the roles {roles}: {error}; "
-                "set model.template to 'plain', or to a text with the field {question}"
-            ) from None
-
 
 def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
     """Combine a template with a tokenizer, and test which features the chat template supports."""
     has_chat = bool(tokenizer.chat_template)
     if template.form == "chat" and not has_chat:
-        raise ModelError(
-            f"model: {name} has no chat template; set model.template to 'plain', or to a text with "
-            "the field {question}"
-        )
+        raise ModelError(f"model: {name} has no chat template; {ADVICE}")
     if template.form not in ("auto", "chat") or not has_chat:
         _check_options(template, "", name)
         return Renderer(template=template, tokenizer=tokenizer, chat=False)
@@ -164,15 +160,18 @@ def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Re
     user: Message = {"role": "user", "content": MARK}
     try:
         alone = chat_text(tokenizer, [user], options)
+        problem = "" if MARK in alone else "drops the user message"
     except jinja2.TemplateError as error:
-        raise _unusable(name, f"fails: {error}") from None
-    if MARK not in alone:
-        raise _unusable(name, "drops the user message")
+        problem = f"fails: {error}"
+    if problem:
+        raise ModelError(f"model: the chat template of {name} is unusable: it {problem}; {ADVICE}")
+    system: Message = {"role": "system", "content": SYSTEM_MARK}
+    both = probed(tokenizer, [system, user], options)
     return Renderer(
         template=template,
         tokenizer=tokenizer,
         chat=True,
-        folds_system=not _takes_system(tokenizer, user, options),
+        folds_system=not (SYSTEM_MARK in both and MARK in both),
         turn_end=_turn_end(tokenizer, user, options),
     )
 
@@ -210,33 +209,26 @@ def chat_text(
         **options,
         "add_generation_prompt": add_generation_prompt,
     }
-    return render(tokenizer.get_chat_template(), messages, arguments)
-
-
-def _unusable(name: str, why: str) -> ModelError:
-    return ModelError(
-        f"model: the chat template of {name} is unusable: it {why}; set model.template to 'plain', "
-        "or to a text with the field {question}"
+    template = tokenizer.get_chat_template()
+    return _PROCESS.render(
+        {"template": template, "messages": list(messages), "arguments": arguments}
     )
 
 
-def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> bool:
-    """Return whether the template renders system messages; some templates refuse or drop them."""
+def probed(
+    tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any], **more: bool
+) -> str:
+    """Return the result of `chat_text`; return empty text if the template refuses the messages."""
     try:
-        system: Message = {"role": "system", "content": SYSTEM_MARK}
-        text = chat_text(tokenizer, [system, user], options)
+        return chat_text(tokenizer, messages, options, **more)
     except jinja2.TemplateError:
-        return False
-    return SYSTEM_MARK in text and MARK in text
+        return ""
 
 
 def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int | None:
     """Return the special token that ends the assistant's turn in the chat template."""
     assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
-    try:
-        text = chat_text(tokenizer, [user, assistant], options, add_generation_prompt=False)
-    except jinja2.TemplateError:
-        return None
+    text = probed(tokenizer, [user, assistant], options, add_generation_prompt=False)
     after = text.rpartition(SYSTEM_MARK)[2].strip()
     ids = tokenizer.encode(after, add_special_tokens=False)
     return int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids else None
@@ -318,12 +310,9 @@ class RenderProcess:
             self._end()
 
     def _connected(self) -> Connection:
-        if self._connection is None or self._owner != os.getpid():
-            # After a fork, parent and child share the pipe and could read each other's replies.
-            return self._start()
-        return self._connection
-
-    def _start(self) -> Connection:
+        # After a fork, parent and child share the pipe and could read each other's replies.
+        if self._connection is not None and self._owner == os.getpid():
+            return self._connection
         here, there = Pipe()
         command = module_command(
             "covey.models.template_worker", str(there.fileno()), str(SECONDS), str(MEGABYTES)
@@ -352,10 +341,7 @@ def _unusable_worker(code: int) -> ModelError:
     if code == FAILED:
         return ModelError("model: the process that renders chat templates failed to start")
     why = f"took longer than {SECONDS:g} seconds" if code == -SIGPROF else "took too much memory"
-    return ModelError(
-        f"model: rendering one prompt with the chat template {why}; set model.template to 'plain', "
-        "or to a text with the field {question}"
-    )
+    return ModelError(f"model: rendering one prompt with the chat template {why}; {ADVICE}")
 
 
 _PROCESS = RenderProcess()
@@ -365,10 +351,3 @@ atexit.register(_PROCESS.close)
 def start_rendering() -> None:
     """Start the rendering process in the background."""
     _PROCESS.start()
-
-
-def render(template: str, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
-    """Render a conversation with a chat template; `arguments` are passed to the template."""
-    return _PROCESS.render(
-        {"template": template, "messages": list(messages), "arguments": dict(arguments)}
-    )

@@ -21,10 +21,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jinja2
-
 from covey.errors import DataError
-from covey.models.chat_template import Renderer, chat_text
+from covey.models.chat_template import Renderer, probed
 from covey.types import Message
 
 CUT = "\ue0c7"
@@ -56,9 +54,7 @@ class Conversations:
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
         """Return the prompt of the first turn as a Context."""
-        text = self._text(messages, tools)
-        tokens = self._first_tokens(text)
-        return Context(text, tokens, len(tokens), True)
+        return self._fresh(self._text(messages, tools))
 
     def following(
         self,
@@ -76,23 +72,24 @@ class Conversations:
         )
         stands = _plain(before.text) + raw
         if not self.renderer.chat:
-            later = [m["content"] for m in _since_assistant(messages)]
-            text = stands + "\n".join(["", *(self._inert(t, every=True) for t in later), ""])
+            last = max(n for n, m in enumerate(messages) if m["role"] == "assistant")
+            later = [self._inert(m["content"], every=True) for m in messages[last + 1 :]]
+            text = stands + "\n".join(["", *later, ""])
             return self._extended(before, sampled, stands, text + self.renderer.template.prefill)
         text = self._text(messages, tools)
         if _plain(text).startswith(stands):
             return self._extended(before, sampled, stands, text)
-        tokens = self._first_tokens(text)
-        return Context(text, tokens, len(tokens), True)
+        return self._fresh(text)
 
     def _extended(self, before: Context, sampled: Sequence[int], stands: str, text: str) -> Context:
         more = self._tokens(_after(text, len(stands)))
         return Context(text, (*before.tokens, *sampled, *more), len(more), False)
 
-    def _first_tokens(self, text: str) -> tuple[int, ...]:
-        if self.renderer.chat:
-            return tuple(self._tokens(text))
-        return self.renderer.with_start(self._tokens(text))
+    def _fresh(self, text: str) -> Context:
+        """Return the prompt of a new segment."""
+        ids = self._tokens(text)
+        tokens = tuple(ids) if self.renderer.chat else self.renderer.with_start(ids)
+        return Context(text, tokens, len(tokens), True)
 
     def _tokens(self, text: str) -> list[int]:
         """Tokenize the text between split marks, so that no token spans a split mark."""
@@ -136,32 +133,23 @@ class Conversations:
 
     def _inert(self, text: str, *, every: bool) -> str:
         """Insert split marks into a text, so that tokenization produces no special tokens."""
-        pattern = self._added if every else self._special
+        special, added = self._control
+        pattern = added if every else special
         text = text.replace(CUT, "")
         if pattern is None:
             return text
         return pattern.sub(lambda found: f"{found[0][:1]}{CUT}{found[0][1:]}", text)
 
     @cached_property
-    def _special(self) -> re.Pattern[str] | None:
-        return self._spelled(special=True)
-
-    @cached_property
-    def _added(self) -> re.Pattern[str] | None:
-        return self._spelled(special=False)
-
-    def _spelled(self, *, special: bool) -> re.Pattern[str] | None:
-        """Return a pattern that matches the text of any control token.
-
-        If `special` is true, the pattern matches only special tokens.
+    def _control(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
+        """Two patterns that match the text of any special token, and of any control token.
 
         Added tokens for runs of spaces or line breaks are not control tokens.
         """
         added = self.renderer.tokenizer.added_tokens_decoder.values()
-        control = [token for token in added if token.special or set("<[|") & set(token.content)]
-        texts = {token.content for token in control if token.special or not special}
-        longest = sorted(filter(None, texts), key=lambda text: (-len(text), text))
-        return re.compile("|".join(map(re.escape, longest))) if longest else None
+        special = {token.content for token in added if token.special}
+        others = {token.content for token in added if set("<[|") & set(token.content)}
+        return _any_of(special), _any_of(special | others)
 
     @cached_property
     def _takes_tools(self) -> bool:
@@ -169,22 +157,23 @@ class Conversations:
         function = {"name": PROBE, "description": PROBE, "parameters": {}}
         user = {"role": "user", "content": "1"}
         tools = [{"type": "function", "function": function}]
-        return PROBE in (self._rendered([user], {"tools": tools}) or "")
+        return self._shows_probe([user], {"tools": tools})
 
     @cached_property
     def _takes_results(self) -> bool:
         """Whether the chat template renders messages with the role `tool`."""
         roles = (("user", "1"), ("assistant", "2"), ("tool", PROBE))
-        return PROBE in (self._rendered([{"role": r, "content": c} for r, c in roles], {}) or "")
+        return self._shows_probe([{"role": r, "content": c} for r, c in roles], {})
 
-    def _rendered(self, messages: Sequence[Message], more: Mapping[str, Any]) -> str | None:
-        renderer = self.renderer
-        try:
-            return chat_text(
-                renderer.tokenizer, messages, {**renderer.template.chat_options, **more}
-            )
-        except jinja2.TemplateError:
-            return None
+    def _shows_probe(self, messages: Sequence[Message], more: Mapping[str, Any]) -> bool:
+        options = {**self.renderer.template.chat_options, **more}
+        return PROBE in probed(self.renderer.tokenizer, messages, options)
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str] | None:
+    """Return a pattern that matches any of the texts, the longest first."""
+    longest = sorted(filter(None, texts), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest))) if longest else None
 
 
 def _plain(text: str) -> str:
@@ -202,11 +191,6 @@ def _after(text: str, count: int) -> str:
         "model: the chat template changes or drops the text of a message; set model.template to "
         "'plain'"
     )
-
-
-def _since_assistant(messages: Sequence[Message]) -> Sequence[Message]:
-    last = max(n for n, m in enumerate(messages) if m["role"] == "assistant")
-    return messages[last + 1 :]
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:

@@ -13,6 +13,8 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 TRIED_TOGETHER = 64
 """Length of the token sequences on which Covey compares the table with the tokenizer."""
 
@@ -44,7 +46,7 @@ def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
     if type(backend.decoder).__name__ != "ByteLevel":
         return None
     special = {n for n, t in backend.get_added_tokens_decoder().items() if t.special}
-    characters = {character: byte for byte, character in enumerate(_characters())}
+    characters = {character: byte for byte, character in bytes_to_unicode().items()}
     pieces = tuple(
         b"" if number in special else _bytes(backend.id_to_token(number), characters)
         for number in range(size)
@@ -58,18 +60,6 @@ def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
         return bytes(characters[character] for character in token or "")
     except KeyError:
         return (token or "").encode()
-
-
-def _characters() -> list[str]:
-    """Return the character that represents each byte in a byte-level vocabulary."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    written = [""] * 256
-    for byte in seen:
-        written[byte] = chr(byte)
-    hidden = [byte for byte in range(256) if not written[byte]]
-    for number, byte in enumerate(hidden):
-        written[byte] = chr(256 + number)
-    return written
 
 
 def _says_the_same(pieces: Pieces, backend: Any) -> bool:

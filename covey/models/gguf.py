@@ -95,7 +95,10 @@ def import_gguf(file: Path, say: Say = print_progress) -> Path:
     folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
         return folder
-    _check_packages()
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise ModelError(f"model: importing a GGUF file needs {names}: pip install 'covey[gguf]'")
     with _locked(folder):
         if not folder.is_dir():  # another process may have converted it meanwhile
             megabytes = file.stat().st_size / 1e6
@@ -112,13 +115,6 @@ def _digest(file: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
     except OSError as error:
         raise ModelError(f"model: cannot read {file}: {error.strerror}") from None
-
-
-def _check_packages() -> None:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        names = " and ".join(missing)
-        raise ModelError(f"model: importing a GGUF file needs {names}: pip install 'covey[gguf]'")
 
 
 @contextlib.contextmanager
@@ -167,8 +163,12 @@ def _read_header(file: Path) -> _Header:
 def _convert(file: Path, folder: Path) -> None:
     try:
         header = _read_header(file)
+        where, name = str(file.parent), file.name
         with _no_progress_bars():
-            model, tokenizer = _load(file)
+            tokenizer = read_tokenizer(where, gguf_file=name)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                where, gguf_file=name, dtype=torch.float32, **NO_CODE
+            ).eval()
     except Exception as error:  # a broken file may fail anywhere in three libraries
         why = str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
         raise ModelError(f"model: cannot import {file}: {why}") from None
@@ -179,15 +179,6 @@ def _convert(file: Path, folder: Path) -> None:
     except SafetensorError as error:
         raise OSError(str(error)) from None  # from safetensors, for example on a full disk
     _verify(model, tokenizer, folder, file)
-
-
-def _load(file: Path) -> tuple[Any, Any]:
-    where, name = str(file.parent), file.name
-    tokenizer = read_tokenizer(where, gguf_file=name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        where, gguf_file=name, dtype=torch.float32, **NO_CODE
-    )
-    return model.eval(), tokenizer
 
 
 @contextlib.contextmanager

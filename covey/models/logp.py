@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -21,15 +21,6 @@ class LogProbs(NamedTuple):
     entropy: torch.Tensor
 
 
-class Layout(TypedDict, total=False):
-    """Options of `batch_logp`: temperature, memory limit of logits, and layout of the batch."""
-
-    temperature: float
-    logits_megabytes: float
-    side: Side | Literal["packed", "auto"]
-    width: int
-
-
 ENTRY = "covey_logp"
 """Name of the method that is added to the root module of a sharded model. Every forward pass of a
 sharded model calls the method covey_logp, so that FSDP2 also gathers the weights of the head."""
@@ -39,22 +30,11 @@ def entry_method(
     root: Any, model: LanguageModel, batch: Batch, options: Mapping[str, Any]
 ) -> LogProbs:
     """Compute `batch_logp` as a method of the root module, and return copies instead of views."""
-    return LogProbs(*(values.clone() for values in _batch_logp(model, batch, **options)))
+    found = batch_logp(replace(model, sharded=False), batch, **options)
+    return LogProbs(*(values.clone() for values in found))
 
 
-def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:
-    """Run the model over a batch; return log-probability and entropy of every trained token.
-
-    The results of the packed and the padded layout differ only by rounding errors. The layout
-    "auto" means packed if the model supports packing, and padded on the right otherwise.
-    """
-    if not model.sharded:
-        return _batch_logp(model, batch, **options)
-    found: LogProbs = getattr(model.model, ENTRY)(model, batch, options)
-    return found
-
-
-def _batch_logp(
+def batch_logp(
     model: LanguageModel,
     batch: Batch,
     *,
@@ -63,6 +43,18 @@ def _batch_logp(
     side: Side | Literal["packed", "auto"] = "auto",
     width: int = 0,
 ) -> LogProbs:
+    """Run the model over a batch; return log-probability and entropy of every trained token.
+
+    The results of the packed and the padded layout differ only by rounding errors. The layout
+    "auto" means packed if the model supports packing, and padded on the right otherwise.
+    """
+    if model.sharded:
+        options = {
+            "temperature": temperature, "logits_megabytes": logits_megabytes, "side": side,
+            "width": width,
+        }  # fmt: skip
+        found: LogProbs = getattr(model.model, ENTRY)(model, batch, options)
+        return found
     hidden, chosen, cells = predicting_hidden(model, batch, side, width)
     logp, entropy = token_logp(
         model.head, hidden, chosen, temperature=temperature, megabytes=logits_megabytes,

@@ -82,9 +82,9 @@ def _operators() -> Iterator[None]:
 def reference(calls: list[str]) -> Kernel:
     """Return attention whose passes are noted."""
 
-    def forward(query: Any, key: Any, value: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    def forward(tensors: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         calls.append("forward")
-        return (per_row(query, key, value, inputs.spans, inputs.scale or 0.3),)
+        return (per_row(*tensors, inputs.spans, inputs.scale or 0.3),)
 
     def backward(grad: Any, tensors: Any, found: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         calls.append("backward")
@@ -228,7 +228,7 @@ def test_a_kernel_that_differs_or_fails_is_not_chosen(
         return (found * (1.1 if wrong == "result" else 1.0),)
 
     def backward(grad: Any, tensors: Any, found: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-        back = right.backward(grad, tensors, right.forward(*tensors, inputs), inputs)
+        back = right.backward(grad, tensors, right.forward(tensors, inputs), inputs)
         return back[0], back[1] * (1.1 if wrong == "gradient" else 1.0), back[2]
 
     kernels = {FLASH: right, CUDNN: Kernel(forward, backward, captured=False)}
@@ -283,15 +283,17 @@ def test_a_class_is_measured_once_and_never_with_deterministic_algorithms(
     monkeypatch.setattr(attention_kernels, "measured", measured)
     monkeypatch.setattr(attention_kernels, "CHOICES", {})
     device = torch.device("cuda", 0)
-    shape = (device, torch.bfloat16, 12, 2, 128)
-    assert [attention_kernels.chosen(*shape, n) for n in (4097, 8192, 8193)] == [CUDNN] * 3
+    shape = ShapeClass(device, torch.bfloat16, 12, 2, 128, 8192)
+    lengths = [shape._replace(length=n) for n in (4097, 8192, 8193)]
+    assert [attention_kernels.chosen(each) for each in lengths] == [CUDNN] * 3
     assert [s.length for s in measurements] == [8192, 16384]
     # A CUDA graph pads a row of 3 tokens to 128, so both are one class.
-    assert {attention_kernels.chosen(*shape, n, True) for n in (3, 128)} == {CUDNN}
-    assert measurements[2:] == [ShapeClass(*shape, 128, captured=True)]
+    short = [shape._replace(length=n, captured=True) for n in (3, 128)]
+    assert {attention_kernels.chosen(each) for each in short} == {CUDNN}
+    assert measurements[2:] == [short[1]]
     torch.use_deterministic_algorithms(True)
     try:
-        assert attention_kernels.chosen(*shape, 8192) == FLASH
+        assert attention_kernels.chosen(shape) == FLASH
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from covey.accel import fused_head
-from covey.accel.fused_head import fused_token_logp
+from covey.accel import head as module
+from covey.accel.head import Head, token_logp
 
 TOKENS, HIDDEN, VOCABULARY = 11, 8, 50
 
@@ -29,16 +29,16 @@ def test_all_logits_but_the_last_chunks_are_computed_again(
     tokens, pulls = torch.randint(VOCABULARY, (TOKENS,)), torch.randn(2, TOKENS)
     leaves = [hidden, *linear.parameters()]
     calls = []
-    original = fused_head._compute_logits
+    original = module._compute_logits
 
     def counted(*arguments):
         calls.append(1)
         return original(*arguments)
 
-    monkeypatch.setattr(fused_head, "_compute_logits", counted)
-    logp, entropy = fused_token_logp(
-        hidden, linear, tokens, scale=1.3, softcap=None, megabytes=megabytes(rows)
-    )
+    monkeypatch.setattr(module, "_compute_logits", counted)
+    monkeypatch.setattr(module, "uses_kernels", lambda weight: True)
+    head = Head(linear=linear, scale=1.3)
+    logp, entropy = token_logp(head, hidden, tokens, temperature=1.0, megabytes=megabytes(rows))
     chunks = len(calls)
     assert chunks == -(-TOKENS // rows)
     total = (logp * pulls[0] + entropy * pulls[1]).sum()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from covey.accel.head import Head, token_logp
-from covey.accel.head_chunks import chunk_rows
+from covey.accel.sizes import chunk_rows
 from tests.processes import forked
 
 

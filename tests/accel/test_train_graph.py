@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
+from covey.accel import head, sizes
 from covey.accel import static_buffers as static
 from covey.accel import train_graph as graph
-from covey.accel.fused_head import fused_token_logp
 from covey.accel.fused_parameters import attach_grad_sinks, fuse_parameters
 from covey.accel.head import token_logp
 from covey.accel.packing import pack, varlen_tables
@@ -39,7 +39,7 @@ TEMPERATURE, MEGABYTES = 0.8, 0.05
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of a few tokens, because the interpreter is slow."""
     monkeypatch.setattr(fused, "flash_attention", per_row)
-    monkeypatch.setattr(static, "STEP", 24)
+    monkeypatch.setattr(sizes, "TOKEN_STEP", 24)
     monkeypatch.setattr(static, "PADDING_ROW", 4)
 
 
@@ -140,18 +140,6 @@ def test_eager_and_captured_passes_add_up_without_entropy_gradients() -> None:
     assert_alike(gradients(model), right)
 
 
-def on_device(head: Any, hidden: torch.Tensor, tokens: torch.Tensor, **options: float) -> Any:
-    """The head as on a GPU, whose gradient goes to a sink."""
-    return fused_token_logp(
-        hidden,
-        head.linear,
-        tokens,
-        scale=head.scale / options["temperature"],
-        softcap=None,
-        megabytes=options["megabytes"],
-    )
-
-
 def test_sinks_keep_their_memory_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fast(build("qwen2"))
     named = dict(model.model.named_parameters())
@@ -160,7 +148,8 @@ def test_sinks_keep_their_memory_from_step_to_step(monkeypatch: pytest.MonkeyPat
     for batch in micro:
         pull(plain(model, batch))
     right = gradients(model)
-    monkeypatch.setattr(graph, "token_logp", on_device)
+    # The head as on a GPU, whose gradient goes to a sink.
+    monkeypatch.setattr(head, "uses_kernels", lambda weight: True)
     attach_grad_sinks((p, masters[name]) for name, p in named.items())
     passes = passes_of(model)
     seen_once(passes, *micro)
@@ -289,8 +278,8 @@ def test_every_padding_token_has_a_row_and_every_key_position_its_token(more: in
 def test_buckets_waste_a_sixteenth_at_most(
     count: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static, "STEP", 256)
-    assert static.bucket(count) == expected
+    monkeypatch.setattr(sizes, "TOKEN_STEP", 256)
+    assert sizes.padded_tokens(count) == expected
 
 
 class Graph:

@@ -37,10 +37,10 @@ SETTINGS = ['engine.kind="vllm"', "engine.vllm.memory=1", "engine.max_concurrent
 def test_training_through_a_server_that_is_killed_once(tmp_path: Path, native: Run) -> None:
     run = Run(tmp_path / "run", engine__kind='"vllm"', engine__vllm__memory=1)
     run.wait_for_step(3)
-    run.kill("serve.py")
+    run.kill("covey.engines.vllm.serve")
     check_run(run, native)
     assert "it was restarted" in run.text()
-    assert run.processes("serve.py") == [], "servers end with the run"
+    assert run.processes("covey.engines.vllm.serve") == [], "servers end with the run"
 
 
 def test_training_through_vllm_in_the_trainers_process(tmp_path: Path, native: Run) -> None:

@@ -37,7 +37,9 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.get_float32_matmul_precision(),
         torch_settings.fill_uninitialized_memory,
     )
+    deterministic = torch.backends.cudnn.deterministic
     yield
+    torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision(precision)
     torch_settings.fill_uninitialized_memory = filled

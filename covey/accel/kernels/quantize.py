@@ -21,6 +21,7 @@ The dimensions in tensor shapes are N (rows), M (outputs) and D (inner size).
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -51,10 +52,6 @@ class Quantized(NamedTuple):
         values = torch.empty(count, size, dtype=FLOAT8, device=device)
         return Quantized(values, torch.empty(count, 1, device=device))
 
-    def dequantized(self) -> torch.Tensor:
-        """Return the float32 numbers that the quantized matrix represents."""
-        return self.values.float() * self.scales
-
 
 class Weight(NamedTuple):
     """A float8 weight with one scale per row; each scale is a power of two."""
@@ -73,10 +70,6 @@ class Weight(NamedTuple):
     def rows(self, start: int, end: int) -> Weight:
         """Return the rows from `start` to `end` - 1 as a view."""
         return Weight(self.values[start:end], self.exponents[start:end])
-
-    def dequantized(self) -> torch.Tensor:
-        """Return the float32 numbers that the quantized matrix represents."""
-        return torch.ldexp(self.values.float(), self.exponents[:, None])
 
 
 class Product(NamedTuple):
@@ -108,14 +101,10 @@ def product(left: Quantized, right: Weight, bias: torch.Tensor | None = None) ->
     return Product(values, left.scales, right.exponents, bias)
 
 
-_ONES: dict[torch.device, torch.Tensor] = {}
-
-
+@functools.cache
 def _one(device: torch.device) -> torch.Tensor:
-    """Return a cached tensor with the number 1 on a device; its address never changes."""
-    if device not in _ONES:
-        _ONES[device] = torch.ones((), device=device)
-    return _ONES[device]
+    """Return a tensor with the number 1 on a device; its address never changes."""
+    return torch.ones((), device=device)
 
 
 @triton.jit

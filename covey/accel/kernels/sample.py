@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048
+from covey.accel.sizes import VOCABULARY_BLOCK
 
 
 class SlotState(NamedTuple):
@@ -126,14 +126,16 @@ def sample_tokens(
     maximum length is reached. If logits are NaN, the log-probability of the sampled token is NaN.
     """
     rows, vocabulary = logits.shape
-    parts = triton.cdiv(vocabulary, BLOCK)
+    parts = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
     largest = logits.new_empty(rows, parts, dtype=torch.float32)
     total = torch.empty_like(largest)
     factor = 1.0 if temperature == 0.0 else 1.0 / temperature
-    _block_sums[(rows, parts)](logits, largest, total, factor, vocabulary, block=BLOCK, num_warps=4)
+    _block_sums[(rows, parts)](
+        logits, largest, total, factor, vocabulary, block=VOCABULARY_BLOCK, num_warps=4
+    )
     _sample[(rows,)](
         logits, largest, total, factor, vocabulary, parts,
         *state, stop_ids, len(stop_ids), state.tokens.shape[1],
-        block=BLOCK, most_parts=triton.next_power_of_2(parts), greedy=temperature == 0.0,
+        block=VOCABULARY_BLOCK, most_parts=triton.next_power_of_2(parts), greedy=temperature == 0.0,
         num_warps=4,
     )  # fmt: skip

@@ -144,6 +144,7 @@ def _read(file: Path, requests: Sequence[Request]) -> list[Completion]:
             logp=tuple(row["logp"]),
             finish=row["finish"],
             versions=tuple(VersionSpan(*span) for span in row["versions"]),
+            kept=row["kept"],
         )
         for row in read_lines(file)
     ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from covey.accel.head_chunks import chunk_rows
+from covey.accel.sizes import chunk_rows
 from covey.engines.draw import Distribution, log_distribution
 from covey.models.device import skip_determinism_check
 from covey.models.language_model import LanguageModel

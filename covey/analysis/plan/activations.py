@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from covey.analysis.plan.engine_sizes import SHORT
+from covey.accel.sizes import SHORT
 from covey.analysis.plan.model_shape import Shape
 
 FLOAT = 4

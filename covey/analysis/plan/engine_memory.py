@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from covey.accel.sizes import SHORT, VOCABULARY_BLOCK, padded_tokens
 from covey.analysis.plan.activations import FLASH, FLOAT, Pass, kernels_of, passing_bytes
-from covey.analysis.plan.engine_sizes import (
+from covey.analysis.plan.forecast import ALWAYS, Part
+from covey.analysis.plan.model_shape import Shape
+from covey.analysis.plan.run_facts import RunFacts
+from covey.config import Config
+from covey.engines.native.sizes import (
     CAPACITY_STEP,
     FUSED_BYTES,
     PREFILL_FLOPS,
     PREFILL_TOKENS,
     PROMPT_STEP,
-    SHORT,
     SPARE_BYTES,
-    VOCABULARY_BLOCK,
-    padded_tokens,
     page_for,
     width_for,
 )
-from covey.analysis.plan.forecast import ALWAYS, Part
-from covey.analysis.plan.model_shape import Shape
-from covey.analysis.plan.run_facts import RunFacts
-from covey.config import Config
 from covey.training.resolve import sampling_of
 
 ASSUMED_HELD_OUT = 256

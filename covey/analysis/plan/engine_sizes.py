@@ -1,73 +1,9 @@
-"""Copies of the engine's and the trainer's buffer sizes and limits, for memory forecasts.
-
-The modules that define the sizes and limits import transformers' model code or Triton, which takes
-seconds. This module repeats sizes and limits of other modules to avoid slow imports. The test
-tests/analysis/plan/test_engine_sizes.py compares each value with its source.
-"""
+"""The largest micro-batch of a training step, without the rollouts."""
 
 from __future__ import annotations
 
 import heapq
 from functools import lru_cache
-
-SHORT = 256
-"""The largest sequence length at which attention on a CPU uses batched matmuls instead of a fused
-kernel (accel/attention.py).
-"""
-LONG = 2048
-"""If sequences have on average at least this many tokens, training may run without CUDA graphs
-(accel/attention_kernels.py).
-"""
-FUSED_BYTES = 64 * 2**20
-"""The engine concatenates projection weights only if they have at most this many bytes
-(native/llama_decoder.py)."""
-PREFILL_TOKENS = 16_384
-"""The largest number of prompt tokens in one forward pass of prefill (native/prefill.py)."""
-PREFILL_FLOPS = 1.2e13
-"""A prefill with more FLOPs than this runs without a CUDA graph (native/prefill_graph.py)."""
-CAPACITY_STEP = 32
-"""The length of a KV-cache slot is a multiple of CAPACITY_STEP (native/backend.py)."""
-SPARE_BYTES = 64 * 2**20
-"""On a CPU, the engine keeps a KV cache of at most this many bytes for its next generation call
-(native/backend.py)."""
-PAGE, LEAST_PAGE = 128, 16
-"""Largest and smallest page size, in tokens, of the KV cache for completions
-(native/shared_prompt_cache.py)."""
-PROMPT_STEP = 128
-"""Cached prompts are padded to a multiple of PROMPT_STEP tokens (native/shared_prompt_cache.py)."""
-WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of concurrent completions for which the engine captures CUDA graphs
-(native/shared_prompt_cache.py)."""
-TOKEN_STEP = 256
-"""Token counts are rounded up to a multiple of TOKEN_STEP; large counts are rounded up more
-coarsely (accel/static_buffers.py).
-"""
-VOCABULARY_BLOCK = 2048
-"""Number of vocabulary entries that one Triton program of the sampling kernel processes
-(accel/kernels/sample.py)."""
-CHUNK_STEP = 128
-"""In large chunks of logits, the number of tokens is a multiple of CHUNK_STEP
-(accel/fused_head.py).
-"""
-
-
-def width_for(completions: int) -> int:
-    """Return the number of KV-cache slots for generating this many completions at once."""
-    if completions > WIDTHS[-1]:
-        return -(-completions // WIDTHS[-1]) * WIDTHS[-1]
-    return next(width for width in WIDTHS if width >= completions)
-
-
-def page_for(capacity: int) -> int:
-    """Return the page size of the KV cache for completions of up to `capacity` tokens."""
-    return min(PAGE, max(LEAST_PAGE, 1 << (capacity - 1).bit_length()))
-
-
-def padded_tokens(count: int) -> int:
-    """Round a token count up to a count for which CUDA graphs are captured."""
-    power = max(2, 1 << max(0, count - 1).bit_length())
-    step = max(TOKEN_STEP, power // 2 // 16)
-    return max(1, -(-count // step)) * step
 
 
 @lru_cache(maxsize=256)

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.accel.head_chunks import LIVE_COPIES, chunk_rows
+from covey.accel.sizes import CHUNK_STEP, LIVE_COPIES, chunk_rows, padded_tokens
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
 from covey.analysis.plan.engine_memory import engine_parts
-from covey.analysis.plan.engine_sizes import (
-    CHUNK_STEP,
-    largest_micro_batch,
-    padded_tokens,
-)
+from covey.analysis.plan.engine_sizes import largest_micro_batch
 from covey.analysis.plan.forecast import (
     ALWAYS,
     FRAMEWORK,

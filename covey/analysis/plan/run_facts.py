@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from covey.accel.sizes import LONG
 from covey.analysis.plan.activations import FLOAT
-from covey.analysis.plan.engine_sizes import LONG
 from covey.analysis.plan.forecast import Device
 from covey.analysis.plan.model_shape import Shape
 from covey.analysis.plan.task_facts import ASSUMED_PROMPT, TaskFacts, usable_prompt

@@ -21,9 +21,10 @@ from covey.accel.parity import FAILURES, FLOAT32_TOLERANCE, first_layers, matche
 from covey.engines.native.kv_cache import KVCache, KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
 from covey.engines.native.prefill import cache_states
+from covey.engines.native.sizes import CAPACITY_STEP, SPARE_BYTES
 from covey.engines.native.slots import Progress, Slots
 from covey.engines.native.transformers_decoder import RecomputeDecoder, TransformersDecoder
-from covey.engines.protocol import Sampling
+from covey.engines.protocol import Limits
 from covey.errors import ModelError
 from covey.models.adapter import perturbed_adapter
 from covey.models.language_model import LanguageModel
@@ -50,12 +51,6 @@ MODEL_PRECISION = Precision()
 """The default: the engine computes in the model's dtype."""
 
 
-CAPACITY_STEP = 32
-"""Slot capacity is rounded up to a multiple of this, so later calls can reuse a cache."""
-SPARE_BYTES = 64 * 2**20
-"""Maximum size in bytes of a KV cache that the eager backend keeps for the next call."""
-
-
 class DecodeBackend(Protocol):
     """A decode backend, which generates tokens in slots; a slot stores one completion."""
 
@@ -67,13 +62,10 @@ class DecodeBackend(Protocol):
     def width_for(self, completions: int) -> int:
         """Return the number of slots to allocate, at least one per concurrent completion."""
 
-    def begin(
-        self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
-    ) -> Slots:
-        """Return empty slots; `prompts` and `longest` bound the number and length of prompts.
+    def begin(self, limits: Limits, width: int) -> Slots:
+        """Return `width` empty slots for requests within these limits.
 
-        The backend generates with the weights that the model has at the time of this call. `Limits`
-        documents `steady`.
+        The backend generates with the weights that the model has at the time of this call.
         """
 
     def refresh(self) -> None:
@@ -93,8 +85,8 @@ class EagerBackend:
     """KV cache shape. None if the model has no KV cache; slots then store token ids."""
     description: str = "one token at a time"
     steps: int = 1
-    sampling: Sampling | None = None
-    steady: bool = False
+    limits: Limits | None = field(init=False, default=None)
+    """The limits of the last call of `begin`."""
     spare: SlotCache | None = field(init=False, default=None)
     """A small KV cache on the CPU, kept for the next call because new memory is slow."""
     capacity: int = field(init=False, default=0)
@@ -103,12 +95,11 @@ class EagerBackend:
         """Return `completions`, because the eager backend supports any number of slots."""
         return completions
 
-    def begin(
-        self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
-    ) -> Slots:
+    def begin(self, limits: Limits, width: int) -> Slots:
         """Return empty slots."""
-        self.steady = steady
-        capacity = -(-(longest + sampling.max_tokens) // CAPACITY_STEP) * CAPACITY_STEP
+        self.limits, sampling = limits, limits.sampling
+        longest = limits.prompt_tokens + sampling.max_tokens
+        capacity = -(-longest // CAPACITY_STEP) * CAPACITY_STEP
         cache = self.spare
         if cache is None or cache.slots != width or cache.capacity != capacity:
             cache = SlotCache(width, capacity, self.shape, self.model.device)
@@ -117,7 +108,6 @@ class EagerBackend:
             self.spare = cache
         self.capacity = capacity
         self.refresh()
-        self.sampling = sampling
         return Slots.make(cache.emptied(), sampling, self.model.stop_ids)
 
     def refresh(self) -> None:
@@ -127,7 +117,7 @@ class EagerBackend:
     def advance(self, slots: Slots, width: int, most: int) -> Progress:
         """Generate one token in every unfinished slot."""
         cache = slots.cache
-        assert self.sampling is not None
+        assert self.limits is not None
         assert isinstance(cache, SlotCache)
         index = cache.active[:width].nonzero().flatten()
         if not len(index):
@@ -135,12 +125,12 @@ class EagerBackend:
         cache.width = width
         # The rounding of sums depends on the shape of the tensors. If a completion must not depend
         # on the others in the batch, the shape is fixed: all slots, at full length.
-        steady = self.steady
+        steady = self.limits.steady
         cache.reach = cache.capacity if steady else int(cache.place[:width].max()) + 1
         hidden = self.decoder.step(slots.last[:width], cache)
         head = self.model.head
         logits = head.logits(hidden)[index] if steady else head.logits(hidden[index])
-        slots.draw(index, logits, self.sampling.distribution)
+        slots.draw(index, logits, self.limits.sampling.distribution)
         return slots.progress(width)
 
 
@@ -168,43 +158,32 @@ def choose_backend(model: LanguageModel, precision: Precision = MODEL_PRECISION)
 
     With float8 precision, raise ModelError if the CUDA graph backend does not support the model.
     """
-    if not precision.exact:
-        return _float8_backend(model, precision)
     try:
-        return _cached_backend(model, _kv_shape(model))
+        return _cached_backend(model, _kv_shape(model), precision)
     except UnsupportedModel as error:
         why = str(error)
     except FAILURES as error:
         why = first_error_line(error)
+    if not precision.exact:
+        raise ModelError(
+            "model: engine.dtype or engine.kv_dtype = 'float8' does not work with this model, "
+            f"because {why}; leave both settings out"
+        )
     description = f"without a KV cache, which is slow, because {why}"
     return EagerBackend(model, RecomputeDecoder(model), None, description=description)
 
 
-def _float8_backend(model: LanguageModel, precision: Precision) -> DecodeBackend:
-    """Return the float8 CUDA graph backend; raise ModelError if it cannot run the model."""
-    from covey.engines.native.decode_graph import graph_backend  # needs triton
-
-    try:
-        return graph_backend(model, _kv_shape(model), precision)
-    except UnsupportedModel as error:
-        why = str(error)
-    except FAILURES as error:
-        why = first_error_line(error)
-    raise ModelError(
-        f"model: engine.dtype or engine.kv_dtype = 'float8' does not work with this model, because "
-        f"{why}; leave both settings out"
-    )
-
-
-def _cached_backend(model: LanguageModel, shape: KVShape) -> DecodeBackend:
-    """Return the fastest backend with a KV cache."""
+def _cached_backend(model: LanguageModel, shape: KVShape, precision: Precision) -> DecodeBackend:
+    """Return the fastest backend with a KV cache; only the CUDA graph backend has float8."""
     description = "one token at a time"
-    if model.device.type == "cuda":
+    if model.device.type == "cuda" or not precision.exact:
         from covey.engines.native.decode_graph import graph_backend  # needs triton
 
         try:
-            return graph_backend(model, shape)
+            return graph_backend(model, shape, precision)
         except UnsupportedModel as error:
+            if not precision.exact:
+                raise
             description += f", which is slow; no CUDA graphs, because {error}"
     decoder = decoder_for(model)
     description += "" if isinstance(decoder, LlamaDecoder) else ", by the model's own forward pass"

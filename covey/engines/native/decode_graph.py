@@ -34,16 +34,11 @@ from covey.engines.native.backend import (
 from covey.engines.native.fused_decoder import FLOAT8_TOLERANCE, Float8Decoder, FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
-from covey.engines.native.shared_prompt_cache import (
-    PROMPT_STEP,
-    SharedPromptCache,
-    page_for,
-    slots_together,
-    width_for,
-)
-from covey.engines.native.slots import KeptLog, Progress, Slots
+from covey.engines.native.shared_prompt_cache import SharedPromptCache, slots_together
+from covey.engines.native.sizes import PROMPT_STEP, page_for, width_for
+from covey.engines.native.slots import Progress, Slots, empty_kept
 from covey.engines.native.transformers_decoder import SharedPromptDecoder
-from covey.engines.protocol import Sampling
+from covey.engines.protocol import Limits
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
@@ -79,16 +74,15 @@ class GraphBackend:
         """Round `completions` up to a number of slots for which graphs are captured."""
         return width_for(completions)
 
-    def begin(
-        self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
-    ) -> Slots:
+    def begin(self, limits: Limits, width: int) -> Slots:
         """Return empty slots; reuse the KV cache of earlier calls if it is large enough."""
+        sampling = limits.sampling
         # One more prompt, for one whose last completions are still queued without a slot.
         sizes = {
             "slots": width,
             "capacity": sampling.max_tokens,
-            "prompts": min(width, prompts) + 1,
-            "prompt_capacity": -(-longest // PROMPT_STEP) * PROMPT_STEP,
+            "prompts": min(width, limits.prompts) + 1,
+            "prompt_capacity": -(-limits.prompt_tokens // PROMPT_STEP) * PROMPT_STEP,
         }
         if self.cache is None or any(self.sizes[name] < size for name, size in sizes.items()):
             self.graphs.clear()
@@ -107,8 +101,7 @@ class GraphBackend:
         cache.emptied()
         self.refresh()
         self.distribution = sampling.distribution
-        log = KeptLog.make(cache.slots) if sampling.returns_kept else None
-        return replace(self.slots[room], kept=log)
+        return replace(self.slots[room], kept=empty_kept(cache.slots, sampling))
 
     def _pool_pages(self, gigabytes: float) -> int:
         """Return the number of KV cache pages: enough for all slots, if memory allows."""

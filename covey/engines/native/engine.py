@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 
 from covey.engines.native.backend import MODEL_PRECISION, DecodeBackend, Precision, choose_backend
 from covey.engines.native.scheduler import Scheduler
-from covey.engines.native.slots import Finished
-from covey.engines.protocol import Completion, EngineInfo, RequestSource, WeightSource
-from covey.errors import ModelError
+from covey.engines.protocol import EngineInfo, RequestSource, WeightSource
 from covey.models.device import skip_determinism_check
 from covey.models.language_model import LanguageModel
 
@@ -31,6 +28,7 @@ def has_exact_logp(model: LanguageModel) -> bool:
 class NativeEngine:
     """The native engine, which generates with the weights of the model being trained."""
 
+    shares_weights: ClassVar[bool] = True
     model: LanguageModel
     precision: Precision = MODEL_PRECISION
     backend: DecodeBackend = field(init=False)
@@ -46,13 +44,10 @@ class NativeEngine:
     @property
     def info(self) -> EngineInfo:
         """Backend, exactness, weights."""
-        return self._info(shares_weights=True)
-
-    def _info(self, *, shares_weights: bool) -> EngineInfo:
         return EngineInfo(
             backend=self.backend.description,
             exact_logp=self.precision.exact and has_exact_logp(self.model),
-            shares_weights=shares_weights,
+            shares_weights=self.shares_weights,
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
@@ -90,37 +85,19 @@ class NativeEngine:
         try:
             self.scheduler = Scheduler(self.model, self.backend, requests, self.version)
             self.scheduler.change_version(self.version)  # takes requests on construction
-            for finished in self.scheduler.run():
-                requests.done([self._completion(one) for one in finished])
+            for completions in self.scheduler.run():
+                requests.done(completions)
         finally:
             self.preemptions += 0 if self.scheduler is None else self.scheduler.preemptions
             self.scheduler = None
             if training:
                 _set_mode(self.model.model, training=True)
 
-    @staticmethod
-    def _completion(one: Finished) -> Completion:
-        transcript = one.transcript
-        if not math.isfinite(sum(transcript.logp)):
-            raise _not_finite(one)
-        return Completion(
-            request=one.request,
-            tokens=tuple(transcript.tokens),
-            logp=tuple(transcript.logp),
-            finish=one.finish,
-            versions=one.versions,
-            kept=one.kept,
-            text=transcript.text,
-        )
-
 
 class NativeCopy(NativeEngine):
     """A native engine with its own copy of the model, in another thread or process."""
 
-    @property
-    def info(self) -> EngineInfo:
-        """The engine's properties; `shares_weights` is false."""
-        return self._info(shares_weights=False)
+    shares_weights = False
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Copy the weights."""
@@ -144,13 +121,3 @@ def _set_mode(model: nn.Module, *, training: bool) -> None:
         if module is not None:
             vars(module)["training"] = training
             left += module._modules.values()
-
-
-def _not_finite(one: Finished) -> ModelError:
-    """Return the error to raise for a completion with non-finite logits."""
-    token = 1 + int((~np.isfinite(one.transcript.logp)).argmax())
-    prompt = one.request.address.prompt
-    return ModelError(
-        f"model: the logits are not finite at token {token} of a completion of prompt "
-        f"{prompt}; check the model's weights and model.dtype"
-    )

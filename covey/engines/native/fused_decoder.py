@@ -46,7 +46,6 @@ class FusedDecoder(LlamaDecoder):
         half = self.embedding.weight.dtype in HALF
         if half and min(block.head_size for block in self.blocks) < SMALLEST_HEAD:
             raise UnsupportedModel("its heads are too small for products of 16-bit numbers")
-        self.rope = torch.empty(0), torch.empty(0)
         self.fuses = not any(block.adapted for block in self.blocks)
 
     def begin(self, positions: int) -> None:

@@ -13,23 +13,21 @@ and D for the head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention
 
-from covey.accel.attention import SHORT, short_attention, short_bias
+from covey.accel.attention import short_attention, short_bias
 from covey.accel.fused_parameters import fused_view
 from covey.accel.positions import plain_positions
+from covey.accel.sizes import SHORT
 from covey.engines.native.kv_cache import SlotCache
+from covey.engines.native.sizes import FUSED_BYTES
 from covey.models.adapter import NAME
 from covey.models.language_model import LanguageModel
-
-FUSED_COPY_BYTES = 64 * 2**20
-"""Weights of up to this many bytes are copied into fused matrices at the start of every
-generation call. Copying small weights is cheap, and one matrix product is faster than several
-small products. The weights of larger models are used in place, without a copy."""
 
 
 class UnsupportedModel(Exception):
@@ -164,8 +162,14 @@ class LlamaDecoder(Decoder):
         self.blocks = [Block(layer) for layer in backbone.layers]
         self.final_norm: nn.Module = backbone.norm
         self.rotary: nn.Module = backbone.rotary_emb
-        self.cosine = self.signed_sine = torch.empty(0)
-        self.fuses = _fuses(self.blocks)
+        self.rope = torch.empty(0), torch.empty(0)
+        """Cosine and sine of all positions, which `begin` computes."""
+        fusible = [m.layer.weight for b in self.blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
+        self.fuses = (
+            sum(weight.nbytes for weight in fusible) <= FUSED_BYTES
+            and not self.blocks[0].query_norm
+            and not any(block.adapted for block in self.blocks)
+        )
         if type(self.embedding) is not nn.Embedding or not plain_positions(model.model.config):
             raise UnsupportedModel
 
@@ -177,7 +181,7 @@ class LlamaDecoder(Decoder):
         half = sine.shape[-1] // 2
         # rotate_half(x) is (-x2, x1); with the sign in the table it is a swap of halves.
         sign = torch.cat([-torch.ones_like(sine[0, 0, :half]), torch.ones_like(sine[0, 0, half:])])
-        self.cosine, self.signed_sine = cosine[0][:, None], (sine[0] * sign)[:, None]
+        self.rope = cosine[0][:, None], (sine[0] * sign)[:, None]
         if self.fuses:
             for block in self.blocks:
                 block.fuse()
@@ -185,10 +189,12 @@ class LlamaDecoder(Decoder):
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Run all layers."""
         place = cache.place[: cache.width]
-        rope = self.cosine[place], self.signed_sine[place]
+        rope = self.rope[0][place], self.rope[1][place]
         seen = torch.arange(cache.reach, device=place.device) <= place[:, None]
-        heads = cache.layer_keys[0].shape[1]
-        rows = _rows(place, heads, cache.layer_keys[0].shape[2])
+        heads, capacity = cache.layer_keys[0].shape[1:3]
+        # The index of each new position in a cache that is flattened to [S * K * L, D].
+        rows = torch.arange(len(place) * heads, device=place.device) * capacity
+        rows += place.repeat_interleave(heads)
         attend = _attention(seen, heads, self.blocks[0], self.embedding.weight)
         hidden = embedding(tokens, self.embedding.weight)
         for number, block in enumerate(self.blocks):
@@ -198,8 +204,8 @@ class LlamaDecoder(Decoder):
             keys.view(-1, block.head_size).index_copy_(0, rows, key.flatten(0, 1))
             values.view(-1, block.head_size).index_copy_(0, rows, value.flatten(0, 1))
             width, reach = cache.width, cache.reach
-            attended = attend(query, keys[:width, :, :reach], values[:width, :, :reach])
-            hidden = hidden + block.output(attended)
+            attended = attend(query[:, :, None], keys[:width, :, :reach], values[:width, :, :reach])
+            hidden = hidden + block.output(attended.flatten(1))
             gate, up = block.gate_up.apart(_norm(block.post_norm, hidden))
             hidden = hidden + block.down(block.activation(gate) * up)
         return _norm(self.final_norm, hidden)
@@ -213,11 +219,8 @@ def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
     return rms_norm(values, values.shape[-1:], module.weight, module.variance_epsilon)
 
 
-Rope = tuple[torch.Tensor, torch.Tensor]
-
-
 def _heads(
-    block: Block, qkv: torch.Tensor, key_heads: int, rope: Rope
+    block: Block, qkv: torch.Tensor, key_heads: int, rope: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query [W, H, D], key and value [W, K, D], with RoPE applied to query and key."""
     heads = qkv.view(len(qkv), -1, block.head_size)
@@ -225,49 +228,22 @@ def _heads(
     if block.query_norm is not None:
         query = _norm(block.query_norm, rotated[:, :-key_heads])
         rotated = torch.cat([query, _norm(block.key_norm, rotated[:, -key_heads:])], dim=1)
-    rotated = _apply_rope(rotated, rope)
-    return rotated[:, :-key_heads], rotated[:, -key_heads:], value
-
-
-def _fuses(blocks: list[Block]) -> bool:
-    """Return whether to fuse: weights are small, and layers have no adapter or query norm."""
-    parts = [m for b in blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
-    size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
-    adapted = any(b.adapted for b in blocks)
-    return size <= FUSED_COPY_BYTES and not blocks[0].query_norm and not adapted
-
-
-def _apply_rope(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
     cosine, signed_sine = rope
-    first, second = heads.chunk(2, dim=-1)
-    return torch.addcmul(heads * cosine, torch.cat((second, first), dim=-1), signed_sine)
-
-
-def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
-    """Return the row index of each new position in a cache flattened to [S * K * L, D]."""
-    slots = torch.arange(len(place) * heads, device=place.device)
-    return slots * capacity + place.repeat_interleave(heads)
+    first, second = rotated.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    rotated = torch.addcmul(rotated * cosine, swapped, signed_sine)
+    return rotated[:, :-key_heads], rotated[:, -key_heads:], value
 
 
 def _attention(
     seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return an attention function: query [W, H, D], keys, values [W, K, L, D] -> [W, H * D]."""
+) -> Callable[..., torch.Tensor]:
+    """Return an attention function of query [W, H, 1, D], keys and values [W, K, L, D]."""
     mask = seen[:, None, None]
     shared = block.qkv.widths[0] // (key_heads * block.head_size)
     if weight.device.type == "cpu" and seen.shape[1] <= SHORT:
         bias = short_bias(mask, weight.dtype, key_heads, shared)
-
-        def short(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            attended = short_attention(query[:, :, None], keys, values, bias, block.scaling)
-            return attended.flatten(1)
-
-        return short
-
-    def fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        attended = scaled_dot_product_attention(
-            query[:, :, None], keys, values, mask, scale=block.scaling, enable_gqa=shared > 1
-        )
-        return attended.flatten(1)
-
-    return fused
+        return partial(short_attention, bias=bias, scale=block.scaling)
+    return partial(
+        scaled_dot_product_attention, attn_mask=mask, scale=block.scaling, enable_gqa=shared > 1
+    )

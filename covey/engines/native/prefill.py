@@ -11,11 +11,9 @@ from transformers import DynamicCache
 from covey.accel.packing import pack_prompts
 from covey.engines.native.kv_cache import KVCache, SlotCache
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
+from covey.engines.native.sizes import PREFILL_TOKENS
 from covey.models.language_model import LanguageModel
 from covey.models.logp import packed_hidden
-
-PREFILL_TOKENS = 16_384
-"""The maximum number of prompt tokens in one prefill pass, including padding."""
 
 
 def read_prompts(

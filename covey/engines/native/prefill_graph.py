@@ -20,6 +20,7 @@ import torch
 
 from covey.accel.packing import PackedTables, prompt_tables, to_device
 from covey.accel.static_buffers import Size, StaticBuffers
+from covey.engines.native.sizes import PREFILL_FLOPS
 from covey.models.logp import packed_hidden
 
 if TYPE_CHECKING:
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
 
 MAX_BUCKETS = 16
 """Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
-MAX_FLOPS = 1.2e13
-"""Maximum number of floating-point operations in a prefill pass that is captured. In a larger pass,
-the device is slower than Python's kernel launches, so a graph would save no time but would use
-memory.
-"""
 
 
 class PrefillGraphs:
@@ -55,7 +51,7 @@ class PrefillGraphs:
         if not self._weights:
             layers: Any = model.backbone.layers
             self._weights = sum(parameter.numel() for parameter in layers.parameters())
-        return not cache.float8 and 2 * self._weights * tokens <= MAX_FLOPS
+        return not cache.float8 and 2 * self._weights * tokens <= PREFILL_FLOPS
 
     def read(
         self,
@@ -70,7 +66,8 @@ class PrefillGraphs:
         one = self.passes.pop(size, None) or _Pass(size, model.device)
         self.passes[size] = one
         if len(self.passes) > MAX_BUCKETS:
-            _wait(model.device)  # the graph of the dropped bucket may be running
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)  # the dropped bucket's graph may be running
             del self.passes[next(iter(self.passes))]
         one.fill(tables, rows)
         if one.graph is None and one.last is not None and not self.failed:
@@ -134,8 +131,3 @@ class _Pass:
         packed = self.buffers.packed
         hidden = packed_hidden(model, packed, store)
         return hidden.index_select(0, packed.predictor)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -11,10 +11,12 @@ import torch
 
 from covey.accel.packing import to_device
 from covey.engines.native.backend import DecodeBackend
-from covey.engines.native.prefill import PREFILL_TOKENS, read_completions, read_prompts
-from covey.engines.native.slots import Ended, Finished, Paused, Progress, Transcript, Written
-from covey.engines.protocol import Request, RequestSource
+from covey.engines.native.prefill import read_completions, read_prompts
+from covey.engines.native.sizes import PREFILL_TOKENS
+from covey.engines.native.slots import Ending, Paused, Progress, Transcript, Written
+from covey.engines.protocol import Completion, Request, RequestSource
 from covey.errors import DataError
+from covey.kept_sets import encode_kept
 from covey.models.language_model import LanguageModel
 from covey.rng import completion_uniforms
 from covey.types import VersionSpan
@@ -57,19 +59,13 @@ class Scheduler:
         """Number of times that a completion was paused."""
         self._pull()
         self.width = backend.width_for(min(sampling.max_concurrent, limits.requests))
-        self.slots = backend.begin(
-            width=self.width,
-            prompts=limits.prompts,
-            longest=limits.prompt_tokens,
-            sampling=sampling,
-            steady=limits.steady,
-        )
-        self.requests: list[Request | None] = [None] * self.width
-        """The request of each slot."""
+        self.slots = backend.begin(limits, self.width)
+        self.requests: dict[int, Request] = {}
+        """Maps each occupied slot to its request."""
         self.taken = np.zeros(self.width, dtype=bool)
         """Whether each slot has a request."""
-        self.transcripts = [Transcript(None)] * self.width
-        """The tokens of each slot that were already read from the device."""
+        self.transcripts: dict[int, Transcript] = {}
+        """Maps each occupied slot to its tokens that were already read from the device."""
         self.counts, self.read, self.searched = np.zeros((3, self.width), dtype=np.int64)
         """Three token counts for each slot: generated tokens, tokens already read from the device,
         and tokens already searched for stop strings."""
@@ -92,41 +88,30 @@ class Scheduler:
         if version == self.version:
             return
         counts = {number: len(each.transcript.tokens) for number, each in self.paused.items()}
-        for slot in np.flatnonzero(self.taken).tolist():
-            counts[self._request(slot).number] = int(self.counts[slot])
+        for slot, request in self.requests.items():
+            counts[request.number] = int(self.counts[slot])
         for number, count in counts.items():
-            spans = self.spans.setdefault(number, [])
-            spans.append(VersionSpan(spans[-1].stop if spans else 0, count, self.version))
+            self._end_span(number, count)
         self.version = version
 
-    def _request(self, slot: int) -> Request:
-        request = self.requests[slot]
-        assert request is not None
-        return request
-
-    def _versions(self, request: Request, length: int) -> tuple[VersionSpan, ...]:
-        """Return which version of the weights generated which tokens of a completion."""
-        spans = self.spans.pop(request.number, [])
-        last = VersionSpan(spans[-1].stop if spans else 0, length, self.version)
-        return tuple(span for span in (*spans, last) if span.stop > span.start)
+    def _end_span(self, number: int, count: int) -> list[VersionSpan]:
+        """Record that the current weights generated a completion's tokens up to token `count`."""
+        spans = self.spans.setdefault(number, [])
+        spans.append(VersionSpan(spans[-1].stop if spans else 0, count, self.version))
+        return spans
 
     @property
     def running(self) -> int:
         """The number of completions in progress."""
-        return int(self.taken.sum())
+        return len(self.requests)
 
-    @property
-    def left(self) -> int:
-        """The number of tokens that can still be appended to the shortest completion."""
-        return self.sampling.max_tokens - int(self.counts[self.taken].min())
-
-    def run(self) -> Iterator[list[Finished]]:
+    def run(self) -> Iterator[list[Completion]]:
         """Yield completions as they end, in batches.
 
         The caller processes a batch while the device decodes the next tokens of the other
         completions.
         """
-        ended: Ended | None = None
+        ended: tuple[list[Ending], Written] | None = None
         while self.queue or self.running or ended:
             if self.queue and (requests := self._admitted()):
                 self._refill(requests)
@@ -134,7 +119,9 @@ class Scheduler:
                 self._shrink()
             progress = self._advance() if self.running else None
             if ended:
-                yield ended.read(self.stop_ids)
+                endings, written = ended
+                last = zip(endings, written.read(), strict=True)
+                yield [ending.completed(self.stop_ids, new) for ending, new in last]
             ended = None if progress is None else self._take_finished(*progress.read())
             self._pull()
 
@@ -143,17 +130,15 @@ class Scheduler:
         self._make_room()
         unread = self.taken & (self.counts - self.read >= READ_TOKENS)
         slots = np.flatnonzero(unread).tolist() if self.backend.steps > 1 else []
-        written = self._written(slots, self.counts[slots]) if slots else None
-        progress = self.backend.advance(self.slots, self.width, self.left)
+        stops = self.counts[slots]
+        written = self.slots.written(slots, self.read[slots], stops) if slots else None
+        left = self.sampling.max_tokens - int(self.counts[self.taken].min())
+        progress = self.backend.advance(self.slots, self.width, left)
         if written is not None:
             for slot, new in zip(slots, written.read(), strict=True):
                 self.transcripts[slot].add(*new)
-            self.read[slots] = self.counts[slots]
+            self.read[slots] = stops
         return progress
-
-    def _written(self, slots: list[int], counts: np.ndarray) -> Written:
-        """Start to copy each slot's unread tokens, up to token `counts`, from the device."""
-        return self.slots.written(slots, self.read[slots], counts)
 
     def _admitted(self) -> list[Request]:
         """Return the requests that get a slot now, and remove them from the queue."""
@@ -189,15 +174,15 @@ class Scheduler:
 
     def _pause(self, slot: int) -> None:
         """Pause an unfinished completion: free its slot, and queue its request again."""
-        request, transcript, log = self._request(slot), self.transcripts[slot], self.slots.kept
-        (new,) = self._written([slot], self.counts[[slot]]).read()
+        request, transcript = self.requests.pop(slot), self.transcripts.pop(slot)
+        self.taken[slot] = False
+        (new,) = self.slots.written([slot], self.read[[slot]], self.counts[[slot]]).read()
         transcript.add(*new)
-        kept = [] if log is None else log.slots[slot]
+        kept = [] if self.slots.kept is None else self.slots.kept[slot]
         self.paused[request.number] = Paused(transcript, int(self.searched[slot]), kept)
         self.preemptions += 1
         self.slots.close([slot])
         self.slots.cache.leave([slot])
-        self.requests[slot], self.taken[slot] = None, False
         self.queue.appendleft(request)
 
     def _refill(self, requests: list[Request]) -> None:
@@ -234,7 +219,8 @@ class Scheduler:
     def _open(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
         """Assign prompts and random numbers to slots; return the slots as a device tensor."""
         # The device may still run a prefill. Sending completions does not wait for the prefill.
-        ready = [torch.tensor(slots), torch.from_numpy(self._uniforms(requests))]
+        drawn = completion_uniforms([r.address for r in requests], self.sampling.max_tokens)
+        ready = [torch.tensor(slots), torch.from_numpy(drawn)]
         index, uniforms = to_device(ready, self.model.device)
         self.slots.cache.enter(slots, [r.prompt for r in requests])
         self.slots.open(index, uniforms)
@@ -260,7 +246,7 @@ class Scheduler:
         for slot, each in zip(slots, paused, strict=True):
             self.searched[slot], self.transcripts[slot] = each.searched, each.transcript
             if self.slots.kept is not None:
-                self.slots.kept.slots[slot] = each.kept
+                self.slots.kept[slot] = each.kept
 
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
         """Return the prompts to prefill: prompts of the given requests that were not prefilled yet.
@@ -281,9 +267,6 @@ class Scheduler:
         )
         return list(coming)[: max(room, len(needed))]
 
-    def _uniforms(self, requests: Sequence[Request]) -> np.ndarray:
-        return completion_uniforms([r.address for r in requests], self.sampling.max_tokens)
-
     def _logits(self, requests: Sequence[Request]) -> torch.Tensor:
         """Return the logits [n, V] of the first token of each request."""
         prompts = dict.fromkeys(request.prompt for request in requests)
@@ -301,16 +284,18 @@ class Scheduler:
             return
         kept = np.flatnonzero(self.taken).tolist()
         self.slots.keep(kept)
-        spare = width - len(kept)
-        self.requests = [self.requests[slot] for slot in kept] + [None] * spare
-        self.transcripts = [self.transcripts[slot] for slot in kept] + [Transcript(None)] * spare
+        self.requests = {new: self.requests[slot] for new, slot in enumerate(kept)}
+        self.transcripts = {new: self.transcripts[slot] for new, slot in enumerate(kept)}
         self.searched, self.read, self.counts = (
-            np.pad(each[kept], (0, spare)) for each in (self.searched, self.read, self.counts)
+            np.pad(each[kept], (0, width - len(kept)))
+            for each in (self.searched, self.read, self.counts)
         )
         self.taken = np.arange(width) < len(kept)
         self.width = width
 
-    def _take_finished(self, active: np.ndarray, counts: np.ndarray) -> Ended | None:
+    def _take_finished(
+        self, active: np.ndarray, counts: np.ndarray
+    ) -> tuple[list[Ending], Written] | None:
         """Return the finished completions, and free their slots.
 
         The device waits for this function, so all work that can be done later is left to the
@@ -324,26 +309,24 @@ class Scheduler:
         if not ended:
             return None
         lengths = np.array([cut.get(slot, int(counts[slot])) for slot in ended])
-        written = self._written(ended, lengths)
+        written = self.slots.written(ended, self.read[ended], lengths)
         self.taken[ended] = False
         self.slots.cache.leave(ended)
-        finished = [
-            self._finished(slot, length)
-            for slot, length in zip(ended, lengths.tolist(), strict=True)
-        ]
-        return Ended(finished, [slot in cut for slot in ended], written)
+        rows = zip(ended, lengths.tolist(), strict=True)
+        return [self._ending(slot, length, cut=slot in cut) for slot, length in rows], written
 
-    def _finished(self, slot: int, length: int) -> Finished:
+    def _ending(self, slot: int, length: int, *, cut: bool) -> Ending:
         """Remove a completion of `length` tokens from its slot; its last tokens are read later."""
-        request, log = self._request(slot), self.slots.kept
-        kept = "" if log is None else log.text(slot, length)
-        self.requests[slot] = None
+        request, log = self.requests.pop(slot), self.slots.kept
+        kept = "" if log is None else encode_kept(log[slot][:length])
         self.unfinished[request.prompt] -= 1
         if not self.unfinished[request.prompt]:
             del self.prompts[request.prompt]
             self.slots.cache.all_ended(request.prompt)
-        versions = self._versions(request, length)
-        return Finished(request, self.transcripts[slot], "length", versions, kept)
+        spans = self._end_span(request.number, length)
+        versions = tuple(span for span in spans if span.stop > span.start)
+        del self.spans[request.number]
+        return Ending(request, self.transcripts.pop(slot), cut, versions, kept)
 
     def _stop_strings(self) -> dict[int, int]:
         """Return for each slot with a stop string the token count up to the string's end."""

@@ -21,6 +21,7 @@ import torch
 from covey.accel.packing import row_of_each, to_device
 from covey.engines.native.kv_cache import KVCache, KVShape
 from covey.engines.native.prefill_graph import PrefillGraphs
+from covey.engines.native.sizes import page_for
 
 if TYPE_CHECKING:
     from covey.accel.kernels.decode_attention import LayerCache
@@ -29,23 +30,11 @@ if TYPE_CHECKING:
 UNIT_MARGIN = 4.0
 """Float8 keys and values may be up to this many times as large as in the first prompts."""
 LEAST_UNIT = 1e-10
-PROMPT_STEP = 128
-"""The capacity for prompt tokens is a multiple of this number. Rounding up the prompt capacity lets
-later calls reuse a cache."""
-WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 PRODUCT_ROWS = 16
 """Number of rows of a matrix product on tensor cores.
 
 Attention fills the rows of a matrix product with the query heads of several slots.
 """
-
-
-def width_for(completions: int) -> int:
-    """Round a number of completions up to a slot count for which a graph is captured."""
-    if completions > WIDTHS[-1]:
-        return -(-completions // WIDTHS[-1]) * WIDTHS[-1]
-    return next(width for width in WIDTHS if width >= completions)
 
 
 def slots_together(query_heads: int) -> int:
@@ -295,17 +284,6 @@ def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torc
 # Keys and values of a completion are stored in pages of a fixed number of positions. So the used
 # memory depends on the actual lengths of completions. The CPU assigns pages before the device
 # needs them. A slot keeps its pages until its completion has ended or is paused.
-
-PAGE = 128
-"""Maximum number of positions in a page of the KV cache. Attention reads tiles of up to this many
-positions, and a tile must not cross the boundary of a page."""
-LEAST_PAGE = 16
-"""Minimum number of positions in a page: the smallest tile of tensor cores."""
-
-
-def page_for(capacity: int) -> int:
-    """Return the page size for completions of up to `capacity` tokens."""
-    return min(PAGE, max(LEAST_PAGE, 1 << (capacity - 1).bit_length()))
 
 
 class Pages:

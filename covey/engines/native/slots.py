@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,10 +13,10 @@ import torch
 from covey.accel.packing import row_of_each, to_device
 from covey.engines.draw import Distribution, log_distribution, pick_from, pick_tokens
 from covey.engines.native.kv_cache import KVCache
-from covey.engines.protocol import Request, Sampling
-from covey.kept_sets import encode_kept
+from covey.engines.protocol import Completion, Request, Sampling
+from covey.errors import ModelError
 from covey.models.detokenize import Pieces, joined_bytes
-from covey.types import Finish, VersionSpan
+from covey.types import VersionSpan
 
 
 class HostCopy:
@@ -86,8 +87,9 @@ class Slots:
     """[S]: the number of tokens generated so far in each slot."""
     stop_ids: torch.Tensor
     """Tokens that end a completion."""
-    kept: KeptLog | None = None
-    """Candidates that top-k, top-p and min-p left for each token; None if not recorded."""
+    kept: list[list[np.ndarray]] | None = None
+    """For each slot, the candidates that top-k, top-p and min-p left for each token; None if not
+    recorded."""
 
     @staticmethod
     def make(cache: KVCache, sampling: Sampling, stop_ids: Sequence[int]) -> Slots:
@@ -101,7 +103,7 @@ class Slots:
             last=torch.zeros(slots, dtype=torch.long, device=device),
             count=torch.zeros(slots, dtype=torch.long, device=device),
             stop_ids=torch.tensor(stop_ids, device=device),
-            kept=KeptLog.make(slots) if sampling.returns_kept else None,
+            kept=empty_kept(slots, sampling),
         )
 
     @property
@@ -114,26 +116,22 @@ class Slots:
         self.uniforms[index] = uniforms
         self.count.index_fill_(0, index, 0)  # an assignment would synchronize with the device
         if self.kept is not None:
-            self.kept.open(index)
+            for slot in index.tolist():
+                self.kept[slot] = []
 
     def draw(self, index: torch.Tensor, logits: torch.Tensor, distribution: Distribution) -> None:
         """Draw the next token of the slots `index` from logits [n, V], and append the token."""
         uniforms = self.uniforms[index, self.count[index]]
-        self.write(index, *self.pick(index, logits, uniforms, distribution))
-
-    def pick(
-        self,
-        index: torch.Tensor,
-        logits: torch.Tensor,
-        uniforms: torch.Tensor,
-        distribution: Distribution,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw tokens [n] with log-probs; also record the candidates after truncation if asked."""
         if self.kept is None:
-            return pick_tokens(logits, uniforms, distribution)
+            self.write(index, *pick_tokens(logits, uniforms, distribution))
+            return
         logp = log_distribution(logits, distribution)
-        self.kept.add(index, logp > -torch.inf)
-        return pick_from(logp, uniforms)
+        allowed = logp > -torch.inf
+        ids = allowed.nonzero()[:, 1].cpu().numpy()
+        ends = allowed.sum(dim=1).cumsum(dim=0).tolist()
+        for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
+            self.kept[slot].append(ids[start:stop])
+        self.write(index, *pick_from(logp, uniforms))
 
     def close(self, slots: list[int]) -> None:
         """End the completions of the given slots early."""
@@ -164,7 +162,8 @@ class Slots:
         for tensor in (self.uniforms, self.tokens, self.logps, self.last, self.count):
             tensor[: len(slots)] = tensor[index]
         if self.kept is not None:
-            self.kept.keep(slots)
+            kept = [self.kept[slot] for slot in slots]
+            self.kept[:] = kept + [[] for _ in range(len(self.kept) - len(kept))]
 
     def resume(
         self, index: torch.Tensor, tokens: list[np.ndarray], logps: list[np.ndarray]
@@ -203,41 +202,9 @@ class Slots:
         return Written(HostCopy(both), lengths)
 
 
-# Record which tokens top-k, top-p and min-p kept (kept sets), for completions in progress.
-
-
-@dataclass(slots=True)
-class KeptLog:
-    """Records for each sampled token which candidates top-k, top-p and min-p left."""
-
-    slots: list[list[np.ndarray]]
-
-    @staticmethod
-    def make(slots: int) -> KeptLog:
-        """Return an empty log for all slots."""
-        return KeptLog([[] for _ in range(slots)])
-
-    def open(self, index: torch.Tensor) -> None:
-        """Clear the log of the given slots, in which new completions start."""
-        for slot in index.tolist():
-            self.slots[slot] = []
-
-    def add(self, index: torch.Tensor, kept: torch.Tensor) -> None:
-        """Record the candidates of each slot's newest token, from the mask `kept` [n, V]."""
-        ids = kept.nonzero()[:, 1].cpu().numpy()
-        ends = kept.sum(dim=1).cumsum(dim=0).tolist()
-        for slot, start, stop in zip(index.tolist(), [0, *ends], ends, strict=False):
-            self.slots[slot].append(ids[start:stop])
-
-    def keep(self, slots: Sequence[int]) -> None:
-        """Renumber the given slots from 0, and drop the other slots."""
-        kept = [self.slots[slot] for slot in slots]
-        self.slots = kept + [[] for _ in range(len(self.slots) - len(kept))]
-
-    def text(self, slot: int, length: int) -> str:
-        """Encode the candidates left by truncation for a slot's first `length` tokens."""
-        sets: Sequence[np.ndarray] = self.slots[slot][:length]
-        return encode_kept(sets)
+def empty_kept(slots: int, sampling: Sampling) -> list[list[np.ndarray]] | None:
+    """Return the field `kept` of empty slots."""
+    return [[] for _ in range(slots)] if sampling.returns_kept else None
 
 
 # Transcripts of completions: tokens that the CPU has read, as Python numbers and as text.
@@ -273,16 +240,6 @@ class Transcript:
         return b"".join(self._bytes).decode("utf-8", errors="replace")
 
 
-class Finished(NamedTuple):
-    """A finished completion."""
-
-    request: Request
-    transcript: Transcript
-    finish: Finish
-    versions: tuple[VersionSpan, ...]
-    kept: str = ""
-
-
 class Paused(NamedTuple):
     """A completion that lost its slot because the KV cache was full, and continues later."""
 
@@ -293,22 +250,34 @@ class Paused(NamedTuple):
     """Candidates that top-k, top-p and min-p left for each token; empty if not recorded."""
 
 
-class Ended(NamedTuple):
-    """Ended completions; their last tokens are still being copied to the CPU."""
+class Ending(NamedTuple):
+    """An ended completion, whose transcript still lacks the last tokens."""
 
-    finished: Sequence[Finished]
-    """The ended completions. Before `read`, each transcript lacks its last tokens, and each
-    `finish` is "length"."""
-    cut: Sequence[bool]
-    """Whether each completion ended with a stop string."""
-    written: Written
-    """The last tokens."""
+    request: Request
+    transcript: Transcript
+    cut: bool
+    """Whether the completion ended with a stop string."""
+    versions: tuple[VersionSpan, ...]
+    kept: str
 
-    def read(self, stop_ids: frozenset[int]) -> list[Finished]:
-        """Wait for the last tokens, and return the completions with all their tokens."""
-        found = []
-        for one, cut, new in zip(self.finished, self.cut, self.written.read(), strict=True):
-            one.transcript.add(*new)
-            stopped = cut or one.transcript.tokens[-1] in stop_ids
-            found.append(one._replace(finish="stop") if stopped else one)
-        return found
+    def completed(
+        self, stop_ids: frozenset[int], last: tuple[np.ndarray, np.ndarray]
+    ) -> Completion:
+        """Return the completion, given its last tokens with their log-probabilities."""
+        self.transcript.add(*last)
+        tokens, logp = self.transcript.tokens, self.transcript.logp
+        if not math.isfinite(sum(logp)):
+            token, prompt = 1 + int((~np.isfinite(logp)).argmax()), self.request.address.prompt
+            raise ModelError(
+                f"model: the logits are not finite at token {token} of a completion of prompt "
+                f"{prompt}; check the model's weights and model.dtype"
+            )
+        return Completion(
+            request=self.request,
+            tokens=tuple(tokens),
+            logp=tuple(logp),
+            finish="stop" if self.cut or tokens[-1] in stop_ids else "length",
+            versions=self.versions,
+            kept=self.kept,
+            text=self.transcript.text,
+        )

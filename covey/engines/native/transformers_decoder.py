@@ -19,6 +19,7 @@ import torch
 from transformers import Cache
 
 from covey.accel.attention import NAME
+from covey.accel.varlen_attention import QKV
 from covey.engines.native.kv_cache import SlotCache, attention_mask
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
@@ -105,14 +106,7 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
         """Return 0, because models that receive position ids do not use the length of the cache."""
         return 0
 
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, module: Any, heads: QKV, options: dict[str, Any]) -> torch.Tensor:
         """Store the new key and value [W, K, 1, D]; attend with the query [W, H, 1, D]."""
         from covey.accel.kernels.shared_prompt_attention import (  # needs Triton
             shared_prompt_attention,
@@ -123,12 +117,13 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
         expected = self.windows[layer] if isinstance(self.windows, list) else self.windows
         if window != expected:
             raise UnsupportedModel(f"layer {layer} has a window of {window} instead of {expected}")
+        query, key, value = (states[:, :, 0] for states in heads)
         scaling = options.get("scaling")
         self.attended += 1
         return shared_prompt_attention(
-            query[:, :, 0],
-            key[:, :, 0],
-            value[:, :, 0],
+            query,
+            key,
+            value,
             self.cache.layer(layer),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window,

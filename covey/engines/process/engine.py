@@ -28,6 +28,7 @@ from covey.engines.protocol import (
     EngineInfo,
     Request,
     RequestSource,
+    Row,
     WeightSource,
 )
 from covey.errors import ModelError
@@ -58,14 +59,6 @@ class _Process:
         with contextlib.suppress(OSError):  # waiting for the reply raises if it has died
             self.control.send((setup, weights.handle, torch.get_num_threads()))
 
-    def reply(self) -> Any:
-        """Wait for a reply on the control pipe; raise EOFError if the engine process has died."""
-        return _checked(self.control)
-
-    def how_ended(self) -> str:
-        """Return a text that says how the process ended."""
-        return how_ended(self.process, EXIT_SECONDS)
-
     def kill(self) -> None:
         """Kill the engine's process, and close its pipes."""
         with contextlib.suppress(ProcessLookupError):
@@ -76,7 +69,10 @@ class _Process:
 
 
 def _checked(connection: Connection) -> Any:
-    """Receive a message from the process; if it is an error, raise it."""
+    """Receive a message from the process; if it is an error, raise it.
+
+    Raise EOFError if the process has died.
+    """
     try:
         kind, content = connection.recv()
     except ConnectionResetError:
@@ -131,7 +127,7 @@ class ProcessEngine:
                 if self.ready:
                     return process
                 try:
-                    self.told = process.reply()
+                    self.told = _checked(process.control)
                     self._load(process)
                     self.ready = True
                 except (EOFError, OSError):
@@ -139,14 +135,14 @@ class ProcessEngine:
 
     def _load(self, process: _Process) -> None:
         process.control.send(("load", self.version))
-        assert process.reply() == self.version, "the engine has loaded these weights"
+        assert _checked(process.control) == self.version, "the engine has loaded these weights"
 
     def _died(self, process: _Process) -> None:
         """Record that a process has died; the next use of the engine starts a new process."""
         with self.lock:
             if self.process is not process:
                 return
-            how = process.how_ended()
+            how = how_ended(process.process, EXIT_SECONDS)
             process.kill()
             self.process, self.ready = None, False
             self.deaths += 1
@@ -239,24 +235,14 @@ class _Work:
         self.taken |= {request.number: request for request in more}
         return more
 
-    def _accept(self, rows: Sequence[tuple[Any, ...]]) -> set[int]:
+    def _accept(self, rows: Sequence[Row]) -> set[int]:
         """Pass new completions to the request source.
 
         Return the request indices of all received completions.
         """
         self.progress = True
-        new = [
-            Completion(
-                request=self.taken[number],
-                tokens=tokens,
-                logp=logp,
-                finish=end,
-                versions=spans,
-                kept=kept,
-            )
-            for number, tokens, logp, end, spans, kept in rows
-            if number not in self.complete
-        ]
+        fresh = [row for row in rows if row[0] not in self.complete]
+        new = [Completion.of(row, self.taken[row[0]]) for row in fresh]
         self.complete |= {completion.request.number for completion in new}
         self.source.done(new)
         return {row[0] for row in rows}

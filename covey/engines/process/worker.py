@@ -9,14 +9,14 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
 from covey.engines.native.engine import NativeCopy
-from covey.engines.process.shared_weights import Handle, SharedWeights
+from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Completion, Limits, Request
 from covey.errors import CoveyError
 
@@ -28,7 +28,7 @@ def main(build: Callable[[Any], NativeCopy]) -> None:
         setup, handle, threads = control.recv()
         torch.set_num_threads(threads)
         with _told(control):
-            worker = _Worker(build(setup), handle, work, control)
+            worker = _Worker(build(setup), SharedWeights.open(handle), work, control)
             control.send(("info", replace(worker.engine.info, loads_in_flight=True)))
             worker.serve()
 
@@ -51,13 +51,9 @@ def _told(connection: Connection) -> Iterator[None]:
 @dataclass(slots=True)
 class _Worker:
     engine: NativeCopy
-    handle: Handle
+    shared: SharedWeights
     work: Connection
     control: Connection
-    shared: SharedWeights = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shared = SharedWeights.open(self.handle)
 
     def load(self) -> None:
         """Load the weights that the trainer wrote to shared memory, and tell the trainer."""
@@ -111,7 +107,4 @@ class _Remote:
     def done(self, completions: Sequence[Completion]) -> None:
         """Send completions."""
         self.running -= len(completions)
-        rows = [
-            (c.request.number, c.tokens, c.logp, c.finish, c.versions, c.kept) for c in completions
-        ]
-        self.worker.work.send(("done", rows))
+        self.worker.work.send(("done", [completion.row for completion in completions]))

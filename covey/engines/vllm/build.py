@@ -52,22 +52,25 @@ def vllm_engine(
     with ExitStack() as failed:
         failed.callback(shutil.rmtree, folder, ignore_errors=True)
         write_model(model, folder)
+        settings = _settings(config, model, cuda=cuda)
         if section.urls:
-            replicas = _running(config, model)
+            replicas = _running(section, model, settings.backend)
         elif section.colocated:
-            settings = _settings(config, model, cuda=cuda)
             replicas = [Replica(start_local(settings, folder, section.timeout))]
         else:
             first = section.first_gpu if first_gpu is None else first_gpu
-            replicas = _started(config, model, folder, first if cuda else None)
+            replicas = _started(section, settings, folder, first)
         for replica in replicas:
             failed.callback(replica.close)
         if not section.urls and not section.colocated:
             _wait(replicas, section.patience)
+        sync: Sync = FileSync(model, folder)
+        if section.transfer == "nccl":
+            sync = NcclSync(model, [replica.client for replica in replicas], section.host)
         engine = VllmEngine(
             model=model,
             replicas=replicas,
-            sync=_sync(config, model, replicas, folder),
+            sync=sync if model.adapter is None else AdapterSync(model, folder, sync),
             release=lambda: shutil.rmtree(folder, ignore_errors=True),
             vllm_version=installed if section.colocated else served_version(replicas[0].client),
             restarts=section.restarts,
@@ -86,27 +89,28 @@ def _check_adapter(model: LanguageModel) -> None:
         )
 
 
-def _uses_nccl(config: Config, model: LanguageModel) -> bool:
-    wanted = config.engine.vllm.transfer
-    if wanted == "nccl" and model.device.type != "cuda":
+def _settings(config: Config, model: LanguageModel, *, cuda: bool) -> ServerSettings:
+    section = config.engine.vllm
+    if section.transfer == "nccl" and model.device.type != "cuda":
         raise ConfigError(
             "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; set "
             "engine.vllm.transfer = 'file'"
         )
-    return wanted == "nccl"
+    return ServerSettings(
+        dtype=str(model.head.linear.weight.dtype).removeprefix("torch."),
+        cuda=cuda,
+        context=model.context if model.context < 2**31 else 32_768,
+        max_concurrent=-(-config.engine.max_concurrent // section.servers),
+        lora_rank=0 if model.adapter is None else model.adapter.r,
+        tensor_parallel=section.tensor_parallel,
+        memory=section.memory,
+        backend=BACKEND if section.transfer == "file" else "nccl",
+        arguments=tuple(section.arguments),
+    )
 
 
-def _sync(config: Config, model: LanguageModel, replicas: list[Replica], folder: Path) -> Sync:
-    sync: Sync = FileSync(model, folder)
-    if _uses_nccl(config, model):
-        sync = NcclSync(model, [one.client for one in replicas], config.engine.vllm.host)
-    return sync if model.adapter is None else AdapterSync(model, folder, sync)
-
-
-def _running(config: Config, model: LanguageModel) -> list[Replica]:
+def _running(section: Vllm, model: LanguageModel, backend: str) -> list[Replica]:
     """Connect to servers that are already running."""
-    section = config.engine.vllm
-    backend = "nccl" if _uses_nccl(config, model) else BACKEND
     replicas = []
     for url in section.urls:
         client = Client(check_url(url), section.timeout)
@@ -116,39 +120,18 @@ def _running(config: Config, model: LanguageModel) -> list[Replica]:
 
 
 def _started(
-    config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
+    section: Vllm, settings: ServerSettings, folder: Path, first_gpu: int
 ) -> list[Replica]:
-    """Start servers on consecutive GPUs from `first_gpu` on.
-
-    If `first_gpu` is None, the servers run on the CPU.
-    """
-    section = config.engine.vllm
-    settings = _settings(config, model, cuda=first_gpu is not None)
+    """Start servers, on consecutive GPUs from `first_gpu` on or on the CPU."""
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
     replicas = []
     for number in range(section.servers):
         process = ServerProcess(settings=settings, model=folder, log=logs / f"server-{number}.log")
-        if first_gpu is not None:
+        if settings.cuda:
             process.gpus = _gpus(first_gpu + number * section.tensor_parallel, section)
         process.start()
-        client = Client(process.url, section.timeout)
-        replicas.append(Replica(client, process))
+        replicas.append(Replica(Client(process.url, section.timeout), process))
     return replicas
-
-
-def _settings(config: Config, model: LanguageModel, *, cuda: bool) -> ServerSettings:
-    section = config.engine.vllm
-    return ServerSettings(
-        dtype=str(model.head.linear.weight.dtype).removeprefix("torch."),
-        cuda=cuda,
-        context=model.context if model.context < 2**31 else 32_768,
-        max_concurrent=-(-config.engine.max_concurrent // section.servers),
-        lora_rank=0 if model.adapter is None else model.adapter.r,
-        tensor_parallel=section.tensor_parallel,
-        memory=section.memory,
-        backend="nccl" if _uses_nccl(config, model) else BACKEND,
-        arguments=tuple(section.arguments),
-    )
 
 
 def _gpus(first: int, section: Vllm) -> str:

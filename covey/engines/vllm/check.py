@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.embedded import CHECKPOINT
-from covey.engines.vllm.client import Client, Unavailable, check_url
+from covey.engines.vllm.client import Client, Unavailable, check_url, value_at
 from covey.engines.vllm.plugin import BACKEND
 from covey.errors import ConfigError, EngineError
 from covey.escape import printable
@@ -68,7 +68,9 @@ def check_memory(config: Config) -> None:
     """Reject a configuration whose vLLM servers need more memory than is available."""
     import torch
 
-    section, weights = config.engine.vllm, _weights_bytes(config.model.path)
+    section, path = config.engine.vllm, config.model.path
+    folder = CHECKPOINT if path == "embedded" else Path(path)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))  # 0 if unknown
     if config.model.device != "cpu" and torch.cuda.is_available():
         total = section.tensor_parallel * torch.cuda.get_device_properties(0).total_memory
         have, need = section.memory * total, float(weights)
@@ -82,12 +84,6 @@ def check_memory(config: Config) -> None:
             f"engine: the vLLM servers need about {need / GIB:.1f} GiB, but {where} has "
             f"{have / GIB:.1f} GiB; {advice}, or set engine.kind = 'native'"
         )
-
-
-def _weights_bytes(path: str) -> int:
-    """Return the total size of a model folder's safetensors files, or 0 if there are none."""
-    folder = CHECKPOINT if path == "embedded" else Path(path)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def available_memory(table: Path = Path("/proc/meminfo")) -> int:
@@ -128,8 +124,8 @@ def check_served(client: Client, backend: str) -> dict[str, Any]:
     except Unavailable as problem:
         raise client.error(f"{problem}; check engine.vllm.urls") from None
     found = {
-        "logprobs_mode": _of(config, "model_config", "logprobs_mode"),
-        "weight transfer": _of(config, "weight_transfer_config", "backend"),
+        "logprobs_mode": value_at(config, "model_config", "logprobs_mode"),
+        "weight transfer": value_at(config, "weight_transfer_config", "backend"),
     }
     wanted = {"logprobs_mode": "processed_logprobs", "weight transfer": backend}
     for key, value in wanted.items():
@@ -143,11 +139,6 @@ def check_served(client: Client, backend: str) -> dict[str, Any]:
 
 def check_dtype(client: Client, config: dict[str, Any], model: LanguageModel) -> None:
     """Check that a server computes in the dtype of the trainer."""
-    dtype, own = _of(config, "model_config", "dtype"), str(model.head.linear.weight.dtype)
+    dtype, own = value_at(config, "model_config", "dtype"), str(model.head.linear.weight.dtype)
     if dtype != own:
         raise client.error(f"serves {dtype}, but the trainer uses {own}; start it with --dtype")
-
-
-def _of(config: dict[str, Any], section: str, key: str) -> Any:
-    found = config.get(section)
-    return found.get(key) if isinstance(found, dict) else None

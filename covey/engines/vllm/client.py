@@ -73,7 +73,7 @@ class Client:
         """Return whether the server reports that it is healthy."""
         asking = Client(self.url, HEALTH_SECONDS)
         try:
-            asking.text("GET", "/health")
+            asking.send("GET", "/health")
         except (Unavailable, EngineError):
             return False
         finally:
@@ -90,11 +90,12 @@ class Client:
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         try:
-            return json.loads(self._send(method, path, body))
+            return json.loads(self.send(method, path, body))
         except ValueError:
             raise self.error(f"sent a reply that is not JSON from {path}") from None
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Send a request with an optional JSON body, and return the body of the reply."""
         data = None if body is None else json.dumps(body).encode()
         try:
             status, text = self._request(method, path, data)
@@ -115,7 +116,7 @@ class Client:
         for connection in ([kept] if kept is not None else []) + [None]:
             connection = connection or self._connect()
             try:
-                connection.request(method, self.base + path, data, headers)
+                connection.request(method, urlsplit(self.url).path + path, data, headers)
                 response = connection.getresponse()
                 text = response.read()
             except (ConnectionError, http.client.BadStatusLine):
@@ -143,34 +144,22 @@ class Client:
         self.opened.discard(connection)
         self.local.connection = None
 
-    @property
-    def base(self) -> str:
-        """The path component of the server's address."""
-        return urlsplit(self.url).path
-
     def error(self, problem: str) -> EngineError:
         """Return an `EngineError` that names this server and the problem."""
         return EngineError(
             f"engine: the vLLM server {self.url} cannot be used: it {printable(problem)}"
         )
 
-    def text(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
-        """Call an endpoint whose reply is not JSON."""
-        self._send(method, path, body)
-
     def version(self) -> str:
         """Return the version of vLLM."""
-        version = self._field(self.get("/version"), "version")
+        version = value_at(self.get("/version"), "version")
         if not isinstance(version, str):
             raise self.error("is not a vLLM server: it does not report its version")
         return version
 
-    def _field(self, data: Any, name: str) -> Any:
-        return data.get(name) if isinstance(data, dict) else None
-
     def configuration(self) -> dict[str, Any]:
         """Return the server's vLLM configuration as nested dictionaries."""
-        data = self._field(self.get("/server_info?config_format=json"), "vllm_config")
+        data = value_at(self.get("/server_info?config_format=json"), "vllm_config")
         if not isinstance(data, dict):
             raise self.error(
                 "does not show its configuration; start it with VLLM_SERVER_DEV_MODE=1"
@@ -179,7 +168,7 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """Return the models that the server serves."""
-        found = self._field(self.get("/v1/models"), "data")
+        found = value_at(self.get("/v1/models"), "data")
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise self.error("is not a vLLM server: /v1/models lists no models")
         return found
@@ -211,6 +200,13 @@ class Client:
         ):
             raise self.error("sent a completion whose tokens and log-probs do not match")
         return Reply(tokens=tokens, logp=logp, finish=finish, versions=versions)
+
+
+def value_at(data: Any, *keys: str) -> Any:
+    """Return the value at nested keys of parsed JSON; None if there is none."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
 
 
 def _line(body: bytes) -> str:

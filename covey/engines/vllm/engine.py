@@ -225,7 +225,9 @@ class VllmEngine:
         """Send a request to a server; after a failure, repair the server and retry."""
         problems: list[str] = []
         while True:
-            replica = self._replica_of(request)
+            # The server for a prompt changes only while a server is down.
+            alive = [replica for replica in self.replicas if replica.alive] or self.replicas
+            replica = alive[request.prompt % len(alive)]
             started = replica.started
             try:
                 return self._generate(replica.client, request.tokens, params)
@@ -235,11 +237,6 @@ class VllmEngine:
                     raise replica.client.error(f"{problem}, {ATTEMPTS} times") from None
                 self._repair(replica, started, str(problem))
 
-    def _replica_of(self, request: Request) -> Replica:
-        """Return the server for a prompt; the choice changes only while a server is down."""
-        alive = [replica for replica in self.replicas if replica.alive] or self.replicas
-        return alive[request.prompt % len(alive)]
-
     def _repair(self, replica: Replica, started: int, problem: str) -> None:
         """Restart a server, or wait until the user restarts it, and send it the current weights."""
         with replica.lock:
@@ -248,7 +245,8 @@ class VllmEngine:
             client = replica.client
             if self.closed or not replica.alive:
                 raise client.error(problem)
-            if answers(replica):  # the request is sent again
+            dead = replica.process is not None and replica.process.ended
+            if not dead and client.healthy():  # the request is sent again
                 return
             replica.alive = False
             if replica.started >= self.restarts:
@@ -268,12 +266,6 @@ class VllmEngine:
             replica.started, replica.alive = started + 1, True
             what = "was restarted" if replica.process is not None else "is back"
             self.repaired.append(f"the vLLM server {client.url} {problem}; it {what}")
-
-
-def answers(replica: Replica) -> bool:
-    """Return whether a server's process runs and the server reports that it is healthy."""
-    dead = replica.process is not None and replica.process.ended
-    return not dead and replica.client.healthy()
 
 
 def wait_for(client: Client, problem: str, patience: float) -> None:

@@ -23,7 +23,6 @@ from covey.engines.vllm.client import Client, Unavailable
 from covey.engines.vllm.server import ServerSettings
 from covey.errors import EngineError
 
-SLEEP, WAKE = "/sleep", "/wake_up"
 CLOSE_SECONDS = 10.0
 """Seconds that `close` waits for the event loop's thread to end."""
 
@@ -36,22 +35,11 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options: dict[str, Any] = {"enforce_eager": True}
-    if settings.cuda:
-        options = {"gpu_memory_utilization": settings.memory, "enable_sleep_mode": True}
-    if settings.lora_rank:
-        options |= {"enable_lora": True, "max_lora_rank": settings.served_rank, "max_loras": 2}
     arguments = AsyncEngineArgs(
-        model=str(model),
-        load_format="dummy",
-        dtype=settings.dtype,
-        max_model_len=settings.context,
-        max_num_seqs=settings.max_concurrent,
-        logprobs_mode="processed_logprobs",
-        tensor_parallel_size=settings.tensor_parallel,
         weight_transfer_config=WeightTransferConfig(backend=settings.backend),
         disable_log_stats=True,
-        **options,
+        enable_sleep_mode=settings.cuda,
+        **settings.options(model),
     )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="vllm", daemon=True)
@@ -99,7 +87,8 @@ class LocalClient(Client):
         """Return whether vLLM's processes are alive."""
         return self.llm is not None and not self.llm.errored
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Do what a server does at this path, and return the body of the server's reply."""
         work = self._work(path, dict(body or {}))
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -133,8 +122,8 @@ class LocalClient(Client):
             "/start_weight_update": llm.start_weight_update,
             "/finish_weight_update": llm.finish_weight_update,
             "/update_weight_version": llm.update_weight_version,
-            SLEEP: llm.sleep,
-            WAKE: llm.wake_up,
+            "/sleep": llm.sleep,
+            "/wake_up": llm.wake_up,
         }
         return self._told(plain[path](**body))
 
@@ -162,7 +151,10 @@ class LocalClient(Client):
         (output,) = last.outputs
         tokens = list(output.token_ids)
         logp = [float(at[token].logprob) for token, at in zip(tokens, output.logprobs, strict=True)]
-        spans = [vars_of(span) for span in output.weight_versions or ()]
+        spans = [
+            {"start": span.start, "end": span.end, "version": span.version}
+            for span in output.weight_versions or ()
+        ]
         choice = {
             "token_ids": tokens,
             "logprobs": {"content": [{"logprob": value} for value in logp]},
@@ -170,8 +162,3 @@ class LocalClient(Client):
             "weight_versions": spans,
         }
         return {"choices": [choice]}
-
-
-def vars_of(span: Any) -> dict[str, Any]:
-    """Convert a span of tokens and its weights version to the format of a server's reply."""
-    return {"start": span.start, "end": span.end, "version": span.version}

@@ -9,20 +9,18 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from covey.engines.vllm.client import Client, Unavailable
 from covey.errors import EngineError
 from covey.escape import printable
+from covey.subprocesses import module_command
 
 HOST = "127.0.0.1"
 """The server accepts only local clients, because vLLM's weight updates need no login."""
-SERVE = str(Path(__file__).with_name("serve.py"))
 POLL_SECONDS = 0.5
 END_SECONDS = 5.0
 CPU_ENVIRONMENT = {
@@ -54,40 +52,38 @@ class ServerSettings:
     """The name under which vLLM knows the weight transfer engine."""
     arguments: tuple[str, ...] = ()
 
+    def options(self, model: Path) -> dict[str, Any]:
+        """Return arguments of vLLM's engine, which are also options of a server's command."""
+        options: dict[str, Any] = {
+            "model": str(model),
+            "load_format": "dummy",  # the trainer sends the weights
+            "dtype": self.dtype,
+            "max_model_len": self.context,
+            "max_num_seqs": self.max_concurrent,
+            "logprobs_mode": "processed_logprobs",
+            "tensor_parallel_size": self.tensor_parallel,
+        }
+        options |= {"gpu_memory_utilization": self.memory} if self.cuda else {"enforce_eager": True}
+        if self.lora_rank:
+            # The adapter's rank, rounded up to a rank for which vLLM has kernels.
+            sizes = (8, 16, 32, 64, 128, 256, 320, 512)
+            rank = next((size for size in sizes if size >= self.lora_rank), self.lora_rank)
+            options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2}
+        return options
+
     def command(self, model: Path, port: int) -> list[str]:
-        """Return vLLM's arguments."""
-        words: dict[str, Any] = {
-            "model": model,
+        """Return the command-line arguments of a server."""
+        options = self.options(model) | {
             "host": HOST,
             "port": port,
-            "load-format": "dummy",  # the trainer sends the weights
-            "dtype": self.dtype,
-            "max-model-len": self.context,
-            "max-num-seqs": self.max_concurrent,
-            "logprobs-mode": "processed_logprobs",
-            "weight-transfer-config": json.dumps({"backend": self.backend}),
-            "tensor-parallel-size": self.tensor_parallel,
+            "weight_transfer_config": json.dumps({"backend": self.backend}),
+            "enable_scale_out": True,
+            "disable_uvicorn_access_log": True,
         }
-        flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
-        if self.cuda:
-            words["gpu-memory-utilization"] = self.memory
-        else:
-            flags.append("--enforce-eager")
-        if self.lora_rank:
-            flags.append("--enable-lora")
-            words |= {"max-lora-rank": self.served_rank, "max-loras": 2}
-        pairs = [text for key, value in words.items() for text in (f"--{key}", str(value))]
-        return [*pairs, *flags, *self.arguments]
-
-    @property
-    def served_rank(self) -> int:
-        """The adapter's rank, rounded up to a rank for which vLLM has kernels."""
-        sizes = (8, 16, 32, 64, 128, 256, 320, 512)
-        return next((size for size in sizes if size >= self.lora_rank), self.lora_rank)
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables of the server process."""
-        return {**self.variables(), **os.environ}
+        words: list[str] = []
+        for name, value in options.items():
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return [*words, *self.arguments]
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that Covey sets for vLLM."""
@@ -126,11 +122,18 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the process, without waiting until the server is ready."""
-        command = [sys.executable, "-P", SERVE, str(os.getpid()), str(self.model)]
-        command += self.settings.command(self.model, self.port)
+        arguments = [str(os.getpid()), str(self.model)]
+        arguments += self.settings.command(self.model, self.port)
         devices = {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
         with self.log.open("ab") as log:
-            self.process = _open(command, {**self.settings.environment(), **devices}, log)
+            self.process = subprocess.Popen(
+                module_command("covey.engines.vllm.serve", *arguments),
+                env={**self.settings.variables(), **os.environ, **devices},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the servers
+            )
 
     @property
     def ended(self) -> bool:
@@ -176,14 +179,3 @@ class ServerProcess:
                 if number == signal.SIGKILL:
                     break
         self.process = None
-
-
-def _open(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Any:
-    return subprocess.Popen(
-        command,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the servers
-    )

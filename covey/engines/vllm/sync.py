@@ -9,15 +9,17 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from covey.engines.vllm.client import Client
-from covey.errors import EngineError, ModelError
+from covey.errors import EngineError, ModelError, reason
 from covey.models.adapter import NAME, save_adapter
 from covey.models.language_model import LanguageModel
 
@@ -34,7 +36,8 @@ class Sync(Protocol):
         """Let a server load the weights; a `fresh` server was just started and has no weights."""
 
     def served(self, version: int) -> str:
-        """Return the adapter's name for requests, or an empty name without an adapter."""
+        """Return the adapter's name for requests; by default, no name: the server's own model."""
+        return ""
 
 
 def write_model(model: LanguageModel, folder: Path) -> None:
@@ -45,14 +48,20 @@ def write_model(model: LanguageModel, folder: Path) -> None:
     model.tokenizer.save_pretrained(folder)
 
 
-def _update(client: Client, update: dict[str, Any], version: int) -> None:
-    client.post("/start_weight_update")
-    client.post("/update_weights", {"update_info": update})
-    client.post("/finish_weight_update", {"weight_version": str(version)})
+@contextmanager
+def _one_line_errors(folder: Path) -> Iterator[None]:
+    """Raise EngineError if weights cannot be written, for example because the disk is full."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            f"engine: cannot write weights to {folder}: {reason(error)}; set "
+            "engine.vllm.folder to a folder with more free space"
+        ) from None
 
 
 @dataclass(slots=True)
-class FileSync:
+class FileSync(Sync):
     """Sends all weights through a file that trainer and servers can read."""
 
     model: LanguageModel
@@ -66,14 +75,9 @@ class FileSync:
             for name, weight in served_weights(named, self.model.model)
         }
         partial = self.folder / "partial"
-        try:
+        with _one_line_errors(self.folder):
             save_file(weights, partial, metadata={"format": "pt"})
             partial.rename(self._file(version))
-        except OSError as error:
-            raise EngineError(
-                f"engine: cannot write weights to {self.folder}: {error.strerror or error}; set "
-                "engine.vllm.folder to a folder with more free space"
-            ) from None
         for old in self.folder.glob("weights-*"):
             if old != self._file(version):
                 old.unlink(missing_ok=True)
@@ -83,15 +87,13 @@ class FileSync:
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
         """Let a server read the file with the weights."""
-        _update(client, {"path": str(self._file(version))}, version)
-
-    def served(self, version: int) -> str:
-        """Return an empty name, which means the server's own model."""
-        return ""
+        client.post("/start_weight_update")
+        client.post("/update_weights", {"update_info": {"path": str(self._file(version))}})
+        client.post("/finish_weight_update", {"weight_version": str(version)})
 
 
 @dataclass(slots=True)
-class AdapterSync:
+class AdapterSync(Sync):
     """Sends only the weights of the LoRA adapter.
 
     Each version of the adapter has its own name, because vLLM caches adapters by name.
@@ -118,8 +120,9 @@ class AdapterSync:
         }
         path = self.folder / self.served(version)
         shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
-        save_adapter(self.model, weights, path)
+        with _one_line_errors(self.folder):
+            path.mkdir()
+            save_adapter(self.model, weights, path)
         for old in self.folder.glob(self.served("*")):  # all servers have loaded these
             if old != path:
                 shutil.rmtree(old)
@@ -132,10 +135,10 @@ class AdapterSync:
             self.base.load(client, 0, fresh=True)
         name = self.served(version)
         path = self.folder / name
-        client.text("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        client.send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         client.post("/update_weight_version", {"new_version": str(version)})
         if before is not None and before != version:
-            client.text("POST", "/v1/unload_lora_adapter", {"lora_name": self.served(before)})
+            client.send("POST", "/v1/unload_lora_adapter", {"lora_name": self.served(before)})
         self.loaded[client.url] = version
 
     def served(self, version: int | str) -> str:
@@ -144,7 +147,7 @@ class AdapterSync:
 
 
 @dataclass(slots=True)
-class NcclSync:
+class NcclSync(Sync):
     """Sends all weights by vLLM's NCCL transfer, from the trainer's GPU to the servers' GPUs.
 
     The weights are sent when `load` is called for the last server, because the broadcast needs all
@@ -180,10 +183,6 @@ class NcclSync:
         self.engine.send_weights()
         for each in self.clients:
             each.post("/update_weight_version", {"new_version": str(version)})
-
-    def served(self, version: int) -> str:
-        """Return an empty name, which means the server's own model."""
-        return ""
 
 
 class Fleet:
@@ -341,9 +340,7 @@ def served_config(config: Any) -> dict[str, Any]:
     return {**data, "tie_word_embeddings": False}
 
 
-def served_weights(
-    named: Iterable[tuple[str, torch.Tensor]], model: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
+def served_weights(named: Named, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's weights with the names and shapes that a vLLM server expects.
 
     The argument `named` contains the trainer's weights with their names. The function skips LoRA

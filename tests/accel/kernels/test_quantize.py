@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import silu
 
 if TYPE_CHECKING:
-    from covey.accel.kernels.quantize import Product
+    from covey.accel.kernels.quantize import Product, Quantized, Weight
 
 LARGEST = 448.0
 SIZES = [48, 5000]
@@ -21,6 +21,14 @@ def reference(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = values.float().cpu()
     scales = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / LARGEST
     return (values / scales).to(torch.float8_e4m3fn).float(), scales
+
+
+def dequantized(matrix: Quantized | Weight) -> torch.Tensor:
+    """Return the float32 numbers that a quantized matrix represents."""
+    values, scales = matrix
+    if scales.dtype == torch.int8:
+        return torch.ldexp(values.float(), scales[:, None])
+    return values.float() * scales
 
 
 def check(found: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
@@ -46,7 +54,7 @@ def test_rows_are_rounded_by_their_own_scale(
     values[2] = 0
     found = quantize_rows(values)
     check(found.values, found.scales, values)
-    back, exact = found.dequantized(), values.float()
+    back, exact = dequantized(found), values.float()
     assert not back[2].any()
     # Four bits of a normal number give a relative error of at most 1/16.
     large = exact.abs() > exact.abs().amax(dim=1, keepdim=True) / 2**14
@@ -71,7 +79,7 @@ def test_weights_are_scaled_by_powers_of_two_in_place(
     found, exact = room.rows(1, 6), values[:, 32:64].float()
     largest = found.values.float().abs().amax(dim=1)
     assert ((largest > 200) & (largest <= 448))[[0, 1, 2, 4]].all()
-    back = found.dequantized()
+    back = dequantized(found)
     assert not back[3].any()
     assert ((back - exact).abs() <= exact.abs() / 16 + largest.max() * 2**-9 * factors).all()
     scaled = torch.ldexp(exact, -found.exponents[:, None].int())
@@ -89,7 +97,7 @@ def made(
     right = quantize_weight(torch.randn(outputs, 64, device=device))
     bias = torch.randn(outputs, device=device).bfloat16() if biased else None
     found = product(left, right, bias)
-    exact = left.dequantized() @ right.dequantized().t()
+    exact = dequantized(left) @ dequantized(right).t()
     scaled = torch.ldexp(found.values.float() * left.scales, right.exponents)
     # The library rounds to bfloat16.
     torch.testing.assert_close(scaled, exact, rtol=2**-8, atol=1e-3)
@@ -125,6 +133,6 @@ def test_what_is_not_finite_stays_so(device: torch.device) -> None:
 
     values = torch.ones(3, 32, device=device)
     values[0, 5], values[1, 5] = float("nan"), float("inf")
-    for found in (quantize_rows(values).dequantized(), quantize_weight(values).dequantized()):
+    for found in map(dequantized, (quantize_rows(values), quantize_weight(values))):
         assert found[:2].isnan().any(dim=1).all()
         assert found[2].isfinite().all()

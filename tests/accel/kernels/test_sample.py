@@ -83,10 +83,11 @@ def test_extreme_uniforms_select_tokens_with_mass(device: torch.device) -> None:
 
 def test_rounding_at_block_borders_selects_no_token_without_mass(device: torch.device) -> None:
     """Every block begins with tokens without mass; uniforms fall on the borders of blocks."""
-    from covey.accel.kernels.sample import BLOCK, sample_tokens
+    from covey.accel.kernels.sample import sample_tokens
+    from covey.accel.sizes import VOCABULARY_BLOCK
 
     torch.manual_seed(2)
-    logits = torch.full((40, BLOCK), -torch.inf, device=device)
+    logits = torch.full((40, VOCABULARY_BLOCK), -torch.inf, device=device)
     logits[:, 1000:1003] = torch.randn(40, 3).to(device)
     tops = logits.amax(dim=1)
     sums = (logits - tops[:, None]).exp().sum(dim=1) * (tops - tops.max()).exp()

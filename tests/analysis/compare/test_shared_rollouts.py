@@ -54,7 +54,13 @@ def shared(counting: Counting, tmp_path: Path) -> Callable[..., SharedEngine]:
     return make
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLING, replace(SAMPLING, distribution=Distribution(top_k=3), mask_replay=True)],
+    ids=["plain", "with kept sets"],
+)
 def test_the_second_run_reads_what_the_first_has_generated(
+    sampling: Sampling,
     shared: Callable[..., SharedEngine],
     counting: Counting,
     prompts: list[EncodedPrompt],
@@ -62,11 +68,11 @@ def test_the_second_run_reads_what_the_first_has_generated(
 ) -> None:
     seen: list[tuple[int, Rollout]] = []
     usual: dict[str, Any] = {"model": counting.model, "step": 1}
-    first = generate(prompts, engine=shared(), sampling=SAMPLING, **usual)
+    first = generate(prompts, engine=shared(), sampling=sampling, **usual)
     second = generate(
         prompts,
         engine=shared(names_file="second"),
-        sampling=replace(SAMPLING, max_concurrent=2, cache_gigabytes=1.0),  # change no completion
+        sampling=replace(sampling, max_concurrent=2, cache_gigabytes=1.0),  # change no completion
         finished=lambda number, rollout: seen.append((number, rollout)),
         **usual,
     )

@@ -1,49 +1,13 @@
-"""Sizes that a forecast repeats are those of the engine and the trainer."""
+"""The largest micro-batch that a forecast computes is that of the trainer."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from covey.accel import attention, attention_kernels, static_buffers
 from covey.analysis.plan import engine_sizes as sizes
-from covey.engines.native import (
-    backend,
-    llama_decoder,
-    prefill,
-    prefill_graph,
-    shared_prompt_cache,
-)
 from covey.models.micro_batches import balanced_parts
 from tests.analysis.plan.test_memory import equal_rows
-
-
-def test_limits_are_those_of_their_modules() -> None:
-    assert (attention.SHORT, attention_kernels.LONG) == (sizes.SHORT, sizes.LONG)
-    assert llama_decoder.FUSED_COPY_BYTES == sizes.FUSED_BYTES
-    assert prefill.PREFILL_TOKENS == sizes.PREFILL_TOKENS
-    assert prefill_graph.MAX_FLOPS == sizes.PREFILL_FLOPS
-    assert (backend.CAPACITY_STEP, backend.SPARE_BYTES) == (sizes.CAPACITY_STEP, sizes.SPARE_BYTES)
-    assert shared_prompt_cache.PROMPT_STEP == sizes.PROMPT_STEP
-    assert (shared_prompt_cache.PAGE, shared_prompt_cache.LEAST_PAGE) == (
-        sizes.PAGE,
-        sizes.LEAST_PAGE,
-    )
-
-
-def test_limits_are_those_of_the_kernels() -> None:
-    pytest.importorskip("triton")
-    from covey.accel import fused_head
-    from covey.accel.kernels import sample
-
-    assert (sample.BLOCK, fused_head.ROWS) == (sizes.VOCABULARY_BLOCK, sizes.CHUNK_STEP)
-
-
-def test_slots_and_padded_tokens() -> None:
-    for count in (*range(1, 2100, 7), 5000, 40_001, 1_000_000):
-        assert sizes.width_for(count) == shared_prompt_cache.width_for(count)
-        assert sizes.padded_tokens(count) == static_buffers.bucket(count)
-        assert sizes.page_for(count) == shared_prompt_cache.page_for(count)
 
 
 @pytest.mark.parametrize("completion", [1, 2, 40])

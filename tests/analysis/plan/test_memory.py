@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import nn
 
-from covey.accel.head_chunks import LIVE_COPIES
 from covey.accel.packing import pack
+from covey.accel.sizes import LIVE_COPIES
 from covey.analysis.plan import activations
 from covey.analysis.plan import forecast as forecasts
 from covey.analysis.plan.activations import Pass

@@ -25,6 +25,7 @@ from covey.config import Config, load_config
 from covey.engines.native import decode_graph as graph
 from covey.engines.native.fused_decoder import FusedDecoder
 from covey.engines.native.kv_cache import KVShape
+from covey.engines.protocol import Limits
 from covey.models.language_model import LanguageModel
 from covey.models.micro_batches import balanced_parts
 from covey.training.resolve import resolve, sampling_of
@@ -139,7 +140,8 @@ def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel, gigabytes: 
     sampling = sampling_of(config)
     for questions, samples in ((9, 4), (facts.held_out or 0, 1), (9, 4)):
         width = backend.width_for(min(sampling.max_concurrent, questions * samples))
-        slots = backend.begin(width=width, prompts=questions, longest=longest, sampling=sampling)
+        limits = Limits(sampling=sampling, requests=width, prompts=questions, prompt_tokens=longest)
+        slots = backend.begin(limits, width)
     assert backend.cache is not None
     pool = backend.cache
     notes = (slots.uniforms, slots.tokens, slots.logps)

@@ -5,10 +5,10 @@ import pytest
 
 from covey.engines.native.shared_prompt_cache import (
     Pages,
-    page_for,
     slots_by_prompt,
     slots_together,
 )
+from covey.engines.native.sizes import page_for
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from covey.engines.draw import Distribution
-from covey.engines.native import shared_prompt_cache
+from covey.engines.native import sizes
 from covey.engines.native.backend import EagerBackend, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.kv_cache import SlotCache
@@ -36,7 +36,7 @@ def test_a_small_pool_gives_the_same_completions(
     kind: str, distribution: Distribution, mask_replay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PAGE", "LEAST_PAGE"):
-        monkeypatch.setattr(shared_prompt_cache, name, PAGE)
+        monkeypatch.setattr(sizes, name, PAGE)
     model = made(kind)
     sampling = Sampling(
         group_size=3, max_tokens=TOKENS, max_concurrent=4, distribution=distribution, seed=1,

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
+from covey.accel import sizes
 from covey.accel import static_buffers as static
 from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.packing import copy_bytes
@@ -29,7 +30,7 @@ OTHERS = {1: (14, 15, 16), 2: (20, 21, 22, 23)}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of a few tokens, because the interpreter is slow."""
     monkeypatch.setattr(fused, "flash_attention", per_row)
-    monkeypatch.setattr(static, "STEP", 24)
+    monkeypatch.setattr(sizes, "TOKEN_STEP", 24)
     monkeypatch.setattr(static, "PADDING_ROW", 4)
 
 
@@ -65,7 +66,7 @@ def test_padding_changes_neither_logits_nor_any_row_of_the_cache(
     for prompts in (PROMPTS, OTHERS):  # the second time, the buffers contain the first prompts
         found = prefill.read_prompts(model, padded, prompts)
         with monkeypatch.context() as eager:
-            eager.setattr(prefill_graph, "MAX_FLOPS", 0.0)
+            eager.setattr(prefill_graph, "PREFILL_FLOPS", 0.0)
             expected = prefill.read_prompts(model, plain, prompts)
         assert padded.rows == plain.rows
         assert_close([*found.values()], [*expected.values()])
@@ -89,7 +90,7 @@ def test_long_passes_and_float8_caches_are_not_captured() -> None:
     model = fast("llama")
     cache = cache_for(model)
     weights = sum(p.numel() for p in model.backbone.layers.parameters())
-    most = int(prefill_graph.MAX_FLOPS / 2 / weights)
+    most = int(prefill_graph.PREFILL_FLOPS / 2 / weights)
     assert cache.prefill.suits(model, cache, most)
     assert not cache.prefill.suits(model, cache, most + 1)
     cache.float8 = True
@@ -134,7 +135,7 @@ def test_captured_prefill_equals_eager_prefill_bit_for_bit(
         (one,) = captured.prefill.passes.values()
         assert (one.graph is None) == (number == 0)
         if sum(lengths) == one.buffers.size.tokens:  # without padding, as before
-            monkeypatch.setattr(prefill_graph, "MAX_FLOPS", 0.0)
+            monkeypatch.setattr(prefill_graph, "PREFILL_FLOPS", 0.0)
             plain = prefill.read_prompts(model, cache.emptied(), prompts)
             monkeypatch.undo()
             assert all(found[place].equal(plain[place]) for place in prompts)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from covey.config import load_config
 from covey.engines.vllm.sync import AdapterSync, FileSync
+from covey.errors import EngineError
+from covey.models.adapter import add_adapter
+from covey.models.language_model import LanguageModel
 from covey.training.build import load_model
 from covey.training.resolve import resolve
 
@@ -21,3 +28,26 @@ def test_only_the_newest_adapter_stays_in_the_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["covey-2", "weights-0"]
     kept = load_file(tmp_path / "covey-2" / "adapter_model.safetensors")
     assert len(kept) == sum(".lora_" in name for name, _ in model.model.named_parameters())
+
+
+@pytest.fixture
+def _full_disk() -> Iterator[None]:
+    """Let no file grow beyond a kilobyte."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("_full_disk")
+def test_a_full_disk_is_one_line(embedded: LanguageModel, tmp_path: Path) -> None:
+    base = FileSync(embedded, tmp_path)
+    adapted = add_adapter(copy.deepcopy(embedded), rank=8)
+    for model, sync in (
+        (embedded, base),
+        (adapted, AdapterSync(adapted, tmp_path, base=base, based=True)),
+    ):
+        with pytest.raises(
+            EngineError, match=r"cannot write weights to .*; set engine.vllm.folder"
+        ):
+            sync.prepare(model.model.named_parameters(), 0)

@@ -1,0 +1,52 @@
+"""Sizes and limits of the trainer's passes, in a module that does not import torch.
+
+The memory forecast (covey/analysis/plan) also reads these sizes, and torch takes seconds to import.
+"""
+
+from __future__ import annotations
+
+SHORT = 256
+"""Up to this sequence length, batched matmuls beat the fused attention kernel on a CPU."""
+LONG = 2048
+"""The rows of a micro-batch count as long if their mean length is at least LONG tokens."""
+TOKEN_STEP = 256
+"""The token count of a bucket, to which CUDA graphs pad a batch, is a multiple of TOKEN_STEP."""
+VOCABULARY_BLOCK = 2048
+"""Number of vocabulary entries that one Triton program of the sampling kernel processes."""
+CHUNK_STEP = 128
+"""Number of rows of a tile on tensor cores. On a GPU, the size of a chunk of more than CHUNK_STEP
+tokens is rounded down to a multiple of CHUNK_STEP."""
+LIVE_COPIES = 3
+"""Number of tensors that the output head has in memory for each chunk: the logits, a buffer for
+intermediate results and a rounded copy."""
+
+
+def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:
+    """Return how many tokens a chunk may have so that its tensors fit in `megabytes`."""
+    return max(1, int(megabytes * 2**20 / (vocabulary * element_bytes * LIVE_COPIES)))
+
+
+def kernel_chunk_rows(vocabulary: int, megabytes: float, element_bytes: int) -> int:
+    """Return how many tokens a chunk may have on a GPU, where kernels overwrite the logits.
+
+    A chunk has float32 logits, and a rounded copy of their gradient unless it can overwrite them.
+    """
+    size = 4 if element_bytes == 4 else 4 + element_bytes
+    rows = max(1, int(megabytes * 2**20 / (vocabulary * size)))
+    return rows - rows % CHUNK_STEP if rows > CHUNK_STEP else rows
+
+
+def padded_tokens(count: int) -> int:
+    """Round a token count up to a bucket size: by at most 1/16, or by at most TOKEN_STEP tokens."""
+    return round_up(count, 16)
+
+
+def round_up(count: int, steps: int) -> int:
+    """Round up to a multiple of TOKEN_STEP; allow at most `steps` sizes per power of two."""
+    step = max(TOKEN_STEP, power_of_two(count, 2) // 2 // steps)
+    return max(1, -(-count // step)) * step
+
+
+def power_of_two(count: int, least: int) -> int:
+    """Round up to a power of two that is at least `least`."""
+    return max(least, 1 << max(0, count - 1).bit_length())

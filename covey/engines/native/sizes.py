@@ -1,0 +1,44 @@
+"""Sizes and limits of the native engine, in a module that does not import torch.
+
+The memory forecast (covey/analysis/plan) also reads these sizes, and torch takes seconds to import.
+"""
+
+from __future__ import annotations
+
+CAPACITY_STEP = 32
+"""Slot capacity is rounded up to a multiple of this, so later calls can reuse a cache."""
+SPARE_BYTES = 64 * 2**20
+"""Maximum size in bytes of a KV cache that the eager backend keeps for the next call."""
+FUSED_BYTES = 64 * 2**20
+"""Weights of up to this many bytes are copied into fused matrices at the start of every
+generation call. Copying small weights is cheap, and one matrix product is faster than several
+small products. The weights of larger models are used in place, without a copy."""
+PREFILL_TOKENS = 16_384
+"""The maximum number of prompt tokens in one prefill pass, including padding."""
+PREFILL_FLOPS = 1.2e13
+"""Maximum number of floating-point operations in a prefill pass that is captured. In a larger pass,
+the device is slower than Python's kernel launches, so a graph would save no time but would use
+memory.
+"""
+PROMPT_STEP = 128
+"""The capacity for prompt tokens is a multiple of this number. Rounding up the prompt capacity lets
+later calls reuse a cache."""
+WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Slot counts for which graphs are captured; larger counts are multiples of the last count."""
+PAGE = 128
+"""Maximum number of positions in a page of the KV cache. Attention reads tiles of up to this many
+positions, and a tile must not cross the boundary of a page."""
+LEAST_PAGE = 16
+"""Minimum number of positions in a page: the smallest tile of tensor cores."""
+
+
+def width_for(completions: int) -> int:
+    """Round a number of completions up to a slot count for which a graph is captured."""
+    if completions > WIDTHS[-1]:
+        return -(-completions // WIDTHS[-1]) * WIDTHS[-1]
+    return next(width for width in WIDTHS if width >= completions)
+
+
+def page_for(capacity: int) -> int:
+    """Return the page size for completions of up to `capacity` tokens."""
+    return min(PAGE, max(LEAST_PAGE, 1 << (capacity - 1).bit_length()))
