@@ -22,10 +22,8 @@ from covey.objective.advantage import (
     returns_whitened,
     reward_itself,
 )
-from covey.objective.best_of_k import best_of_k
 from covey.objective.distill import READS as TEACHER
 from covey.objective.distill import towards_teacher
-from covey.objective.keep import kept_standardized
 from covey.objective.loss import Need, Objective
 from covey.objective.penalty import PENALTIES, Kl
 from covey.objective.ratio import RATIOS
@@ -43,20 +41,17 @@ from covey.objective.weights import WEIGHTS
 Pieces = Mapping[str, Callable[..., Any]]
 Algorithm = Callable[..., Objective]
 
-SHAPED: Pieces = MappingProxyType(
-    {
-        "entropy_shaped_tokens": entropy_shaped_tokens,
-        "entropy_shaped_sequences": entropy_shaped_sequences,
-        "without_conflicts": without_conflicts,
-        "best_of_k": best_of_k,
-        "kept_standardized": kept_standardized,
-        "towards_teacher": towards_teacher,
-    }
-)
-TURNS: Pieces = MappingProxyType({"by_turn": by_turn, "by_state": by_state})
 PIECES: Mapping[str, Pieces] = MappingProxyType(
     {
-        "advantage": {**ADVANTAGES, **SHAPED, **TURNS},
+        "advantage": {
+            **ADVANTAGES,
+            "entropy_shaped_tokens": entropy_shaped_tokens,
+            "entropy_shaped_sequences": entropy_shaped_sequences,
+            "without_conflicts": without_conflicts,
+            "towards_teacher": towards_teacher,
+            "by_turn": by_turn,
+            "by_state": by_state,
+        },
         "ratio": RATIOS,
         "surrogate": SURROGATES,
         "weights": WEIGHTS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.objective import advantage, best_of_k, keep, ratio, surrogate, weights
+from covey.objective import advantage, ratio, surrogate, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
 
@@ -98,7 +98,7 @@ def pkpo() -> Objective:
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
     """
     return Objective(
-        advantage=best_of_k.best_of_k,
+        advantage=advantage.best_of_k,
         ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
@@ -124,7 +124,7 @@ def gfpo() -> Objective:
     equals `grpo` with a mean over tokens.
     """
     return Objective(
-        advantage=keep.kept_standardized,
+        advantage=advantage.kept_standardized,
         ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
