@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from covey.errors import ConfigError
-from covey.objective.masked import row_sum
+from covey.objective.masked import row_sum, scored_tokens
 from covey.types import EQUAL_REWARDS, Batch
 
 Metric = Literal["length", "rate"]
@@ -299,7 +299,7 @@ def group_whitened(
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
     advantage = group_centered(batch)
-    return whitened(advantage, batch.mask & ~batch.rewards.isnan()[:, None], eps=eps)
+    return whitened(advantage, scored_tokens(batch), eps=eps)
 
 
 def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> torch.Tensor:
@@ -308,7 +308,7 @@ def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> 
     The token reward r_u is -beta times the KL estimate k1_u, plus the rollout's reward R_i at the
     last trained token. The advantage does not depend on groups (arXiv 2501.03262).
     """
-    mask = batch.mask & ~batch.rewards.isnan()[:, None]
+    mask = scored_tokens(batch)
     return whitened(returns(token_rewards(batch), mask, gamma=gamma), mask, eps=eps)
 
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from covey.types import Batch
+
 MAX_LOG_RATIO = 20.0
 """Maximum absolute value of a log-ratio; larger values are clamped. A probability ratio above e^20
 indicates an error, but the clamp keeps the loss finite."""
+
+
+def scored_tokens(batch: Batch) -> torch.Tensor:
+    """Return the mask [B, T] of the trained tokens in rollouts that have a reward."""
+    return batch.mask & ~batch.rewards.isnan()[:, None]
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ all wrong. In a group whose completions are all wrong, entropies alone would dec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -37,22 +37,15 @@ WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens
 """The inputs that an objective must provide for the advantage functions of this module."""
 
 
-class Polarity(NamedTuple):
-    """Masks [B] of correct and of wrong rollouts; all other rollouts have advantage 0."""
-
-    correct: torch.Tensor
-    wrong: torch.Tensor
-
-
-def polarity(batch: Batch) -> Polarity:
-    """Return masks of correct and of wrong completions, in groups that have both kinds."""
+def polarity(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return masks [B] of correct and of wrong completions, in groups that have both kinds."""
     # A completion without trained tokens has no entropy.
     scored = ~batch.rewards.isnan() & batch.mask.any(dim=1)
     correct, wrong = scored & batch.success, scored & ~batch.success
     mixed = (group_sum(correct.double(), batch.group) > 0) & (
         group_sum(wrong.double(), batch.group) > 0
     )
-    return Polarity(correct=correct & mixed, wrong=wrong & mixed)
+    return correct & mixed, wrong & mixed
 
 
 def entropy_shaped_tokens(
@@ -151,7 +144,9 @@ def _conflicts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a factor for each token's advantage and each row's number of conflict tokens."""
     forward = _conflict_run(batch.tokens, batch.mask, batch.group, advantage)
-    order = _from_the_end(batch.mask)
+    # The columns in an order that reverses the trained tokens; other tokens are last.
+    columns = torch.arange(batch.mask.shape[1], device=batch.mask.device)
+    order = columns.where(batch.mask, -1).argsort(dim=1, descending=True, stable=True)
     reverse = _conflict_run(
         batch.tokens.gather(1, order), batch.mask.gather(1, order), batch.group, advantage
     )
@@ -161,12 +156,6 @@ def _conflicts(
     for run in (forward, backward):
         factor = factor.where(~run, factor * torch.where(good, bonus, 0.0))
     return factor, (forward | backward).sum(dim=1)
-
-
-def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
-    """Return column indices [B, T] that reverse the trained tokens; other tokens are last."""
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    return columns.where(mask, -1).argsort(dim=1, descending=True, stable=True)
 
 
 def _conflict_run(

@@ -13,6 +13,8 @@ and K is the largest number of turns in a rollout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,14 +71,10 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 
 
 def _compared(
-    table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
+    table: TurnTable, cell: torch.Tensor, rule: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """Return each turn's advantage [B, K], relative to the turns with the same `cell` id."""
-    values, cells = table.returns[table.present], cell[table.present]
-    if normalize == "std":
-        found = standardized(values, cells, ddof=ddof, eps=eps)
-    else:
-        found = centered(values, cells)
+    found = rule(table.returns[table.present], cell[table.present])
     return torch.zeros_like(table.returns).masked_scatter(table.present, found)
 
 
@@ -98,7 +96,8 @@ def by_turn(
     turns = torch.arange(table.present.shape[1], device=batch.group.device)
     within = turns if compare == "turn" else torch.zeros_like(turns)
     cell = batch.group[:, None] * len(turns) + within
-    return table.tokens(_compared(table, cell, "std", ddof, eps), batch.mask)
+    rule = partial(standardized, ddof=ddof, eps=eps)
+    return table.tokens(_compared(table, cell, rule), batch.mask)
 
 
 def by_state(
@@ -114,18 +113,11 @@ def by_state(
 
     GiGPO, arXiv 2505.10978. For a state that occurs in only one turn of the group, A_step is 0.
     """
-    rewards = rollout_rewards(batch)
-    std = normalize == "std"
-    episode = (
-        standardized(rewards, batch.group, ddof=ddof, eps=eps)
-        if std
-        else centered(rewards, batch.group)
-    )
-    whole = per_token(episode, batch.mask)
+    rule = partial(standardized, ddof=ddof, eps=eps) if normalize == "std" else centered
+    whole = per_token(rule(rollout_rewards(batch), batch.group), batch.mask)
     if batch.state is None:
         return whole
     table = turn_table(batch, gamma)
     pairs = torch.stack([batch.group[:, None].expand_as(table.state), table.state], dim=-1)
     cell = pairs.view(-1, 2).unique(dim=0, return_inverse=True)[1].view_as(table.state)
-    steps = table.tokens(_compared(table, cell, normalize, ddof, eps), batch.mask)
-    return whole + step_weight * steps
+    return whole + step_weight * table.tokens(_compared(table, cell, rule), batch.mask)
