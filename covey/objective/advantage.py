@@ -17,7 +17,7 @@ are options of the objective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from math import comb
 from types import MappingProxyType
@@ -34,10 +34,16 @@ Baseline = Literal["loo1", "loo", "centred"]
 
 
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each group's values, repeated for every rollout of the group, [B]."""
+    """Return the sum of each group's values, repeated for every rollout of the group, [B, ...]."""
     ids, index = group.unique(return_inverse=True)
-    sums = values.new_zeros(len(ids))
+    sums = values.new_zeros(len(ids), *values.shape[1:])
     return sums.index_add(0, index, values)[index]
+
+
+def rows_of_groups(group: torch.Tensor, among: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the indices of each group's rollouts, if the mask `among` [B] includes them."""
+    for number in group.unique():
+        yield ((group == number) & among).nonzero().squeeze(1)
 
 
 def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
@@ -341,8 +347,7 @@ def best_of_group(
     """
     scale = standardized(rewards, group, ddof=ddof, eps=eps)
     advantage = torch.zeros_like(scale)
-    for number in group.unique():
-        rows = ((group == number) & ~rewards.isnan()).nonzero().squeeze(1)
+    for rows in rows_of_groups(group, ~rewards.isnan()):
         if len(rows) > 1:
             best, second = scale[rows].topk(2).values
             advantage[rows[scale[rows].argmax()]] = best - second
@@ -392,8 +397,7 @@ def kept_rows(
     if metric == "rate":
         best = -(rewards.double() / lengths.clamp(min=1))
     kept = torch.zeros_like(scored)
-    for number in group.unique():
-        rows = (scored & (group == number)).nonzero().squeeze(1)
+    for rows in rows_of_groups(group, scored):
         by_length = rows[lengths[rows].argsort(stable=True)]
         kept[by_length[best[by_length].argsort(stable=True)][:keep]] = True
     return kept
@@ -419,12 +423,9 @@ def best_of_k(
     PKPO, arXiv 2505.15201.
     """
     advantage = torch.zeros_like(rewards, dtype=torch.float64)
-    flat = zero_variance(rewards, group)
-    for number in group.unique():
-        scored = ((group == number) & ~rewards.isnan() & ~flat).nonzero().squeeze(1)
-        if len(scored) > 1:
-            gains = subset_gains(rewards[scored], k=k, baseline=baseline)
-            advantage[scored] = len(scored) * gains
+    for rows in rows_of_groups(group, ~rewards.isnan() & ~zero_variance(rewards, group)):
+        if len(rows) > 1:
+            advantage[rows] = len(rows) * subset_gains(rewards[rows], k=k, baseline=baseline)
     return advantage
 
 

@@ -57,8 +57,6 @@ PIECES: Mapping[str, Pieces] = MappingProxyType(
         "weights": WEIGHTS,
     }
 )
-MORE_PIECES = ("marks", "targets", "value_loss")
-"""Kinds of component functions that only few objectives have."""
 COMPARES: frozenset[Need] = frozenset({"groups"})
 READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
     {
@@ -110,12 +108,13 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
     """Return an objective's functions by kind; the function `kl` sets the KL penalty."""
-    kinds = [*PIECES, *(k for k in MORE_PIECES if getattr(objective, k) is not None)]
+    kinds = (*PIECES, "marks", "targets", "value_loss")
+    functions = {k: f for k in kinds if (f := getattr(objective, k)) is not None}
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
     # In objectives of pairs it is "pair", which is not among the values of the option.
     place: Any = objective.kl_in
     kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=place)
-    return {**{kind: getattr(objective, kind) for kind in kinds}, "kl": kl}
+    return {**functions, "kl": kl}
 
 
 def _with_kl(

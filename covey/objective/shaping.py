@@ -22,6 +22,7 @@ from covey.objective.advantage import (
     group_sum,
     per_token,
     rollout_rewards,
+    rows_of_groups,
     standardized,
     zero_variance,
 )
@@ -83,14 +84,8 @@ def entropy_shaped_tokens(
 
 def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Divide each value by the mean over the group's completions at the same position."""
-    _, index = group.unique(return_inverse=True)
-
-    def at_position(of: torch.Tensor) -> torch.Tensor:
-        sums = of.new_zeros(int(index.max()) + 1 if index.numel() else 0, of.shape[1])
-        return sums.index_add(0, index, of)[index]
-
-    total = at_position(values.where(mask, 0.0))
-    return values / total.where(total > 0, 1.0) * at_position(mask.double())
+    total = group_sum(values.where(mask, 0.0), group)
+    return values / total.where(total > 0, 1.0) * group_sum(mask.double(), group)
 
 
 def entropy_shaped_sequences(
@@ -163,8 +158,7 @@ def _conflict_run(
 ) -> torch.Tensor:
     """Return a mask [B, T] of the prefix that good and bad completions of a group share."""
     shared = torch.zeros_like(mask)
-    for each in group.unique():
-        rows = (group == each).nonzero().squeeze(1)
+    for rows in rows_of_groups(group, mask.any(dim=1)):
         ids, seen, sign = tokens[rows], mask[rows], advantage[rows]
         same = (ids[:, None] == ids[None]) & seen[:, None] & seen[None]  # [G, G, T]
         with_good = (same & (sign > 0)[None, :, None]).any(dim=1)

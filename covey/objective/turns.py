@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from covey.objective.advantage import centered, per_token, rollout_rewards, standardized
+from covey.objective.advantage import centered, per_token, returns, rollout_rewards, standardized
 from covey.types import Batch
 
 
@@ -56,12 +56,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
     last = present.long().cumsum(dim=1).argmax(dim=1, keepdim=True)
     rest = rollout_rewards(batch).double() - rewards.sum(dim=1)
     rewards = rewards.scatter_add(1, last, rest[:, None])
-    ahead = torch.zeros_like(rest)
-    returns = torch.zeros_like(rewards)
-    for k in reversed(range(count)):
-        ahead = torch.where(present[:, k], rewards[:, k] + gamma * ahead, ahead)
-        returns[:, k] = ahead
-    return TurnTable(returns, present, state, number)
+    return TurnTable(returns(rewards, present, gamma=gamma), present, state, number)
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:

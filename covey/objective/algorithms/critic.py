@@ -48,5 +48,5 @@ def ppo() -> Objective:
         penalty=k1,
         beta=0.05,
         kl_in="reward",
-        reads=critic.READS,
+        reads=frozenset({"values"}),
     )

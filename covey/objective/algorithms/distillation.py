@@ -70,5 +70,5 @@ def sdpo(*, task: float = 0.0) -> Objective:
         ratio=ratio.token,
         surrogate=partial(surrogate.truncated_weight, max_weight=2.0),
         weights=weights.token_mean,
-        reads=distill.SELF_TAUGHT | ({"groups"} if task else set()),
+        reads=distill.READS | ({"privileged", "groups"} if task else {"privileged"}),
     )

@@ -115,18 +115,9 @@ def rloo() -> Objective:
 
 
 @takes(
-    "clip_low",
-    "clip_high",
-    "beta1",
-    "beta2",
-    "mean",
-    "scope",
-    "beta",
-    "kl",
-    "ddof",
-    "eps",
+    "clip_low", "clip_high", "beta1", "beta2", "mean", "scope", "beta", "kl", "ddof", "eps",
     "entropy_floor",
-)
+)  # fmt: skip
 def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objective:
     """GRPO-S, arXiv 2508.04349 (v5): rewards shaped by the mean entropy H_i of each completion.
 

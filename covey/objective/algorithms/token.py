@@ -10,18 +10,9 @@ from covey.objective.loss import Objective
 
 
 @takes(
-    "clip_low",
-    "clip_high",
-    "alpha1",
-    "alpha2",
-    "scope",
-    "norm",
-    "beta",
-    "kl",
-    "ddof",
-    "eps",
+    "clip_low", "clip_high", "alpha1", "alpha2", "scope", "norm", "beta", "kl", "ddof", "eps",
     "entropy_floor",
-)
+)  # fmt: skip
 def gtpo() -> Objective:
     """Group Token Policy Optimization, arXiv 2508.04349 (v5): rewards shaped by token entropy H.
 
