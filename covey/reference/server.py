@@ -49,6 +49,9 @@ BODY_RATE = 2**18
 """Minimum upload rate in bytes per second. A client that uploads at BODY_RATE bytes per second or
 faster never times out."""
 
+LOGITS_MEGABYTES = 256.0
+"""The memory for the logits that the server computes at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -114,7 +117,7 @@ class Service:
                 values = await asyncio.wrap_future(self.batcher.submit(wanted))
         except WireError as error:
             raise RefusedError(422, str(error)) from None
-        except QueueFullError:
+        except queue.Full:
             raise RefusedError(503, "the queue is full") from None
         except TimeoutError:
             raise RefusedError(503, f"not done within {self.settings.timeout:g} s") from None
@@ -140,12 +143,11 @@ class Service:
 
     async def metrics(self) -> Response:
         """Answer GET /metrics."""
-        counts = self.batcher.counts
         values = {
             "requests_total": self.requests,
-            "tokens_total": counts.tokens,
-            "batches_total": counts.batches,
-            "seconds_total": counts.seconds,
+            "tokens_total": self.batcher.tokens,
+            "batches_total": self.batcher.batches,
+            "seconds_total": self.batcher.seconds,
             "queue_length": self.batcher.waiting,
         }
         lines = []
@@ -181,31 +183,27 @@ class Service:
             raise RefusedError(408, line) from None
         return bytes(body) if seen <= keep else None
 
-    async def _check_token(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        wanted = f"Bearer {self.settings.token}".encode()
-        if self.settings.token and not hmac.compare_digest(given, wanted):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.timeout):
-                    await self._body(request, keep=0)
-            raise RefusedError(401, "the bearer token is missing or wrong")
-
     async def guard(
         self, request: Request, handle: Callable[[Request], Awaitable[Response]]
     ) -> Response:
         """Check the bearer token before the body is read, and send errors as one line of JSON."""
         self.requests += 1
+        given = request.headers.get("authorization", "").encode()
+        wanted = f"Bearer {self.settings.token}".encode()
         try:
-            await self._check_token(request)
+            if self.settings.token and not hmac.compare_digest(given, wanted):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.settings.timeout):
+                        await self._body(request, keep=0)
+                raise RefusedError(401, "the bearer token is missing or wrong")
             response = await handle(request)
         except RefusedError as refused:
             response = JSONResponse({"error": str(refused)}, status_code=refused.status)
             if refused.status == 503:
                 response.headers["Retry-After"] = "1"
             if refused.status in (401, 408, 413):
-                response.headers["Connection"] = (
-                    "close"  # without it, the rest of the body would be read
-                )
+                # Otherwise, the server would read the rest of the body.
+                response.headers["Connection"] = "close"
         except Exception as error:
             line = printable_line(f"{type(error).__name__}: {error}", 300)
             response = JSONResponse({"error": line}, status_code=500)
@@ -245,19 +243,6 @@ class QueuedRequest:
     result: Future[LogProbs] = field(default_factory=Future)
 
 
-@dataclass(slots=True, kw_only=True)
-class Counts:
-    """Counters of finished batches and tokens, which only the batcher's thread writes."""
-
-    batches: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-class QueueFullError(Exception):
-    """Raised if the request queue is full."""
-
-
 class Batcher:
     """Answers queued requests in order of arrival, several requests per batch.
 
@@ -265,13 +250,12 @@ class Batcher:
     by rounding errors, up to 1e-5 in float32 on a CPU.
     """
 
-    def __init__(
-        self, model: LanguageModel, *, max_tokens: int, waiting: int, logits_megabytes: float = 256
-    ) -> None:
+    def __init__(self, model: LanguageModel, *, max_tokens: int, waiting: int) -> None:
         self.model = model
         self.max_tokens = max_tokens
-        self.logits_megabytes = logits_megabytes
-        self.counts = Counts()
+        # Counters of finished work, which only the batcher's thread writes.
+        self.batches = self.tokens = 0
+        self.seconds = 0.0
         self._queue: queue.Queue[QueuedRequest] = queue.Queue(maxsize=waiting)
         self._left_over: QueuedRequest | None = None
         model.model.requires_grad_(False).eval()
@@ -283,12 +267,9 @@ class Batcher:
         return self._queue.qsize()
 
     def submit(self, request: LogpRequest) -> Future[LogProbs]:
-        """Queue a request. Raises QueueFullError if too many requests wait."""
+        """Queue a request. Raises queue.Full if too many requests wait."""
         queued = QueuedRequest(request)
-        try:
-            self._queue.put_nowait(queued)
-        except queue.Full:
-            raise QueueFullError from None
+        self._queue.put_nowait(queued)
         return queued.result
 
     def _run(self) -> None:
@@ -327,10 +308,10 @@ class Batcher:
             for queued in batch:
                 self._finish([queued])
             return
-        self.counts.batches += 1
-        self.counts.seconds += time.perf_counter() - started
+        self.batches += 1
+        self.seconds += time.perf_counter() - started
         for queued, result in zip(batch, results, strict=True):
-            self.counts.tokens += int(queued.request.batch.mask.sum())
+            self.tokens += int(queued.request.batch.mask.sum())
             queued.result.set_result(result)
 
     @torch.no_grad()
@@ -342,7 +323,7 @@ class Batcher:
                 self.model,
                 to_device(batch.rows(index), self.model.device),
                 temperature=requests[0].temperature,
-                logits_megabytes=self.logits_megabytes,
+                logits_megabytes=LOGITS_MEGABYTES,
             )
             for target, values in zip(whole, part, strict=True):
                 target[index, : values.shape[1]] = values.float().cpu()
