@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from covey.environments.environment import Start
+from covey.environments.environment import Start, appended
 from covey.environments.tools import Tool, ToolEnvironment, tools_of
 from covey.errors import ConfigError
-from covey.types import Message, Prompt
+from covey.types import Prompt
 
 
 def is_contract(kind: Callable[..., Any]) -> bool:
@@ -75,9 +76,7 @@ class TrlEnvironment(ToolEnvironment):
             return start
         if not isinstance(shown, str):
             raise TypeError(f"reset returned {type(shown).__name__}; only text is supported")
-        *before, last = prompt.messages
-        messages: list[Message] = [*before, {**last, "content": last["content"] + shown}]
-        return Start(messages=messages, tools=start.tools)
+        return replace(start, messages=appended(prompt.messages, shown))
 
     async def reward(self) -> Any:
         """Return the result of the TRL-style class's `get_reward`."""

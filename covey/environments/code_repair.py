@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from covey.environments.environment import Start, Step
+from covey.environments.environment import Start, Step, appended
 from covey.environments.programs import Programs
 from covey.environments.tools import ToolEnvironment, ToolError
 from covey.errors import ConfigError
@@ -82,10 +82,8 @@ class CodeRepair(ToolEnvironment):
         self._tests = parse_tests(prompt.info)
         self._program = await self._broken(prompt, seed)
         rules = RULES.format(program=self._program, rounds=self._max_rounds)
-        *before, last = prompt.messages
-        content = f"{last['content']}\n\n{rules}"
         start = super().reset(prompt, seed)
-        return replace(start, messages=[*before, {**last, "content": content}])
+        return replace(start, messages=appended(prompt.messages, f"\n\n{rules}"))
 
     async def _broken(self, prompt: Prompt, seed: int) -> str:
         if "broken" in prompt.info:
