@@ -119,10 +119,9 @@ def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
 
 def test_a_class_in_trls_style_is_an_environment() -> None:
     from covey.environments.drive import Driver
-    from covey.environments.host import settle
     from covey.types import Prompt
 
-    driver = Driver(as_environment(worlds.Shop), settle)
+    driver = Driver(as_environment(worlds.Shop))
     user = {"role": "user", "content": "Shop."}
     prompt = Prompt(id="p", task="t", target="", messages=(user,), info={"budget": 5})
     start = driver.start(prompt, 0)
