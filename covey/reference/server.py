@@ -49,9 +49,6 @@ BODY_RATE = 2**18
 """Minimum upload rate in bytes per second. A client that uploads at BODY_RATE bytes per second or
 faster never times out."""
 
-LOGITS_MEGABYTES = 256.0
-"""The memory for the logits that the server computes at once."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -317,20 +314,15 @@ class Batcher:
     @torch.no_grad()
     def _compute(self, requests: Sequence[LogpRequest]) -> list[LogProbs]:
         batch = joined([r.batch for r in requests])
-        whole = LogProbs(logp=torch.zeros(batch.mask.shape), entropy=torch.zeros(batch.mask.shape))
+        whole = torch.zeros((len(LogProbs._fields), *batch.mask.shape))
         for index in micro_batches(batch, self.max_tokens):
-            part = batch_logp(
-                self.model,
-                to_device(batch.rows(index), self.model.device),
-                temperature=requests[0].temperature,
-                logits_megabytes=LOGITS_MEGABYTES,
-            )
+            rows = to_device(batch.rows(index), self.model.device)
+            part = batch_logp(self.model, rows, temperature=requests[0].temperature)
             for target, values in zip(whole, part, strict=True):
                 target[index, : values.shape[1]] = values.float().cpu()
         results, start = [], 0
         for request in requests:
-            rows, width = request.batch.tokens.shape
-            cells = slice(start, start + rows), slice(0, width)
-            results.append(LogProbs(logp=whole.logp[cells], entropy=whole.entropy[cells]))
-            start += rows
+            count, width = request.batch.tokens.shape
+            results.append(LogProbs(*whole[:, start : start + count, :width]))
+            start += count
         return results
