@@ -137,7 +137,11 @@ def composed(
 ) -> Objective:
     """Return an objective made of the named advantage, ratio, surrogate and weights."""
     names = {"advantage": advantage, "ratio": ratio, "surrogate": surrogate, "weights": weights}
-    pieces: dict[str, Any] = {kind: _piece(kind, name) for kind, name in names.items()}
+    for kind, name in names.items():
+        if not isinstance(name, str) or name not in PIECES[kind]:
+            hint = nearest(str(name), PIECES[kind])
+            raise ConfigError(f"config: objective.{kind} = {name!r} is not known{hint}")
+    pieces: dict[str, Any] = {kind: PIECES[kind][name] for kind, name in names.items()}
     return Objective(**pieces, reads=READS.get(pieces["advantage"], COMPARES))
 
 
@@ -147,14 +151,6 @@ def composer(given: Mapping[str, Any]) -> Algorithm:
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]
     return takes(*PIECES, *options, "beta", "kl")(pieces)
-
-
-def _piece(kind: str, name: Any) -> Callable[..., Any]:
-    registry = PIECES[kind]
-    if not isinstance(name, str) or name not in registry:
-        hint = nearest(str(name), registry)
-        raise ConfigError(f"config: objective.{kind} = {name!r} is not known{hint}")
-    return registry[name]
 
 
 def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
