@@ -21,7 +21,7 @@ from covey.errors import ConfigError
 from covey.objective.correction import mean_one, no_veto
 from covey.objective.masked import bounded, difference, row_mean, scored_tokens
 from covey.objective.penalty import Penalty, adapted_beta, k3
-from covey.objective.ratio import PER_SEQUENCE, Ratio
+from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 from covey.objective.rollouts import joined
 from covey.objective.surrogate import Gain, Tokens
 from covey.types import Batch, Totals
@@ -67,8 +67,9 @@ class Objective:
     """Function that returns a training step's advantages [B, T], with one row per rollout. With
     filter.skip_zero_gradient, the function gets old_logp only if the objective's `reads` contains
     "old_logp"."""
-    ratio: Ratio
-    """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
+    ratio: Ratio = token
+    """Function that returns the log-ratio [B, T], given logp - old_logp and the mask. By default,
+    each token has its own ratio."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
     """Function that returns token weights [B, T], given a batch and the step's `Totals`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.objective import advantage, ratio, surrogate, turns, weights
+from covey.objective import advantage, surrogate, turns, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
 
@@ -39,7 +39,6 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     """
     return Objective(
         advantage=advantage.parts_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
         parts=tuple(parts),
@@ -68,7 +67,6 @@ def maxrl() -> Objective:
     """
     return Objective(
         advantage=advantage.divided_by_mean,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
@@ -99,7 +97,6 @@ def pkpo() -> Objective:
     """
     return Objective(
         advantage=advantage.best_of_k,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
@@ -125,7 +122,6 @@ def gfpo() -> Objective:
     """
     return Objective(
         advantage=advantage.kept_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
     )
@@ -148,7 +144,6 @@ def scalerl() -> Objective:
     """
     return Objective(
         advantage=advantage.mixed_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.truncated_weight,
         weights=weights.group_mean_token_mean,
         reads=frozenset({"groups", "sampler_as_old"}),
@@ -176,7 +171,6 @@ def gigpo() -> Objective:
     """
     return Objective(
         advantage=turns.by_state,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
     )

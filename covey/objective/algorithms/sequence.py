@@ -81,7 +81,6 @@ def gmpo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.geometric_clipped,
         weights=weights.sequence_mean_token_mean,
     )

@@ -41,7 +41,6 @@ def gtpo() -> Objective:
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
-        ratio=ratio.token,
         surrogate=partial(surrogate.clipped, clip_high=0.28),
         weights=weights.token_mean,
         reads=shaping.SHAPED_BY_ENTROPY,
@@ -92,7 +91,6 @@ def clip_cov() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.clipped_without_marked,
         weights=weights.token_mean,
         marks=marks.random_within_bounds,
@@ -113,7 +111,6 @@ def kl_cov() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.penalized_where_marked,
         weights=weights.token_mean,
         marks=marks.largest,
