@@ -164,7 +164,7 @@ def _loss(
         found = value_loss(objective, batch, _at_least_float32(new_values))
         observe_values(meter, batch, found)
         of_critic = found.loss
-    metrics = summary(meter)
+    metrics = summary(meter.measured())
     if batch.targets is not None and batch.values is not None:
         explained = explained_variance(batch.values, batch.targets, batch.mask)
         if math.isfinite(explained):  # it is not finite if all targets are equal

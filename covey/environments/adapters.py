@@ -15,37 +15,33 @@ optional `get_reward`. Differences to TRL:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from covey.environments.environment import Start
+from covey.environments.environment import Start, appended
 from covey.environments.tools import Tool, ToolEnvironment, tools_of
 from covey.errors import ConfigError
-from covey.types import Message, Prompt
-
-
-def is_contract(kind: Callable[..., Any]) -> bool:
-    """Return whether a class has `step`, and a `reset` with a seed, as Covey expects."""
-    reset = getattr(kind, "reset", None)
-    return (
-        hasattr(kind, "step") and "seed" in inspect.signature(reset).parameters if reset else False
-    )
+from covey.types import Prompt
 
 
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
     """Return a class unchanged if it has Covey's interface; wrap a TRL-style class in an adapter.
 
-    If `kind` is a function that returns environments, return the function unchanged.
+    A class with Covey's interface has `step`, and a `reset` with a seed. If `kind` is a function
+    that returns environments, return the function unchanged.
     """
-    if not inspect.isclass(kind) or is_contract(kind):
+    if not inspect.isclass(kind):
         return kind
-    if not hasattr(kind, "reset"):
+    reset = getattr(kind, "reset", None)
+    if reset is None:
         raise ConfigError(
             f"environment: {kind.__name__} has no method reset; an environment needs either "
             "reset(prompt, seed) and step(message), or reset(**row) and public methods as tools"
         )
-    return partial(TrlEnvironment, kind)
+    is_ours = hasattr(kind, "step") and "seed" in inspect.signature(reset).parameters
+    return kind if is_ours else partial(TrlEnvironment, kind)
 
 
 class TrlEnvironment(ToolEnvironment):
@@ -62,7 +58,8 @@ class TrlEnvironment(ToolEnvironment):
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
         """Start the episode: pass the prompt as a TRL dataset row to the wrapped `reset`."""
-        row = _row(prompt)
+        columns = {"target": prompt.target, "answer": prompt.target, **prompt.info}
+        row: dict[str, Any] = {**columns, "prompt": [dict(m) for m in prompt.messages]}
         parameters = inspect.signature(self._inner.reset).parameters
         if "seed" in parameters:
             row["seed"] = seed
@@ -75,17 +72,9 @@ class TrlEnvironment(ToolEnvironment):
             return start
         if not isinstance(shown, str):
             raise TypeError(f"reset returned {type(shown).__name__}; only text is supported")
-        *before, last = prompt.messages
-        messages: list[Message] = [*before, {**last, "content": last["content"] + shown}]
-        return Start(messages=messages, tools=start.tools)
+        return replace(start, messages=appended(prompt.messages, shown))
 
     async def reward(self) -> Any:
         """Return the result of the TRL-style class's `get_reward`."""
         reward = self._inner.get_reward()
         return await reward if inspect.isawaitable(reward) else reward
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as a dataset row with TRL's columns."""
-    columns: Mapping[str, Any] = {"target": prompt.target, "answer": prompt.target, **prompt.info}
-    return {**columns, "prompt": [dict(message) for message in prompt.messages]}

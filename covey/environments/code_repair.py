@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
-from covey.environments.environment import Start, Step
+from covey.environments.environment import Start, Step, appended
 from covey.environments.programs import Programs
 from covey.environments.tools import ToolEnvironment, ToolError
 from covey.errors import ConfigError
@@ -82,10 +83,8 @@ class CodeRepair(ToolEnvironment):
         self._tests = parse_tests(prompt.info)
         self._program = await self._broken(prompt, seed)
         rules = RULES.format(program=self._program, rounds=self._max_rounds)
-        *before, last = prompt.messages
-        content = f"{last['content']}\n\n{rules}"
         start = super().reset(prompt, seed)
-        return replace(start, messages=[*before, {**last, "content": content}])
+        return replace(start, messages=appended(prompt.messages, f"\n\n{rules}"))
 
     async def _broken(self, prompt: Prompt, seed: int) -> str:
         if "broken" in prompt.info:
@@ -188,19 +187,16 @@ def _without_harness(text: str) -> str:
 
 # Inserts small errors into Python programs, such as `<` in place of `<=`.
 
-_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+_OPERATORS: dict[type[ast.AST], Callable[[], Any]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-}  # fmt: skip
-_COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mod,
-    ast.Mod: ast.FloorDiv, ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.Div: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 _CALLED = {
     "min": "max", "max": "min", "sum": "max", "any": "all", "all": "any", "sorted": "list",
     "reversed": "list", "abs": "int", "list": "set",
 }  # fmt: skip
-_JOINED: dict[type[ast.boolop], type[ast.boolop]] = {ast.And: ast.Or, ast.Or: ast.And}
 
 
 def mutants(program: str, random: Random) -> Iterator[str]:
@@ -221,12 +217,10 @@ def _mutate(node: ast.AST) -> bool:
     """Insert an error into a node of a syntax tree; return whether the node was changed."""
     if isinstance(node, ast.Constant):
         return _mutate_constant(node)
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:
-        node.ops[0] = _COMPARED[type(node.ops[0])]()
-    elif isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in _COMPUTED:
-        node.op = _COMPUTED[type(node.op)]()
-    elif isinstance(node, ast.BoolOp):
-        node.op = _JOINED[type(node.op)]()
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPERATORS:
+        node.ops[0] = _OPERATORS[type(node.ops[0])]()
+    elif isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in _OPERATORS:
+        node.op = _OPERATORS[type(node.op)]()
     elif isinstance(node, ast.Name) and node.id in _CALLED:
         node.id = _CALLED[node.id]
     elif isinstance(node, ast.Call) and len(node.args) > 1:

@@ -6,12 +6,15 @@ run in worker processes.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cache, wraps
+from typing import Any, ParamSpec
 
 from covey.environments.environment import (
     Factory,
@@ -65,42 +68,65 @@ def chained(seen: str, reply: Reply) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-Settle = Callable[[Awaitable[Any]], Any]
-"""A function that waits for the result of an async method."""
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop for async environment methods; it runs in its own thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
+    return loop
+
+
+def _settled(value: Any) -> Any:
+    """Return the result of an environment's method; if the method is async, wait for the result."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def settled() -> Any:
+        return await value
+
+    return asyncio.run_coroutine_threadsafe(settled(), _loop()).result()
+
+
+Given = ParamSpec("Given")
+
+
+def _guarded(run: Callable[Given, Reply]) -> Callable[Given, Reply]:
+    """Return a method that turns every exception into a reply that ends the episode."""
+
+    @wraps(run)
+    def guarded(*args: Given.args, **kwargs: Given.kwargs) -> Reply:
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:  # an environment may raise any error, which ends its rollout
+            return Reply(done=True, error=f"{type(error).__name__}: {str(error)[:500]}")
+
+    return guarded
 
 
 @dataclass(slots=True)
 class Driver:
     """Runs one environment.
 
-    The environment's methods may block the thread that calls a Driver.
+    The environment's methods may block the thread that calls a Driver, which must not be the
+    thread of the event loop for async methods.
     """
 
     factory: Factory
-    settle: Settle
     environment: Any = field(init=False, default=None)
 
+    @_guarded
     def start(self, prompt: Prompt, seed: int) -> Reply:
         """Make the environment and start its episode."""
-        return self._guarded(lambda: self._start(prompt, seed))
-
-    def step(self, message: Message) -> Reply:
-        """Pass a message of the policy to the environment."""
-        return self._guarded(lambda: self._step(message))
-
-    def end(self) -> Reply:
-        """End an episode that has reached a limit, and return its reward."""
-        return self._guarded(lambda: Reply(done=True, outcome=self._outcome()))
-
-    def _start(self, prompt: Prompt, seed: int) -> Reply:
         self.environment = self.factory()
-        start = as_start(self._settled(self.environment.reset(prompt, seed)))
+        start = as_start(_settled(self.environment.reset(prompt, seed)))
         messages = as_messages(start.messages)
         tools = json.loads(json.dumps(list(start.tools)))
         return Reply(messages=messages, tools=tuple(tools), state=_digest(start.state, messages))
 
-    def _step(self, message: Message) -> Reply:
-        step = as_step(self._settled(self.environment.step(message)))
+    @_guarded
+    def step(self, message: Message) -> Reply:
+        """Pass a message of the policy to the environment."""
+        step = as_step(_settled(self.environment.step(message)))
         messages = as_messages(step.messages, MOST_CHARACTERS)
         done = step.done or not messages
         return Reply(
@@ -111,18 +137,14 @@ class Driver:
             outcome=self._outcome() if done else None,
         )
 
+    @_guarded
+    def end(self) -> Reply:
+        """End an episode that has reached a limit, and return its reward."""
+        return Reply(done=True, outcome=self._outcome())
+
     def _outcome(self) -> dict[str, float] | None:
         reward = getattr(self.environment, "reward", None)
-        return as_outcome(self._settled(reward())) if callable(reward) else None
-
-    def _settled(self, value: Any) -> Any:
-        return self.settle(value) if inspect.isawaitable(value) else value
-
-    def _guarded(self, run: Callable[[], Reply]) -> Reply:
-        try:
-            return run()
-        except Exception as error:  # an environment may raise any error, which ends its rollout
-            return Reply(done=True, error=f"{type(error).__name__}: {str(error)[:500]}")
+        return as_outcome(_settled(reward())) if callable(reward) else None
 
 
 def _digest(state: Any, messages: tuple[Message, ...]) -> str:

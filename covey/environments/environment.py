@@ -104,6 +104,12 @@ def is_quick(factory: Factory) -> bool:
     return bool(getattr(made, "quick", False))
 
 
+def appended(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return the messages with a text at the end of the last message."""
+    *before, last = messages
+    return [*before, {**last, "content": last["content"] + text}]
+
+
 def as_start(value: Any) -> Start:
     """Convert the result of `reset` to a Start, if it is messages or (messages, tools)."""
     if isinstance(value, Start):

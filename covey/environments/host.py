@@ -6,12 +6,8 @@ policy generates. The caller chooses an integer key that identifies each episode
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
-from collections.abc import Awaitable
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from covey.environments.drive import Driver, Reply
 from covey.environments.environment import Factory, is_quick, prepare
@@ -42,23 +38,6 @@ class Host(Protocol):
         """End all episodes and their processes."""
 
 
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop for async environment methods; it runs in its own thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
-    return loop
-
-
-def settle(value: Awaitable[Any]) -> Any:
-    """Run an async method to its end; do not call this from the event loop's own thread."""
-
-    async def settled() -> Any:
-        return await value
-
-    return asyncio.run_coroutine_threadsafe(settled(), _loop()).result()
-
-
 class InlineHost:
     """Runs environments with `quick = True` in this process, while the caller waits."""
 
@@ -69,7 +48,7 @@ class InlineHost:
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
         """Start an episode."""
-        self._episodes[key] = driver = Driver(self._factory, settle)
+        self._episodes[key] = driver = Driver(self._factory)
         self._add(key, driver.start(prompt, seed))
 
     def step(self, key: int, message: Message) -> None:

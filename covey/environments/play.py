@@ -9,7 +9,6 @@ from typing import Any
 
 from covey.environments.calls import CALL_FORMATS, assistant_message
 from covey.environments.drive import Driver
-from covey.environments.host import settle
 from covey.environments.registry import environment_factory
 from covey.types import Message, Prompt
 
@@ -45,7 +44,7 @@ def play(
     environment: Callable[[], Any], prompt: Prompt, turns: Sequence[str], *, seed: int = 0
 ) -> Played:
     """Run an episode with the given policy turns, until the episode ends or no turns are left."""
-    driver = Driver(environment_factory(environment), settle)
+    driver = Driver(environment_factory(environment))
     reply = driver.start(prompt, seed)
     messages = list(reply.messages)
     for text in turns:

@@ -11,6 +11,7 @@ error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -60,8 +61,8 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Keys of the episodes whose commands were running when the process died. The commands that
-    were running when the process died are retried one at a time."""
+    """Keys of the episodes whose commands were running when the process died. These commands are
+    retried one at a time."""
 
 
 class ProcessHost:
@@ -102,7 +103,8 @@ class ProcessHost:
             if lane.running:
                 self._kill(lane)
             elif lane.worker is not None:
-                lane.worker.connection.send(None)
+                with contextlib.suppress(OSError):  # the process died while it was idle
+                    lane.worker.connection.send(None)
             lane.queue.clear()
             lane.alone.clear()
         self._episodes.clear()
@@ -152,6 +154,8 @@ class ProcessHost:
                 self._lost(lane)
 
     def _started(self, lane: _Lane) -> Worker:
+        if lane.worker is not None and not lane.running and lane.worker.process.poll() is not None:
+            self._kill(lane)  # the process died while it was idle
         if lane.worker is None:
             worker = Worker(
                 self._payload, self._gigabytes, self._timeout, module="covey.environments.worker"

@@ -37,14 +37,10 @@ class Programs:
             raise ConfigError(
                 f"environment: seconds = {self.seconds} must be above 0 and at most 600"
             )
-        if not 64 <= self.memory_mb <= 1 << 20:
-            raise ConfigError(
-                f"environment: memory_mb = {self.memory_mb} must be from 64 to 1048576"
-            )
-        if not 100 <= self.output_chars <= 20_000:
-            raise ConfigError(
-                f"environment: output_chars = {self.output_chars} must be from 100 to 20000"
-            )
+        bounds = {"memory_mb": (64, 1 << 20), "output_chars": (100, 20_000)}
+        for name, (least, most) in bounds.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"environment: {name} = {value} must be from {least} to {most}")
         if not self.unsafe:
             require_isolation()
 

@@ -10,28 +10,40 @@ rollout batch. The rollouts may be in any order. Means and standard deviations a
 over the whole batch. Groups may have different sizes. A NaN reward means that scoring failed. A
 rollout without a reward is left out of all means and standard deviations, and its advantage is 0.
 The functions in the second half of this module take the batch and return the advantages of all
-tokens [B, T]. An `Objective` can use a function from the second half of this module as its
-`advantage`. The function's keyword arguments are options of the objective.
+tokens [B, T]; `of_rewards` makes such a function from a function of rewards. An `Objective` can use
+a function from the second half of this module as its `advantage`. The function's keyword arguments
+are options of the objective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from math import comb
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from covey.errors import ConfigError
-from covey.objective.masked import row_sum
+from covey.objective.masked import row_sum, scored_tokens
 from covey.types import EQUAL_REWARDS, Batch
+
+Metric = Literal["length", "rate"]
+Baseline = Literal["loo1", "loo", "centred"]
 
 
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each group's values, repeated for every rollout of the group, [B]."""
+    """Return the sum of each group's values, repeated for every rollout of the group, [B, ...]."""
     ids, index = group.unique(return_inverse=True)
-    sums = values.new_zeros(len(ids))
+    sums = values.new_zeros(len(ids), *values.shape[1:])
     return sums.index_add(0, index, values)[index]
+
+
+def rows_of_groups(group: torch.Tensor, among: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the indices of each group's rollouts, if the mask `among` [B] includes them."""
+    for number in group.unique():
+        yield ((group == number) & among).nonzero().squeeze(1)
 
 
 def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
@@ -131,22 +143,6 @@ def sum_of_standardized(
     return batch_standardized(total.where(scored, torch.nan), group, ddof=ddof, eps=eps)
 
 
-def relative_to_mean(
-    rewards: torch.Tensor, group: torch.Tensor, *, all_wrong: Literal["zero", "minus_one"] = "zero"
-) -> torch.Tensor:
-    """Return (R_i - mean_g R) / mean_g R; `all_wrong` gives the result if all rewards are 0.
-
-    MaxRL.
-    """
-    scored = ~rewards.isnan()
-    if bool((rewards[scored] < 0).any()):
-        raise ConfigError("maxrl divides by the mean reward, so rewards must not be negative")
-    mean = group_sum(rewards.double().where(scored, 0.0), group)
-    mean = mean / group_sum(scored.double(), group).clamp(min=1.0)
-    advantage = _divided(centered(rewards, group), mean)
-    return advantage.where((mean > 0) | ~scored, -1.0 if all_wrong == "minus_one" else 0.0)
-
-
 def all_equal(values: torch.Tensor) -> bool:
     """Return whether all values are equal up to rounding; `values` must not be empty."""
     bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)
@@ -188,9 +184,20 @@ def reward_itself(batch: Batch) -> torch.Tensor:
     return per_token(rollout_rewards(batch).nan_to_num(nan=0.0), batch.mask)
 
 
-def group_centered(batch: Batch) -> torch.Tensor:
-    """The reward minus the mean reward of its group, R_i - mean_g R. Dr.GRPO, arXiv 2503.20783."""
-    return per_token(centered(rollout_rewards(batch), batch.group), batch.mask)
+def of_rewards(rule: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Turn a function of rewards and group ids into an `advantage` function of a batch."""
+
+    @wraps(rule)
+    def advantage(batch: Batch, **options: Any) -> torch.Tensor:
+        return per_token(rule(rollout_rewards(batch), batch.group, **options), batch.mask)
+
+    return advantage
+
+
+group_centered = of_rewards(centered)
+group_standardized = of_rewards(standardized)
+standardized_by_batch = of_rewards(batch_standardized)
+against_the_others = of_rewards(leave_one_out)
 
 
 def parts_standardized(
@@ -231,63 +238,38 @@ def parts_standardized(
     return per_token(advantage, batch.mask)
 
 
+@of_rewards
 def divided_by_mean(
-    batch: Batch, *, all_wrong: Literal["zero", "minus_one"] = "zero"
+    rewards: torch.Tensor, group: torch.Tensor, *, all_wrong: Literal["zero", "minus_one"] = "zero"
 ) -> torch.Tensor:
     """The relative distance of the reward from its group's mean, (R_i - mean_g R) / mean_g R.
 
-    MaxRL, arXiv 2602.02710.
+    MaxRL, arXiv 2602.02710. The option `all_wrong` gives the advantage if all rewards of a group
+    are 0.
     """
-    advantage = relative_to_mean(rollout_rewards(batch), batch.group, all_wrong=all_wrong)
-    return per_token(advantage, batch.mask)
+    scored = ~rewards.isnan()
+    if bool((rewards[scored] < 0).any()):
+        raise ConfigError("maxrl divides by the mean reward, so rewards must not be negative")
+    mean = group_sum(rewards.double().where(scored, 0.0), group)
+    mean = mean / group_sum(scored.double(), group).clamp(min=1.0)
+    advantage = _divided(centered(rewards, group), mean)
+    return advantage.where((mean > 0) | ~scored, -1.0 if all_wrong == "minus_one" else 0.0)
 
 
-def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
+@of_rewards
+def mixed_standardized(
+    rewards: torch.Tensor, group: torch.Tensor, *, ddof: int = 1, eps: float = 1e-6
+) -> torch.Tensor:
     """ScaleRL's advantage: (R_i - mean_g R) / (std + eps), with the std over mixed groups.
 
     A mixed group is a group whose rewards are not all equal. The std leaves out all other groups.
     Advantages are multiplied by (number of groups / number of mixed groups), which turns the loss's
     mean over all groups into a mean over the mixed groups.
     """
-    rewards = rollout_rewards(batch)
-    mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
-    groups = len(batch.group.unique()) / max(1, len(batch.group[mixed].unique()))
+    mixed = ~zero_variance(rewards, group) & ~rewards.isnan()
+    groups = len(group.unique()) / max(1, len(group[mixed].unique()))
     among = rewards.where(mixed, torch.nan)
-    scaled = batch_standardized(among, batch.group, ddof=ddof, eps=eps, of="centered")
-    return per_token(groups * scaled, batch.mask)
-
-
-def group_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """The reward standardized in its group, (R_i - mean_g R) / (std_g R + eps).
-
-    GRPO, arXiv 2402.03300.
-    """
-    rewards = rollout_rewards(batch)
-    return per_token(standardized(rewards, batch.group, ddof=ddof, eps=eps), batch.mask)
-
-
-def standardized_by_batch(
-    batch: Batch,
-    *,
-    ddof: int = 1,
-    eps: float = 1e-6,
-    of: Literal["rewards", "centered"] = "rewards",
-) -> torch.Tensor:
-    """The advantage of Lite PPO: (R_i - mean_g R) / (std + eps), with the std over the batch.
-
-    LitePPO, arXiv 2508.08221.
-    """
-    rewards = rollout_rewards(batch)
-    scaled = batch_standardized(rewards, batch.group, ddof=ddof, eps=eps, of=of)
-    return per_token(scaled, batch.mask)
-
-
-def against_the_others(batch: Batch) -> torch.Tensor:
-    """The reward minus the mean reward of the other rollouts in its group.
-
-    RLOO, arXiv 2402.14740.
-    """
-    return per_token(leave_one_out(rollout_rewards(batch), batch.group), batch.mask)
+    return groups * batch_standardized(among, group, ddof=ddof, eps=eps, of="centered")
 
 
 def length_weighted(batch: Batch) -> torch.Tensor:
@@ -299,16 +281,16 @@ def length_weighted(batch: Batch) -> torch.Tensor:
     return per_token(against_baseline(rollout_rewards(batch), batch.group, lengths), batch.mask)
 
 
-def scaled_up(batch: Batch) -> torch.Tensor:
+@of_rewards
+def scaled_up(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """The advantage of GPG: the centered reward R_i - mean_g R, times a factor alpha.
 
     GPG, arXiv 2504.02546. The factor alpha is the number of scored rollouts divided by the number
     of rollouts in groups whose rewards are not all equal.
     """
-    rewards = rollout_rewards(batch)
-    advantage, scored = centered(rewards, batch.group), ~rewards.isnan()
-    useful = scored & ~zero_variance(rewards, batch.group)
-    return per_token(advantage * scored.sum() / useful.sum().clamp(min=1), batch.mask)
+    scored = ~rewards.isnan()
+    useful = scored & ~zero_variance(rewards, group)
+    return centered(rewards, group) * scored.sum() / useful.sum().clamp(min=1)
 
 
 def group_whitened(
@@ -323,7 +305,7 @@ def group_whitened(
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
     advantage = group_centered(batch)
-    return whitened(advantage, batch.mask & ~batch.rewards.isnan()[:, None], eps=eps)
+    return whitened(advantage, scored_tokens(batch), eps=eps)
 
 
 def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> torch.Tensor:
@@ -332,7 +314,7 @@ def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> 
     The token reward r_u is -beta times the KL estimate k1_u, plus the rollout's reward R_i at the
     last trained token. The advantage does not depend on groups (arXiv 2501.03262).
     """
-    mask = batch.mask & ~batch.rewards.isnan()[:, None]
+    mask = scored_tokens(batch)
     return whitened(returns(token_rewards(batch), mask, gamma=gamma), mask, eps=eps)
 
 
@@ -353,31 +335,149 @@ def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch
     return total.where(mask, 0.0)
 
 
-def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
+@of_rewards
+def best_of_group(
+    rewards: torch.Tensor, group: torch.Tensor, *, ddof: int = 1, eps: float = 1e-6
+) -> torch.Tensor:
     """Advantages for pass@k training: only a group's best completion gets more than 0.
 
     arXiv 2503.19595. The best completion's advantage is (R_(1) - R_(2)) / (std_g R + eps), where
     R_(1) and R_(2) are the two highest rewards of the group. If several completions share the
     highest reward of a group, all advantages of the group are 0.
     """
-    rewards = rollout_rewards(batch)
-    scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)
+    scale = standardized(rewards, group, ddof=ddof, eps=eps)
     advantage = torch.zeros_like(scale)
-    for group in batch.group.unique():
-        rows = ((batch.group == group) & ~rewards.isnan()).nonzero().squeeze(1)
+    for rows in rows_of_groups(group, ~rewards.isnan()):
         if len(rows) > 1:
             best, second = scale[rows].topk(2).values
             advantage[rows[scale[rows].argmax()]] = best - second
-    return per_token(advantage, batch.mask)
+    return advantage
 
 
 def _divided(difference: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
     return difference / spread.where(spread > 0, 1.0)  # with eps 0 and equal rewards, spread is 0
 
 
-Advantage = Callable[..., "torch.Tensor"]
+def kept_standardized(
+    batch: Batch, *, keep: int = 4, metric: Metric = "length", ddof: int = 1, eps: float = 1e-6
+) -> torch.Tensor:
+    """Rewards standardized over the `keep` best completions of a group; 0 for other completions.
 
-ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
+    GFPO, arXiv 2508.09726.
+    """
+    rewards = rollout_rewards(batch)
+    kept = kept_rows(rewards, batch.mask.sum(dim=1), batch.group, keep=keep, metric=metric)
+    chosen = rewards.where(kept, torch.nan)
+    return per_token(standardized(chosen, batch.group, ddof=ddof, eps=eps), batch.mask)
+
+
+def kept_rows(
+    rewards: torch.Tensor,
+    lengths: torch.Tensor,
+    group: torch.Tensor,
+    *,
+    keep: int,
+    metric: Metric = "length",
+) -> torch.Tensor:
+    """Return a mask [B] of the `keep` best completions of each group.
+
+    With `metric = "length"`, the best completions are the shortest. With `metric = "rate"`, the
+    best completions have the most reward per token.
+
+    Ties go to the shorter completion, and then to the earlier completion. A completion that could
+    not be scored is never among the best completions.
+    """
+    scored = ~rewards.isnan()
+    if metric == "rate" and bool((rewards[scored] < 0).any()):
+        raise ConfigError(
+            "gfpo: metric = 'rate' needs rewards of at least 0, because with negative rewards "
+            "gfpo would keep the longest failed completions"
+        )
+    best = lengths.double()
+    if metric == "rate":
+        best = -(rewards.double() / lengths.clamp(min=1))
+    kept = torch.zeros_like(scored)
+    for rows in rows_of_groups(group, scored):
+        by_length = rows[lengths[rows].argsort(stable=True)]
+        kept[by_length[best[by_length].argsort(stable=True)][:keep]] = True
+    return kept
+
+
+# PKPO, arXiv 2505.15201: advantages for max@k, the best reward of k completions (pass@k if binary).
+#
+# The formulas use the n scored rewards g_1 to g_n of a group in ascending order, g_1 <= ... <= g_n:
+#
+#     rho_k(g) = 1/C(n,k) sum_{i>=k} C(i-1,k-1) g_i          the unbiased estimate of max@k
+#     s_i      = 1/C(n,k) [ C(i-1,k-1) g_i + sum_{j>i} C(j-2,k-2) g_j ]
+#
+# To get s_i, take all k-subsets that contain completion i, average the maximum rewards of these
+# subsets, and multiply by k/n.
+
+
+@of_rewards
+def best_of_k(
+    rewards: torch.Tensor, group: torch.Tensor, *, k: int = 4, baseline: Baseline = "loo1"
+) -> torch.Tensor:
+    """The advantage n (s_i - baseline) of each completion, which gives the gradient of max@k.
+
+    PKPO, arXiv 2505.15201.
+    """
+    advantage = torch.zeros_like(rewards, dtype=torch.float64)
+    for rows in rows_of_groups(group, ~rewards.isnan() & ~zero_variance(rewards, group)):
+        if len(rows) > 1:
+            advantage[rows] = len(rows) * subset_gains(rewards[rows], k=k, baseline=baseline)
+    return advantage
+
+
+def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.Tensor:
+    """Return s_i - baseline_i [n] for the rewards [n] of one group, in the same order.
+
+        loo1     k/n rho_{k-1} without i: the gain of i over subsets of k - 1 others; never negative
+        centred  k/n rho_k without i: results add up to 0; with k = 1 the result is RLOO / n
+        loo      k/(n-1) rho_k without i, the paper's equation 29
+
+    Each baseline gives an unbiased gradient. If scoring failed for some completions of a group, k
+    is lowered to the largest value that the baseline allows for the scored completions. With k = 1,
+    the baseline `loo1` equals `centred`.
+    """
+    n = len(rewards)
+    if baseline == "loo1" and k == 1:
+        baseline = "centred"
+    k = min(k, n if baseline == "loo1" else n - 1)
+    order = rewards.double().argsort(stable=True)
+    values = rewards.double()[order]
+    without = [torch.cat((values[:i], values[i + 1 :])) for i in range(n)]
+    if baseline == "loo1":
+        base = [k / n * best_of(rest, k - 1) for rest in without]
+    else:
+        base = [k / (n if baseline == "centred" else n - 1) * best_of(rest, k) for rest in without]
+    gains = torch.empty_like(values)
+    gains[order] = _shares(values, k) - torch.stack(base)
+    return gains
+
+
+def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Return rho_k, the mean of the maxima of all k-subsets; `values` [n] must ascend."""
+    return (values * _coefficients(values, lambda i: comb(i - 1, k - 1))).sum() / comb(
+        len(values), k
+    )
+
+
+def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the value s_i of each completion, given the rewards [n] in ascending order."""
+    own = values * _coefficients(values, lambda i: comb(i - 1, k - 1))
+    later = values * _coefficients(values, lambda j: comb(j - 2, k - 2) if min(j, k) >= 2 else 0)
+    above = later.flip(0).cumsum(0).flip(0) - later
+    return (own + above) / comb(len(values), k)
+
+
+def _coefficients(values: torch.Tensor, of: Callable[[int], int]) -> torch.Tensor:
+    """Return the values `of(1)`, ..., `of(n)` as a float64 tensor."""
+    counts = [float(of(rank)) for rank in range(1, len(values) + 1)]
+    return torch.tensor(counts, dtype=torch.float64, device=values.device)
+
+
+ADVANTAGES: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
     {
         "none": reward_itself,
         "centered": group_centered,
@@ -392,5 +492,7 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
         "parts_standardized": parts_standardized,
         "divided_by_mean": divided_by_mean,
         "mixed_standardized": mixed_standardized,
+        "best_of_k": best_of_k,
+        "kept_standardized": kept_standardized,
     }
 )

@@ -22,10 +22,8 @@ from covey.objective.advantage import (
     returns_whitened,
     reward_itself,
 )
-from covey.objective.best_of_k import best_of_k
 from covey.objective.distill import READS as TEACHER
 from covey.objective.distill import towards_teacher
-from covey.objective.keep import kept_standardized
 from covey.objective.loss import Need, Objective
 from covey.objective.penalty import PENALTIES, Kl
 from covey.objective.ratio import RATIOS
@@ -43,27 +41,22 @@ from covey.objective.weights import WEIGHTS
 Pieces = Mapping[str, Callable[..., Any]]
 Algorithm = Callable[..., Objective]
 
-SHAPED: Pieces = MappingProxyType(
-    {
-        "entropy_shaped_tokens": entropy_shaped_tokens,
-        "entropy_shaped_sequences": entropy_shaped_sequences,
-        "without_conflicts": without_conflicts,
-        "best_of_k": best_of_k,
-        "kept_standardized": kept_standardized,
-        "towards_teacher": towards_teacher,
-    }
-)
-TURNS: Pieces = MappingProxyType({"by_turn": by_turn, "by_state": by_state})
 PIECES: Mapping[str, Pieces] = MappingProxyType(
     {
-        "advantage": {**ADVANTAGES, **SHAPED, **TURNS},
+        "advantage": {
+            **ADVANTAGES,
+            "entropy_shaped_tokens": entropy_shaped_tokens,
+            "entropy_shaped_sequences": entropy_shaped_sequences,
+            "without_conflicts": without_conflicts,
+            "towards_teacher": towards_teacher,
+            "by_turn": by_turn,
+            "by_state": by_state,
+        },
         "ratio": RATIOS,
         "surrogate": SURROGATES,
         "weights": WEIGHTS,
     }
 )
-MORE_PIECES = ("marks", "targets", "value_loss")
-"""Kinds of component functions that only few objectives have."""
 COMPARES: frozenset[Need] = frozenset({"groups"})
 READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
     {
@@ -115,12 +108,13 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
     """Return an objective's functions by kind; the function `kl` sets the KL penalty."""
-    kinds = [*PIECES, *(k for k in MORE_PIECES if getattr(objective, k) is not None)]
+    kinds = (*PIECES, "marks", "targets", "value_loss")
+    functions = {k: f for k in kinds if (f := getattr(objective, k)) is not None}
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
     # In objectives of pairs it is "pair", which is not among the values of the option.
     place: Any = objective.kl_in
     kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=place)
-    return {**{kind: getattr(objective, kind) for kind in kinds}, "kl": kl}
+    return {**functions, "kl": kl}
 
 
 def _with_kl(
@@ -143,7 +137,11 @@ def composed(
 ) -> Objective:
     """Return an objective made of the named advantage, ratio, surrogate and weights."""
     names = {"advantage": advantage, "ratio": ratio, "surrogate": surrogate, "weights": weights}
-    pieces: dict[str, Any] = {kind: _piece(kind, name) for kind, name in names.items()}
+    for kind, name in names.items():
+        if not isinstance(name, str) or name not in PIECES[kind]:
+            hint = nearest(str(name), PIECES[kind])
+            raise ConfigError(f"config: objective.{kind} = {name!r} is not known{hint}")
+    pieces: dict[str, Any] = {kind: PIECES[kind][name] for kind, name in names.items()}
     return Objective(**pieces, reads=READS.get(pieces["advantage"], COMPARES))
 
 
@@ -153,14 +151,6 @@ def composer(given: Mapping[str, Any]) -> Algorithm:
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]
     return takes(*PIECES, *options, "beta", "kl")(pieces)
-
-
-def _piece(kind: str, name: Any) -> Callable[..., Any]:
-    registry = PIECES[kind]
-    if not isinstance(name, str) or name not in registry:
-        hint = nearest(str(name), registry)
-        raise ConfigError(f"config: objective.{kind} = {name!r} is not known{hint}")
-    return registry[name]
 
 
 def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,11 +14,9 @@ from __future__ import annotations
 import torch
 
 from covey.objective.advantage import token_rewards, whitened
-from covey.objective.loss import Need, ValueLoss
+from covey.objective.loss import ValueLoss
 from covey.objective.masked import row_tokens
 from covey.types import Batch
-
-READS: frozenset[Need] = frozenset({"values"})
 
 
 def gae(

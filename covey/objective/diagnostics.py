@@ -8,7 +8,7 @@ the batch once, instead of each token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -84,40 +84,34 @@ class Meter:
             self._ranges.setdefault(name, []).append((low.double(), high.double()))
 
     def measured(self) -> Measured:
-        """Fetch the sums, counts and ranges of all observations."""
-        numbers = self._fetched()
-        measured = Measured()
-        for names in self._sums:
-            totals, count = [next(numbers) for _ in names], next(numbers)
-            pairs = zip(names, totals, strict=True)
-            measured.sums.update((name, (total, count)) for name, total in pairs)
-        for name, values in self._added.items():
-            count = math.fsum(count for _, count in values)
-            measured.sums[name] = math.fsum(value for value, _ in values), count
-        for name in self._ranges:
-            measured.ranges[name] = next(numbers), next(numbers)
-        return measured
-
-    def _fetched(self) -> Iterator[float]:
-        """Copy all numbers from the device at once, and reduce the numbers per measurement.
+        """Copy all observations from the device at once, and reduce them per measurement.
 
         The CPU adds the few numbers of a measurement faster than a device could launch a kernel.
         """
         groups = (*self._sums.values(), *self._ranges.values())
         flat = [part.reshape(-1) for pairs in groups for pair in pairs for part in pair]
-        if not flat:
-            return iter(())
-        fetched = iter(torch.cat(flat).cpu().split([len(part) for part in flat]))
-        pairs_at_host = [[(next(fetched), next(fetched)) for _ in pairs] for pairs in groups]
-        parts: list[torch.Tensor] = []
-        for number, pairs in enumerate(pairs_at_host):
-            first, second = (torch.stack(side) for side in zip(*pairs, strict=True))
-            if number < len(self._sums):
-                parts += [first.sum(dim=0), second.sum()[None]]
-            else:
-                parts += [first.amin()[None], second.amax()[None]]
-        numbers: list[float] = torch.cat(parts).tolist()
-        return iter(numbers)
+        sizes = [len(part) for part in flat]
+        at_host = iter(torch.cat(flat).cpu().split(sizes) if flat else ())
+
+        def stacked(pairs: Sequence[object]) -> list[torch.Tensor]:
+            """Return the first tensors of all pairs, and the second tensors, from the host."""
+            copies = [(next(at_host), next(at_host)) for _ in pairs]
+            return [torch.stack(side) for side in zip(*copies, strict=True)]
+
+        measured = Measured()
+        for names, pairs in self._sums.items():
+            sums, counts = stacked(pairs)
+            totals, count = sums.sum(dim=0).tolist(), float(counts.sum())
+            measured.sums.update(
+                (n, (total, count)) for n, total in zip(names, totals, strict=True)
+            )
+        for name, values in self._added.items():
+            count = math.fsum(count for _, count in values)
+            measured.sums[name] = math.fsum(value for value, _ in values), count
+        for name, pairs in self._ranges.items():
+            low, high = stacked(pairs)
+            measured.ranges[name] = float(low.amin()), float(high.amax())
+        return measured
 
 
 def observe(
@@ -253,12 +247,7 @@ def observe_correction(meter: Meter, batch: Batch) -> None:
     meter.means(values, batch.mask)
 
 
-def summary(meter: Meter) -> dict[str, float]:
-    """Return every measured number, by the name of its metric."""
-    return summary_of(meter.measured())
-
-
-def summary_of(measured: Measured) -> dict[str, float]:
+def summary(measured: Measured) -> dict[str, float]:
     """Return every measured number, by the name of its metric."""
     numbers = measured.means()
     if "ratio_square" in numbers:
@@ -268,8 +257,7 @@ def summary_of(measured: Measured) -> dict[str, float]:
     if "rho_square" in numbers:
         numbers["debug/sampler_chi2"] = numbers.pop("rho_square") - 1.0
     if "correction_square" in numbers:
-        square = numbers.pop("correction_square")
-        share = numbers["policy/correction_mean"] ** 2 / square if square else 0.0
-        numbers["policy/correction_ess"] = share
+        square, mean = numbers.pop("correction_square"), numbers["policy/correction_mean"]
+        numbers["policy/correction_ess"] = mean**2 / square if square else 0.0
     numbers.pop("debug/sampler_logp_diff_min", None)
     return numbers

@@ -17,7 +17,6 @@ from covey.objective.masked import difference
 from covey.types import Batch
 
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
-SELF_TAUGHT: frozenset[Need] = READS | frozenset[Need]({"privileged"})
 LEAST_LOGP = -20.0
 """Teacher log-probabilities below this number are replaced by this number."""
 

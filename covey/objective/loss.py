@@ -19,9 +19,9 @@ import torch
 
 from covey.errors import ConfigError
 from covey.objective.correction import mean_one, no_veto
-from covey.objective.masked import bounded, difference, row_mean
+from covey.objective.masked import bounded, difference, row_mean, scored_tokens
 from covey.objective.penalty import Penalty, adapted_beta, k3
-from covey.objective.ratio import PER_SEQUENCE, Ratio
+from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 from covey.objective.rollouts import joined
 from covey.objective.surrogate import Gain, Tokens
 from covey.types import Batch, Totals
@@ -67,8 +67,9 @@ class Objective:
     """Function that returns a training step's advantages [B, T], with one row per rollout. With
     filter.skip_zero_gradient, the function gets old_logp only if the objective's `reads` contains
     "old_logp"."""
-    ratio: Ratio
-    """Function that returns the log-ratio [B, T], given logp - old_logp and the mask."""
+    ratio: Ratio = token
+    """Function that returns the log-ratio [B, T], given logp - old_logp and the mask. By default,
+    each token has its own ratio."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
     """Function that returns token weights [B, T], given a batch and the step's `Totals`."""
@@ -186,7 +187,7 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
     cannot learn from a rollout that could not be scored, so such a rollout gets no trained tokens.
     """
     if objective.targets is not None:
-        batch = replace(batch, mask=batch.mask & ~batch.rewards.isnan()[:, None])
+        batch = replace(batch, mask=scored_tokens(batch))
     rollouts = joined(batch)
     whole = rollouts.batch
     if objective.kl_in_reward:
@@ -198,32 +199,29 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
         batch = replace(batch, token_penalty=rollouts.split(penalty))
     if objective.targets is not None:
         batch = replace(batch, targets=rollouts.split(objective.targets(whole)))
-    advantage = _tensor(objective.advantage(whole), "advantage", whole.mask)
+    advantage = _of_shape(whole.mask, objective.advantage(whole))
     if objective.top_entropy < 1.0:
         advantage = advantage.where(_uncertain(whole, objective.top_entropy), 0.0)
     return replace(batch, advantage=rollouts.split(advantage))
 
 
-def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
-    """Return `value` if it is a tensor with the shape of `mask`; else raise `ConfigError`."""
-    if isinstance(value, torch.Tensor) and value.shape == mask.shape:
-        return value
-    shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+def _of_shape(mask: torch.Tensor, advantage: object) -> torch.Tensor:
+    """Return the advantages if they are a tensor with the shape of `mask`, else raise an error."""
+    if isinstance(advantage, torch.Tensor) and advantage.shape == mask.shape:
+        return advantage
+    kind = type(advantage).__name__
+    found = list(advantage.shape) if isinstance(advantage, torch.Tensor) else kind
     raise ConfigError(
-        f"objective: the {piece} function returned {shape}; it must return a tensor of shape "
+        f"objective: the advantage function returned {found}; it must return a tensor of shape "
         f"{list(mask.shape)}, with one value for each token of each completion"
     )
-
-
-def _name(function: object) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
     """Return a mask [B, T] of the fraction `share` of tokens with the highest entropy."""
     assert batch.entropy is not None, "a mask by entropy needs old_entropy"
     entropy = batch.entropy.double()
-    chosen = entropy[batch.mask & ~batch.rewards.isnan()[:, None]].sort().values
+    chosen = entropy[scored_tokens(batch)].sort().values
     if len(chosen) == 0:
         return torch.zeros_like(batch.mask)
     # A quantile with linear interpolation; torch.quantile is limited to 16 million elements.
@@ -260,15 +258,6 @@ def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
     return mean_one(factor, batch.mask) if objective.correction_mean_one else factor
 
 
-def _given_or_now(
-    objective: Objective, batch: Batch, old_logp: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the batch's corrections; compute them now if the batch has no old_logp."""
-    if batch.old_logp is not None or not objective.corrects:
-        return batch.correction
-    return _correction(objective, replace(batch, old_logp=old_logp))
-
-
 def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
     """Return the batch with the result of `objective.marks`, given the step's logp [B, T]."""
     if objective.marks is None:
@@ -300,73 +289,75 @@ def policy_loss(
     of a rollout must be in the same batch, because a ratio may depend on the whole rollout.
     `entropy` is the current policy's entropy, for an objective with an entropy bonus.
     """
-    assert batch.advantage is not None, "with_advantage comes first"
-    assert batch.weight is not None, "with_weight comes first"
-    if batch.one_row_each:
-        return _loss(objective, batch, logp, entropy)
     rollouts = joined(batch)
-    whole_entropy = None if entropy is None else rollouts.join(entropy)
-    whole = _loss(objective, rollouts.batch, rollouts.join(logp), whole_entropy)
+    batch, mask, split = rollouts.batch, rollouts.batch.mask, rollouts.split
+    assert batch.weight is not None, "with_weight comes first"
+    logp = rollouts.join(logp).where(mask, 0.0)
+    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp.where(mask, 0.0)
+    tokens, gain = _gain(objective, batch, logp, old_logp)
+    value, correction, penalty = gain.value, batch.correction, None
+    if objective.corrects and batch.old_logp is None:
+        correction = _correction(objective, replace(batch, old_logp=old_logp))
+    if correction is not None:
+        value = value * correction
+    kept = _kept(objective, batch, tokens)
+    if kept is not None:
+        value = value.where(kept, 0.0)
+    if objective.kl_in_loss:
+        assert batch.ref_logp is not None, "a penalty needs a reference"
+        d = bounded(difference(logp, batch.ref_logp, mask))
+        penalty = objective.penalty(d, bounded(logp - old_logp), mask)
+        value = value - objective.beta * penalty
+        penalty = penalty.detach()
+    if objective.entropy_bonus:
+        assert entropy is not None, "an entropy bonus needs the entropy"
+        value = value + objective.entropy_bonus * rollouts.join(entropy).where(mask, 0.0)
     return PolicyLoss(
-        loss=whole.loss,
-        x=rollouts.split(whole.x),
-        log_ratio=rollouts.split(whole.log_ratio),
-        gain=Gain._make(v if v is None else rollouts.split(v) for v in whole.gain),
-        penalty=None if whole.penalty is None else rollouts.split(whole.penalty),
-        kept=None if whole.kept is None else rollouts.split(whole.kept),
-        correction=None if whole.correction is None else rollouts.split(whole.correction),
+        loss=-(value * batch.weight.to(logp.dtype)).where(mask, 0.0).sum(),
+        x=split((logp - old_logp).detach()),
+        log_ratio=split(tokens.log_ratio.detach()),
+        gain=Gain._make(map(split, gain._replace(value=gain.value.detach()))),
+        penalty=split(penalty),
+        kept=split(kept),
+        correction=split(correction),
     )
 
 
-def _loss(
-    objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None
-) -> PolicyLoss:
-    """Return the loss of a batch with one row for each rollout."""
-    assert batch.advantage is not None
-    assert batch.weight is not None
-    mask = batch.mask
-    logp = logp.where(mask, 0.0)
-    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp.where(mask, 0.0)
+def _gain(
+    objective: Objective, batch: Batch, logp: torch.Tensor, old_logp: torch.Tensor
+) -> tuple[Tokens, Gain]:
+    """Return the inputs and the outputs of the objective's surrogate."""
+    assert batch.advantage is not None, "with_advantage comes first"
     tokens = Tokens(
-        log_ratio=objective.ratio(logp - old_logp, mask),
+        log_ratio=objective.ratio(logp - old_logp, batch.mask),
         logp=logp,
         old_logp=old_logp,
         advantage=batch.advantage.to(logp.dtype),
-        mask=mask,
+        mask=batch.mask,
         marked=batch.marked,
         ref_logp=batch.ref_logp,
         beta=objective.beta,
     )
     gain = objective.surrogate(tokens)
     if not isinstance(gain, Gain):
+        function = objective.surrogate
         raise ConfigError(
-            f"objective: the surrogate {_name(objective.surrogate)} returned "
+            "objective: the surrogate "
+            f"{getattr(function, '__name__', type(function).__name__)} returned "
             f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
         )
-    correction = _given_or_now(objective, batch, old_logp)
-    value = gain.value if correction is None else gain.value * correction
-    kept = _kept(objective, batch, tokens)
-    if kept is not None:
-        value = value.where(kept, 0.0)
-    penalty = None
-    if objective.kl_in_loss:
-        assert batch.ref_logp is not None, "a penalty needs a reference"
-        d = bounded(difference(logp, batch.ref_logp, mask))
-        penalty = objective.penalty(d, bounded(logp - old_logp), mask)
-        value = value - objective.beta * penalty
-    if objective.entropy_bonus:
-        assert entropy is not None, "an entropy bonus needs the entropy"
-        value = value + objective.entropy_bonus * entropy.where(mask, 0.0)
-    loss = -(value * batch.weight.to(logp.dtype)).where(mask, 0.0).sum()
-    return PolicyLoss(
-        loss=loss,
-        x=(logp - old_logp).detach(),
-        log_ratio=tokens.log_ratio.detach(),
-        gain=gain._replace(value=gain.value.detach()),
-        penalty=None if penalty is None else penalty.detach(),
-        kept=kept,
-        correction=correction,
-    )
+    return tokens, gain
+
+
+def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
+    """Return a mask [B, T] of the tokens that `off_policy_limit` keeps; None if it is 0.
+
+    DeepSeek-V3.2, equation 9.
+    """
+    if not objective.off_policy_limit:
+        return None
+    fallen = row_mean(difference(batch.sampler_logp, tokens.logp.detach(), batch.mask), batch.mask)
+    return ~((tokens.advantage < 0) & (fallen > objective.off_policy_limit))
 
 
 class CriticLoss(NamedTuple):
@@ -392,14 +383,3 @@ def value_loss(
     tokens = objective.value_loss(values.where(mask, 0.0), old, targets)
     count = max(1, (totals or Totals.of(batch)).tokens)
     return CriticLoss(tokens.loss.where(mask, 0.0).sum() / count, tokens)
-
-
-def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
-    """Return a mask [B, T] of the tokens that `off_policy_limit` keeps; None if it is 0.
-
-    DeepSeek-V3.2, equation 9.
-    """
-    if not objective.off_policy_limit:
-        return None
-    fallen = row_mean(difference(batch.sampler_logp, tokens.logp.detach(), batch.mask), batch.mask)
-    return ~((tokens.advantage < 0) & (fallen > objective.off_policy_limit))

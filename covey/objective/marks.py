@@ -1,12 +1,14 @@
-"""Selects tokens of an optimizer step by the covariance of log-probability and advantage.
+"""Selects tokens or clip bounds from the log-probabilities of a whole optimizer step.
+
+Clip-Cov and KL-Cov select tokens by the covariance of log-probability and advantage. A few tokens
+with a large covariance make the policy's entropy collapse (arXiv 2505.22617).
 
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
-A few tokens with a large covariance of log-probability and advantage make the policy's entropy
-collapse (arXiv 2505.22617). To select tokens by covariance, Covey needs the log-probabilities of
-all tokens of the optimizer step, which costs one more forward pass. The functions
-`beyond_second_moment` and `balanced_bounds` use the probability ratio between policy and sampler
-instead of the covariance.
+M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
+data, so their ratio r is relative to the policy that generated the data: sampler_logp is used
+instead of old_logp. All functions of this module need the log-probabilities of the whole step at
+once, which takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from covey.objective.masked import bounded, difference
+from covey.objective.masked import bounded, difference, scored_tokens
 from covey.types import Batch
 
 
@@ -39,14 +41,11 @@ def random_within_bounds(
     The function selects the fraction `share` of all scored tokens, and at least one token if there
     are candidates. Tokens that are already clipped are not candidates.
     """
-    assert batch.advantage is not None
-    mask, advantage = scored_tokens(batch), batch.advantage
-    old_logp = logp if batch.old_logp is None else batch.old_logp
-    ratio = bounded(difference(logp, old_logp, mask)).exp()
+    mask, advantage, ratio = scored_tokens(batch), _advantage(batch), _log_ratio(batch, logp).exp()
     cut = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
     cov = covariance(advantage, logp, mask)
     candidates = mask & ~cut & (cov > cov_low) & (cov < cov_high)
-    return _largest(_shuffled(batch), candidates, _count(mask, share))
+    return _largest(_shuffled(batch), candidates, share * int(mask.sum()))
 
 
 def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
@@ -55,24 +54,15 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
     The function selects the fraction `share` of all scored tokens, and at least one token. If all
     advantages of an optimizer step are 0, every covariance is 0 and no token is selected.
     """
-    assert batch.advantage is not None
     mask = scored_tokens(batch)
-    cov = covariance(batch.advantage, logp, mask)
-    return _largest(cov, mask & (cov > 0), _count(mask, share))
+    cov = covariance(_advantage(batch), logp, mask)
+    return _largest(cov, mask & (cov > 0), share * int(mask.sum()))
 
 
-def scored_tokens(batch: Batch) -> torch.Tensor:
-    """Return the mask [B, T] of the trained tokens in rollouts that have a reward."""
-    return batch.mask & ~batch.rewards.isnan()[:, None]
-
-
-def _count(mask: torch.Tensor, share: float) -> int:
-    return max(1, int(share * int(mask.sum())))
-
-
-def _largest(values: torch.Tensor, among: torch.Tensor, count: int) -> torch.Tensor:
+def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.Tensor:
+    """Select the `count` largest values, and at least one."""
     flat = values.masked_fill(~among, -torch.inf).flatten()
-    picked = flat.topk(min(count, int(among.sum()))).indices
+    picked = flat.topk(min(max(1, int(count)), int(among.sum()))).indices
     return torch.zeros_like(among).flatten().index_fill(0, picked, True).view_as(among)
 
 
@@ -93,14 +83,6 @@ def _shuffled(batch: Batch) -> torch.Tensor:
     mixed = (history ^ (history >> 32)) * odd
     mixed = (mixed ^ (mixed >> 29)) * other
     return (mixed ^ (mixed >> 32)).double()
-
-
-# Choose the tokens to drop (M2PO), or the clip bounds (BAPO), over a whole optimizer step.
-#
-# M2PO and BAPO, the methods of this module, train on stale data. In M2PO and BAPO, the ratio r is
-# relative to the policy that generated the data, so sampler_logp is used instead of old_logp.
-# M2PO and BAPO need the log-probabilities of the whole step at once, which takes one more forward
-# pass.
 
 
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:

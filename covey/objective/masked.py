@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
+
+from covey.types import Batch
 
 MAX_LOG_RATIO = 20.0
 """Maximum absolute value of a log-ratio; larger values are clamped. A probability ratio above e^20
 indicates an error, but the clamp keeps the loss finite."""
+
+
+def scored_tokens(batch: Batch) -> torch.Tensor:
+    """Return the mask [B, T] of the trained tokens in rollouts that have a reward."""
+    return batch.mask & ~batch.rewards.isnan()[:, None]
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -46,10 +56,35 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     exactly unchanged. Sequence ratios and token ratios therefore give bit-identical gradients
     wherever these gradients are mathematically equal.
     """
-    from covey.objective.sequence_mean import SequenceMean  # its base class is torch's
-
-    mean: torch.Tensor = SequenceMean.apply(values, mask)
+    mean: torch.Tensor = _sequence_mean().apply(values, mask)
     return mean
+
+
+@cache
+def _sequence_mean() -> Any:
+    """Return the autograd function of `sequence_mean`.
+
+    The class is made on first use, because its base class would load torch into commands that
+    need no torch.
+    """
+
+    class SequenceMean(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(mask)
+            return spread(row_mean(values, mask), mask)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+            (mask,), (grad,) = ctx.saved_tensors, grads
+            if not grad.shape[1]:
+                return grad, None
+            # The mean is taken around the first trained token's value, so that equal numbers have
+            # exactly that mean.
+            first = grad.gather(1, mask.long().argmax(dim=1, keepdim=True))
+            return spread(first + row_mean(grad - first, mask), mask), None
+
+    return SequenceMean
 
 
 def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,13 @@ from __future__ import annotations
 
 import torch
 
-from covey.objective.advantage import per_token, rollout_rewards, zero_variance
+from covey.objective.advantage import (
+    group_sum,
+    per_token,
+    rollout_rewards,
+    rows_of_groups,
+    zero_variance,
+)
 from covey.objective.masked import difference, row_sum, row_tokens, spread
 from covey.objective.surrogate import Gain, Tokens
 from covey.types import Batch
@@ -37,16 +43,15 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
     among = rewards.where(able, torch.nan)
     paired = able & ~zero_variance(among, batch.group)
     sign = torch.zeros_like(rewards, dtype=torch.float64)
-    groups = batch.group.unique()
-    pairs = 0
-    for number in groups:
-        rows = (paired & (batch.group == number)).nonzero().squeeze(1)
+    groups = pairs = 0
+    for rows in rows_of_groups(batch.group, paired):
+        groups += 1
         if len(rows):
             rows = rows[lengths[rows].argsort(stable=True)]
             sign[rows[rewards[rows].argmax()]] = 1.0
             sign[rows[rewards[rows].argmin()]] = -1.0
             pairs += 1
-    return per_token(sign * (len(groups) / max(1, pairs)), batch.mask)
+    return per_token(sign * (groups / max(1, pairs)), batch.mask)
 
 
 def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch.Tensor:
@@ -55,13 +60,9 @@ def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch
     assert batch.ref_logp is not None, "a pair is compared with the reference"
     gain = log_ratio(logp, batch.ref_logp, batch.mask, average=average).double().squeeze(1)
     sign = batch.advantage.where(batch.mask, 0.0).sum(dim=1).sign()
-    ids, place = batch.group.unique(return_inverse=True)
-
-    def of_group(values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(len(ids)).index_add(0, place, values)[place]
-
-    whole = (of_group((sign > 0).long()) == 1) & (of_group((sign < 0).long()) == 1)
-    margin = of_group(sign * gain).where(whole & (sign != 0), torch.nan)
+    best, worst = (group_sum(side.long(), batch.group) for side in (sign > 0, sign < 0))
+    whole = (best == 1) & (worst == 1) & (sign != 0)
+    margin = group_sum(sign * gain, batch.group).where(whole, torch.nan)
     return margin[:, None].expand_as(batch.mask)
 
 

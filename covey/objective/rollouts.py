@@ -10,11 +10,13 @@ tokens per row, R the number of rollouts, and W the number of tokens in the long
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from covey.types import Batch
+
+Values = TypeVar("Values", "torch.Tensor", "torch.Tensor | None")
 
 
 class Joined(NamedTuple):
@@ -28,9 +30,9 @@ class Joined(NamedTuple):
     cells: torch.Tensor | None = None
     """[B, T] bool: mask of the tokens that are not padding."""
 
-    def split(self, values: torch.Tensor) -> torch.Tensor:
+    def split(self, values: Values) -> Values:
         """Split values [R, W] of joined rows into the original rows [B, T]; padding gets 0."""
-        if self.row is None or self.column is None or self.cells is None:
+        if values is None or self.row is None or self.column is None or self.cells is None:
             return values
         return values[self.row, self.column].masked_fill(~self.cells, 0)
 

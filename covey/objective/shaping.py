@@ -12,7 +12,7 @@ all wrong. In a group whose completions are all wrong, entropies alone would dec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from covey.objective.advantage import (
     group_sum,
     per_token,
     rollout_rewards,
+    rows_of_groups,
     standardized,
     zero_variance,
 )
@@ -37,22 +38,15 @@ WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens
 """The inputs that an objective must provide for the advantage functions of this module."""
 
 
-class Polarity(NamedTuple):
-    """Masks [B] of correct and of wrong rollouts; all other rollouts have advantage 0."""
-
-    correct: torch.Tensor
-    wrong: torch.Tensor
-
-
-def polarity(batch: Batch) -> Polarity:
-    """Return masks of correct and of wrong completions, in groups that have both kinds."""
+def polarity(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return masks [B] of correct and of wrong completions, in groups that have both kinds."""
     # A completion without trained tokens has no entropy.
     scored = ~batch.rewards.isnan() & batch.mask.any(dim=1)
     correct, wrong = scored & batch.success, scored & ~batch.success
     mixed = (group_sum(correct.double(), batch.group) > 0) & (
         group_sum(wrong.double(), batch.group) > 0
     )
-    return Polarity(correct=correct & mixed, wrong=wrong & mixed)
+    return correct & mixed, wrong & mixed
 
 
 def entropy_shaped_tokens(
@@ -90,14 +84,8 @@ def entropy_shaped_tokens(
 
 def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Divide each value by the mean over the group's completions at the same position."""
-    _, index = group.unique(return_inverse=True)
-
-    def at_position(of: torch.Tensor) -> torch.Tensor:
-        sums = of.new_zeros(int(index.max()) + 1 if index.numel() else 0, of.shape[1])
-        return sums.index_add(0, index, of)[index]
-
-    total = at_position(values.where(mask, 0.0))
-    return values / total.where(total > 0, 1.0) * at_position(mask.double())
+    total = group_sum(values.where(mask, 0.0), group)
+    return values / total.where(total > 0, 1.0) * group_sum(mask.double(), group)
 
 
 def entropy_shaped_sequences(
@@ -151,7 +139,9 @@ def _conflicts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a factor for each token's advantage and each row's number of conflict tokens."""
     forward = _conflict_run(batch.tokens, batch.mask, batch.group, advantage)
-    order = _from_the_end(batch.mask)
+    # The columns in an order that reverses the trained tokens; other tokens are last.
+    columns = torch.arange(batch.mask.shape[1], device=batch.mask.device)
+    order = columns.where(batch.mask, -1).argsort(dim=1, descending=True, stable=True)
     reverse = _conflict_run(
         batch.tokens.gather(1, order), batch.mask.gather(1, order), batch.group, advantage
     )
@@ -163,19 +153,12 @@ def _conflicts(
     return factor, (forward | backward).sum(dim=1)
 
 
-def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
-    """Return column indices [B, T] that reverse the trained tokens; other tokens are last."""
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    return columns.where(mask, -1).argsort(dim=1, descending=True, stable=True)
-
-
 def _conflict_run(
     tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
     """Return a mask [B, T] of the prefix that good and bad completions of a group share."""
     shared = torch.zeros_like(mask)
-    for each in group.unique():
-        rows = (group == each).nonzero().squeeze(1)
+    for rows in rows_of_groups(group, mask.any(dim=1)):
         ids, seen, sign = tokens[rows], mask[rows], advantage[rows]
         same = (ids[:, None] == ids[None]) & seen[:, None] & seen[None]  # [G, G, T]
         with_good = (same & (sign > 0)[None, :, None]).any(dim=1)

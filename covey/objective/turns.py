@@ -13,11 +13,13 @@ and K is the largest number of turns in a rollout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 
-from covey.objective.advantage import centered, per_token, rollout_rewards, standardized
+from covey.objective.advantage import centered, per_token, returns, rollout_rewards, standardized
 from covey.types import Batch
 
 
@@ -54,12 +56,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
     last = present.long().cumsum(dim=1).argmax(dim=1, keepdim=True)
     rest = rollout_rewards(batch).double() - rewards.sum(dim=1)
     rewards = rewards.scatter_add(1, last, rest[:, None])
-    ahead = torch.zeros_like(rest)
-    returns = torch.zeros_like(rewards)
-    for k in reversed(range(count)):
-        ahead = torch.where(present[:, k], rewards[:, k] + gamma * ahead, ahead)
-        returns[:, k] = ahead
-    return TurnTable(returns, present, state, number)
+    return TurnTable(returns(rewards, present, gamma=gamma), present, state, number)
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
@@ -69,14 +66,10 @@ def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tens
 
 
 def _compared(
-    table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
+    table: TurnTable, cell: torch.Tensor, rule: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """Return each turn's advantage [B, K], relative to the turns with the same `cell` id."""
-    values, cells = table.returns[table.present], cell[table.present]
-    if normalize == "std":
-        found = standardized(values, cells, ddof=ddof, eps=eps)
-    else:
-        found = centered(values, cells)
+    found = rule(table.returns[table.present], cell[table.present])
     return torch.zeros_like(table.returns).masked_scatter(table.present, found)
 
 
@@ -98,7 +91,8 @@ def by_turn(
     turns = torch.arange(table.present.shape[1], device=batch.group.device)
     within = turns if compare == "turn" else torch.zeros_like(turns)
     cell = batch.group[:, None] * len(turns) + within
-    return table.tokens(_compared(table, cell, "std", ddof, eps), batch.mask)
+    rule = partial(standardized, ddof=ddof, eps=eps)
+    return table.tokens(_compared(table, cell, rule), batch.mask)
 
 
 def by_state(
@@ -114,18 +108,11 @@ def by_state(
 
     GiGPO, arXiv 2505.10978. For a state that occurs in only one turn of the group, A_step is 0.
     """
-    rewards = rollout_rewards(batch)
-    std = normalize == "std"
-    episode = (
-        standardized(rewards, batch.group, ddof=ddof, eps=eps)
-        if std
-        else centered(rewards, batch.group)
-    )
-    whole = per_token(episode, batch.mask)
+    rule = partial(standardized, ddof=ddof, eps=eps) if normalize == "std" else centered
+    whole = per_token(rule(rollout_rewards(batch), batch.group), batch.mask)
     if batch.state is None:
         return whole
     table = turn_table(batch, gamma)
     pairs = torch.stack([batch.group[:, None].expand_as(table.state), table.state], dim=-1)
     cell = pairs.view(-1, 2).unique(dim=0, return_inverse=True)[1].view_as(table.state)
-    steps = table.tokens(_compared(table, cell, normalize, ddof, eps), batch.mask)
-    return whole + step_weight * steps
+    return whole + step_weight * table.tokens(_compared(table, cell, rule), batch.mask)

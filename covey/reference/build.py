@@ -50,7 +50,11 @@ def make_reference(
             model=policy, temperature=temperature, logits_megabytes=megabytes
         )
     if section.kind in ("moving", "renewed"):
-        _check_moving(policy, section.kind)
+        if policy.adapter is not None:
+            raise ConfigError(
+                f"config: reference.kind = {section.kind!r} does not work with an adapter; set "
+                "reference.kind = 'adapter_off' or 'frozen'"
+            )
         return MovingReference(
             model=load(),
             temperature=temperature,
@@ -58,19 +62,13 @@ def make_reference(
             alpha=section.alpha if section.kind == "moving" else 1.0,
             every=section.every,
         )
-    model = load()
+    return _frozen(load(), section.kind == "offloaded", temperature, megabytes)
+
+
+def _frozen(model: LanguageModel, offload: bool, temperature: float, megabytes: float) -> Reference:
     # The shards themselves bring offloaded weights back to the device.
-    offloaded = section.kind == "offloaded" and not model.sharded
-    kind = OffloadedReference if offloaded else FrozenReference
+    kind = OffloadedReference if offload and not model.sharded else FrozenReference
     return kind(model=model, temperature=temperature, logits_megabytes=megabytes)
-
-
-def _check_moving(policy: LanguageModel, kind: str) -> None:
-    if policy.adapter is not None:
-        raise ConfigError(
-            f"config: reference.kind = {kind!r} does not work with an adapter; set reference.kind "
-            "= 'adapter_off' or 'frozen'"
-        )
 
 
 def make_self_teacher(
@@ -83,9 +81,11 @@ def make_self_teacher(
     """
     section = config.teacher
     if section.policy == "current":
-        megabytes = config.train.logits_megabytes
-        temperature = config.rollout.temperature
-        return CurrentPolicy(model=policy, temperature=temperature, logits_megabytes=megabytes)
+        return CurrentPolicy(
+            model=policy,
+            temperature=config.rollout.temperature,
+            logits_megabytes=config.train.logits_megabytes,
+        )
     kind = "offloaded" if section.offload else section.policy
     moves = {"alpha": section.alpha, "every": section.every} if kind == "moving" else {}
     same = ReferenceSection.model_validate({"kind": kind, **moves})
@@ -119,10 +119,7 @@ def make_teacher(
             f"config: teacher.path = {section.path!r} has a different tokenizer than model.path = "
             f"{config.model.path!r}; the teacher must use the same token ids as the policy"
         )
-    # The shards themselves bring offloaded weights back to the device.
-    kind = OffloadedReference if section.offload and not model.sharded else FrozenReference
-    megabytes = config.train.logits_megabytes
-    return kind(model=model, temperature=section.temperature, logits_megabytes=megabytes)
+    return _frozen(model, section.offload, section.temperature, config.train.logits_megabytes)
 
 
 def _address(section: ReferenceSection | Teacher, name: str) -> Address:

@@ -117,8 +117,7 @@ class ServerReference(Reference):
 
     def logp(self, batch: Batch) -> LogProbs:
         """Return the log-probability and the entropy of every trained token, from the server."""
-        device, blank = batch.tokens.device, torch.zeros(batch.tokens.shape)
-        whole = LogProbs(logp=blank, entropy=blank.clone())
+        whole = torch.zeros((len(LogProbs._fields), *batch.tokens.shape))
         for index in padded_parts(batch, self.budget):
             rows = batch.rows(index)
             body = encode_request(rows, temperature=self.temperature, tokenizer=self.tokenizer)
@@ -132,7 +131,7 @@ class ServerReference(Reference):
             self._check_weights(weights)
             for target, values in zip(whole, part, strict=True):
                 target[index.cpu(), : values.shape[1]] = values
-        return LogProbs(*(values.to(device) for values in whole))
+        return LogProbs(*whole.to(batch.tokens.device))
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
         """Write the server's URL and the digest of its weights into the checkpoint."""

@@ -98,7 +98,7 @@ class Connection(H11Protocol):
     """An HTTP connection that reports its phase to the limiter."""
 
     limiter: ConnectionLimiter
-    """Set by `_protocol`."""
+    """Set by `make_server`, in a subclass for each server."""
     timer: asyncio.TimerHandle | None = None
 
     def __init__(
@@ -115,10 +115,6 @@ class Connection(H11Protocol):
         """Unregister."""
         self.limiter.closed(self)
         super().connection_lost(exc)
-
-
-def _protocol(limiter: ConnectionLimiter) -> type[Connection]:
-    return type("Connection", (Connection,), {"limiter": limiter})
 
 
 def _tracked(application: Application) -> Application:
@@ -179,7 +175,7 @@ def make_server(application: Any, limiter: ConnectionLimiter) -> uvicorn.Server:
     logging.getLogger("uvicorn.error").addHandler(LogLines(sys.stderr))
     config = uvicorn.Config(
         _tracked(application),
-        http=_protocol(limiter),
+        http=type("Connection", (Connection,), {"limiter": limiter}),
         ws="none",  # the limiter could not track an upgraded connection
         log_config=None,
         log_level="warning",

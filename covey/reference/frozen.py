@@ -21,13 +21,16 @@ class FrozenReference(Reference):
     """A reference that keeps a second copy of the starting weights on the device."""
 
     kind: ClassVar[str] = "frozen"
+    borrowed: ClassVar[bool] = False
+    """Whether the model belongs to the policy, so that the reference must not freeze it."""
 
     model: LanguageModel
     temperature: float
     logits_megabytes: float
 
     def __post_init__(self) -> None:
-        self.model.model.requires_grad_(False).eval()
+        if not self.borrowed:
+            self.model.model.requires_grad_(False).eval()
 
     @property
     def identity(self) -> str:
@@ -95,9 +98,7 @@ class CurrentPolicy(FrozenReference):
     """The policy itself with its current weights, as the teacher of self-distillation."""
 
     kind: ClassVar[str] = "current"
-
-    def __post_init__(self) -> None:
-        """Do not freeze the model, because the model is the policy itself."""
+    borrowed: ClassVar[bool] = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,9 +106,7 @@ class AdapterOffReference(FrozenReference):
     """The policy's own model with its adapter switched off, which needs no second copy."""
 
     kind: ClassVar[str] = "adapter_off"
-
-    def __post_init__(self) -> None:
-        """Do not freeze the model, because the model belongs to the policy."""
+    borrowed: ClassVar[bool] = True
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:

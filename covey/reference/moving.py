@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
-from covey.models.language_model import LanguageModel
 from covey.models.sharded_tensors import local_part, placed_like, whole_tensors
 from covey.reference.frozen import FrozenReference
 
@@ -42,7 +41,9 @@ class MovingReference(FrozenReference):
 
     def __post_init__(self) -> None:
         FrozenReference.__post_init__(self)
-        self.weights = _masters(self.model)
+        exact = (torch.float32, torch.float64)
+        parameters = self.model.model.named_parameters()
+        self.weights = {n: p.data if p.dtype in exact else p.data.float() for n, p in parameters}
 
     @property
     def identity(self) -> str:
@@ -92,11 +93,3 @@ class MovingReference(FrozenReference):
             own, weight = local_part(parameter), local_part(self.weights[name])
             if own.data_ptr() != weight.data_ptr():
                 own.copy_(weight)
-
-
-def _masters(model: LanguageModel) -> dict[str, torch.Tensor]:
-    exact = (torch.float32, torch.float64)
-    return {
-        name: p.data if p.dtype in exact else p.data.float()
-        for name, p in model.model.named_parameters()
-    }

@@ -114,7 +114,7 @@ class Service:
                 values = await asyncio.wrap_future(self.batcher.submit(wanted))
         except WireError as error:
             raise RefusedError(422, str(error)) from None
-        except QueueFullError:
+        except queue.Full:
             raise RefusedError(503, "the queue is full") from None
         except TimeoutError:
             raise RefusedError(503, f"not done within {self.settings.timeout:g} s") from None
@@ -140,12 +140,11 @@ class Service:
 
     async def metrics(self) -> Response:
         """Answer GET /metrics."""
-        counts = self.batcher.counts
         values = {
             "requests_total": self.requests,
-            "tokens_total": counts.tokens,
-            "batches_total": counts.batches,
-            "seconds_total": counts.seconds,
+            "tokens_total": self.batcher.tokens,
+            "batches_total": self.batcher.batches,
+            "seconds_total": self.batcher.seconds,
             "queue_length": self.batcher.waiting,
         }
         lines = []
@@ -181,31 +180,27 @@ class Service:
             raise RefusedError(408, line) from None
         return bytes(body) if seen <= keep else None
 
-    async def _check_token(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        wanted = f"Bearer {self.settings.token}".encode()
-        if self.settings.token and not hmac.compare_digest(given, wanted):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.timeout):
-                    await self._body(request, keep=0)
-            raise RefusedError(401, "the bearer token is missing or wrong")
-
     async def guard(
         self, request: Request, handle: Callable[[Request], Awaitable[Response]]
     ) -> Response:
         """Check the bearer token before the body is read, and send errors as one line of JSON."""
         self.requests += 1
+        given = request.headers.get("authorization", "").encode()
+        wanted = f"Bearer {self.settings.token}".encode()
         try:
-            await self._check_token(request)
+            if self.settings.token and not hmac.compare_digest(given, wanted):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.settings.timeout):
+                        await self._body(request, keep=0)
+                raise RefusedError(401, "the bearer token is missing or wrong")
             response = await handle(request)
         except RefusedError as refused:
             response = JSONResponse({"error": str(refused)}, status_code=refused.status)
             if refused.status == 503:
                 response.headers["Retry-After"] = "1"
             if refused.status in (401, 408, 413):
-                response.headers["Connection"] = (
-                    "close"  # without it, the rest of the body would be read
-                )
+                # Otherwise, the server would read the rest of the body.
+                response.headers["Connection"] = "close"
         except Exception as error:
             line = printable_line(f"{type(error).__name__}: {error}", 300)
             response = JSONResponse({"error": line}, status_code=500)
@@ -245,19 +240,6 @@ class QueuedRequest:
     result: Future[LogProbs] = field(default_factory=Future)
 
 
-@dataclass(slots=True, kw_only=True)
-class Counts:
-    """Counters of finished batches and tokens, which only the batcher's thread writes."""
-
-    batches: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-class QueueFullError(Exception):
-    """Raised if the request queue is full."""
-
-
 class Batcher:
     """Answers queued requests in order of arrival, several requests per batch.
 
@@ -265,13 +247,12 @@ class Batcher:
     by rounding errors, up to 1e-5 in float32 on a CPU.
     """
 
-    def __init__(
-        self, model: LanguageModel, *, max_tokens: int, waiting: int, logits_megabytes: float = 256
-    ) -> None:
+    def __init__(self, model: LanguageModel, *, max_tokens: int, waiting: int) -> None:
         self.model = model
         self.max_tokens = max_tokens
-        self.logits_megabytes = logits_megabytes
-        self.counts = Counts()
+        # Counters of finished work, which only the batcher's thread writes.
+        self.batches = self.tokens = 0
+        self.seconds = 0.0
         self._queue: queue.Queue[QueuedRequest] = queue.Queue(maxsize=waiting)
         self._left_over: QueuedRequest | None = None
         model.model.requires_grad_(False).eval()
@@ -283,12 +264,9 @@ class Batcher:
         return self._queue.qsize()
 
     def submit(self, request: LogpRequest) -> Future[LogProbs]:
-        """Queue a request. Raises QueueFullError if too many requests wait."""
+        """Queue a request. Raises queue.Full if too many requests wait."""
         queued = QueuedRequest(request)
-        try:
-            self._queue.put_nowait(queued)
-        except queue.Full:
-            raise QueueFullError from None
+        self._queue.put_nowait(queued)
         return queued.result
 
     def _run(self) -> None:
@@ -327,29 +305,24 @@ class Batcher:
             for queued in batch:
                 self._finish([queued])
             return
-        self.counts.batches += 1
-        self.counts.seconds += time.perf_counter() - started
+        self.batches += 1
+        self.seconds += time.perf_counter() - started
         for queued, result in zip(batch, results, strict=True):
-            self.counts.tokens += int(queued.request.batch.mask.sum())
+            self.tokens += int(queued.request.batch.mask.sum())
             queued.result.set_result(result)
 
     @torch.no_grad()
     def _compute(self, requests: Sequence[LogpRequest]) -> list[LogProbs]:
         batch = joined([r.batch for r in requests])
-        whole = LogProbs(logp=torch.zeros(batch.mask.shape), entropy=torch.zeros(batch.mask.shape))
+        whole = torch.zeros((len(LogProbs._fields), *batch.mask.shape))
         for index in micro_batches(batch, self.max_tokens):
-            part = batch_logp(
-                self.model,
-                to_device(batch.rows(index), self.model.device),
-                temperature=requests[0].temperature,
-                logits_megabytes=self.logits_megabytes,
-            )
+            rows = to_device(batch.rows(index), self.model.device)
+            part = batch_logp(self.model, rows, temperature=requests[0].temperature)
             for target, values in zip(whole, part, strict=True):
                 target[index, : values.shape[1]] = values.float().cpu()
         results, start = [], 0
         for request in requests:
-            rows, width = request.batch.tokens.shape
-            cells = slice(start, start + rows), slice(0, width)
-            results.append(LogProbs(logp=whole.logp[cells], entropy=whole.entropy[cells]))
-            start += rows
+            count, width = request.batch.tokens.shape
+            results.append(LogProbs(*whole[:, start : start + count, :width]))
+            start += count
         return results

@@ -149,7 +149,14 @@ def check_values(values: LogProbs, temperature: float) -> None:
 
 def joined(batches: Sequence[Batch]) -> Batch:
     """Concatenate the rows of several batches."""
-    return _batch({name: _stacked([getattr(b, name) for b in batches]) for name in TYPES})
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (_, dimensions) in TYPES.items():
+        parts = [getattr(batch, name) for batch in batches]
+        if dimensions == 2:
+            width = max(part.shape[1] for part in parts)
+            parts = [torch.nn.functional.pad(p, (0, width - p.shape[1])) for p in parts]
+        tensors[name] = torch.cat(parts)
+    return _batch(tensors)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -157,13 +164,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     moved: dict[str, Any] = {name: getattr(batch, name).to(device) for name in TYPES}
     host = None if device.type == "cpu" else HostRows.of(batch)
     return replace(batch, **moved, host=host)
-
-
-def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    if parts[0].ndim == 1:
-        return torch.cat(list(parts))
-    width = max(p.shape[1] for p in parts)
-    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1])) for p in parts])
 
 
 def _read(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

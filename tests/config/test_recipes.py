@@ -266,7 +266,7 @@ def test_what_was_published_as_dr_grpo_is_offered() -> None:
     published = objective_of(config)
     ours = objective_of(resolve(load_config("zhangfaen-dr_grpo")))
     name = lambda piece: getattr(piece, "func", piece).__name__  # noqa: E731
-    assert name(published.advantage) == name(ours.advantage) == "group_centered"
+    assert name(published.advantage) == name(ours.advantage) == "centered"
     assert name(published.weights) == "sequence_mean_token_mean"
     assert name(ours.weights) == "sequence_mean_token_sum_norm"
     assert published.beta == ours.beta == 0.04

@@ -15,7 +15,7 @@ from covey.engines.protocol import Completion, EngineInfo, Request, RequestSourc
 from covey.environments import call
 from covey.environments.calls import CALL_FORMATS, assistant_message
 from covey.environments.drive import Driver, Reply
-from covey.environments.host import make_host, settle
+from covey.environments.host import make_host
 from covey.environments.registry import make_factory
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
@@ -39,7 +39,7 @@ class Hand:
     """One episode of a shipped environment, played by hand."""
 
     def __init__(self, name: str, prompt: Prompt, seed: int = 0, **options: Any) -> None:
-        self.driver = Driver(make_factory(name, options), settle)
+        self.driver = Driver(make_factory(name, options))
         self.first = self.driver.start(prompt, seed)
         assert not self.first.error, self.first.error
         self.last = self.first

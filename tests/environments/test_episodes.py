@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from covey.environments.adapters import as_environment
+from covey.environments.drive import Reply
 from covey.environments.environment import Start
+from covey.environments.host import make_host
+from covey.environments.pool import ProcessHost
 from covey.models.language_model import LanguageModel
 from covey.training.collate import collate
 from tests.environments import worlds
 from tests.environments.chat_templates import FAMILIES
 from tests.environments.exactness import policy
-from tests.environments.playing import play, rollouts_of
+from tests.environments.playing import play, prompts, rollouts_of
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,35 @@ def test_a_bad_episode_leaves_the_others_as_they_are(
     batch = collate([replace(g, rollouts=g.rollouts) for g in groups])
     assert math.isnan(float(batch.rewards[6]))
     assert int(batch.mask.sum()) == sum(r.sampled for r in rollouts_of(groups))
+
+
+def test_a_process_that_dies_while_it_is_idle_is_replaced() -> None:
+    prompt = prompts(1)[0]
+    turn = {"role": "assistant", "content": "go"}
+    host = make_host("test", worlds.Counting, workers=1, timeout=30)
+    assert isinstance(host, ProcessHost)
+
+    def die() -> None:
+        worker = host._lanes[0].worker
+        assert worker is not None
+        worker.process.kill()
+        worker.process.wait()
+
+    def reply() -> Reply:
+        [(key, found)] = host.replies(wait=True)
+        assert key == 7
+        return found
+
+    with closing(host):
+        host.start(7, prompt, 0)
+        assert not reply().error
+        die()
+        host.step(7, turn)  # the command could not arrive, so it is sent to a new process
+        assert [m["content"] for m in reply().messages] == ["0 1"]
+        die()
+        host.clear()
+        host.start(7, prompt, 0)
+        assert not reply().error
 
 
 def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> None:
@@ -119,10 +152,9 @@ def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
 
 def test_a_class_in_trls_style_is_an_environment() -> None:
     from covey.environments.drive import Driver
-    from covey.environments.host import settle
     from covey.types import Prompt
 
-    driver = Driver(as_environment(worlds.Shop), settle)
+    driver = Driver(as_environment(worlds.Shop))
     user = {"role": "user", "content": "Shop."}
     prompt = Prompt(id="p", task="t", target="", messages=(user,), info={"budget": 5})
     start = driver.start(prompt, 0)

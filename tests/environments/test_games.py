@@ -9,9 +9,7 @@ from random import Random
 import pytest
 
 from covey.environments import call
-from covey.environments.games.guess_number import GuessNumber
-from covey.environments.games.maze import MOVES, Maze
-from covey.environments.games.sokoban import PULLS, SIGHT, Sokoban
+from covey.environments.games import MOVES, PULLS, SIGHT, GuessNumber, Maze, Sokoban
 from covey.errors import ConfigError
 from covey.tasks.worlds import Worlds
 from tests.environments.scripted import Hand, rollouts, trained_text

@@ -257,7 +257,7 @@ def outcome(objective: Objective, step: Step) -> Outcome:
     batch, meter = ready(objective, step), Meter()
     observe_correction(meter, batch)
     loss, gradient = descend(objective, batch, step.logp, meter)
-    return Outcome(loss, gradient, summary(meter))
+    return Outcome(loss, gradient, summary(meter.measured()))
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-12) -> None:

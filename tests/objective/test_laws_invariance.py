@@ -89,7 +89,7 @@ def on_ranks(objective: Any, step: Step, seed: int, ranks: int, micro: int) -> O
             one, grad = descend(objective, small.batch, small.logp, meter)
             loss = loss + one
             gradient[mine[part], : grad.shape[1]] += grad
-    return Outcome(loss, gradient, summary(meter))
+    return Outcome(loss, gradient, summary(meter.measured()))
 
 
 @every_algorithm

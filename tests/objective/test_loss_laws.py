@@ -201,7 +201,7 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     good = (batch.advantage > 0)[:, : larger.shape[1]]
     if objective.per_sequence:
         good = (batch.advantage > 0).any(dim=1, keepdim=True)
-    numbers = summary(meter)
+    numbers = summary(meter.measured())
     for name, flags in (
         ("avg", larger),
         ("high", larger & good),

@@ -152,7 +152,7 @@ def test_the_kl_to_the_reference_is_summed_over_rollouts() -> None:
     for meter, batch in zip(meters, (whole, in_two_rows(whole)), strict=True):
         assert batch.old_logp is not None
         observe_reference(meter, batch, batch.old_logp)
-    one, two = map(summary, meters)
+    one, two = (summary(meter.measured()) for meter in meters)
     assert one == pytest.approx(two)
     gap = (whole.old_logp - whole.ref_logp).where(whole.mask, 0.0).sum(dim=1)  # type: ignore[operator]
     assert one["objective/kl"] == pytest.approx(float(gap[whole.mask.any(dim=1)].mean()))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from covey import functional
-from covey.objective.best_of_k import subset_gains
+from covey.objective.advantage import subset_gains
 
 LOGITS = torch.tensor([0.4, -0.3, 0.1], dtype=torch.float64)
 BINARY = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)

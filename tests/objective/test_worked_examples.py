@@ -605,7 +605,7 @@ def test_diagnostics_however_the_step_is_split(parts: list[list[int]]) -> None:
         observe(meter, objective, part, policy_loss(objective, part, logp), part.entropy)
         observe_sampler(meter, part, part.old_logp)
         observe_correction(meter, part)
-    numbers, worked = summary(meter), at("sampler.diagnostics")
+    numbers, worked = summary(meter.measured()), at("sampler.diagnostics")
     rho = tensor("sampler.rho.token")[MASK]
     gap = (BATCH.old_logp - BATCH.sampler_logp)[MASK].abs()
     for name, expected in {
@@ -651,7 +651,7 @@ def test_perplexity_of_an_answer_under_trainer_and_sampler(row: int, gap: float)
     meter = Meter()
     completion = BATCH.rows(torch.tensor([row]))
     observe_sampler(meter, completion, completion.old_logp)
-    close(math.log(summary(meter)["debug/sampler_ppl_ratio"]), gap)
+    close(math.log(summary(meter.measured())["debug/sampler_ppl_ratio"]), gap)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ import torch
 
 from covey import functional
 from covey.objective import build, with_advantage, with_marks, with_weight
-from covey.objective.advantage import standardized
-from covey.objective.best_of_k import best_of, subset_gains
-from covey.objective.keep import kept_rows
+from covey.objective.advantage import best_of, kept_rows, standardized, subset_gains
 from covey.objective.marks import positive_share, positive_value_share
 from covey.types import Batch
 from tests.objective.worked import Worked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import queue
 import re
 import socket
 import threading
@@ -23,7 +24,7 @@ from covey.models.logp import LogProbs, batch_logp
 from covey.models.micro_batches import micro_batches
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import fingerprint, tokenizer_digest
-from covey.reference.server import Batcher, QueueFullError, ServerSettings, make_app
+from covey.reference.server import Batcher, ServerSettings, make_app
 from covey.reference.wire import LogpRequest, encode_reply, encode_request
 from tests.conftest import build, make_batch
 from tests.reference.servers import HEALTH, TOKEN, Server, connect, forked, wait_for_text
@@ -221,7 +222,7 @@ def test_requests_that_wait_are_computed_together_if_they_fit(embedded: Language
     assert first.done()
     # 33, 36, 39 and 42 padded tokens fill 150; the others have another temperature.
     assert worker.sizes == [1, 4, 2]
-    assert worker.counts.batches == 3
+    assert worker.batches == 3
 
 
 def test_a_full_queue_is_told(embedded: LanguageModel) -> None:
@@ -230,7 +231,7 @@ def test_a_full_queue_is_told(embedded: LanguageModel) -> None:
     while worker.waiting:
         time.sleep(0.001)
     worker.submit(request(0))
-    with pytest.raises(QueueFullError):
+    with pytest.raises(queue.Full):
         worker.submit(request(0))
     worker.go.set()
 

@@ -20,15 +20,12 @@ from covey.config import Config
 from covey.errors import ConfigError
 from covey.objective import ALGORITHMS, Objective, advantage, algorithm, penalty, ratio, weights
 from covey.objective import surrogate as surrogates
-from covey.objective.best_of_k import best_of_k
 from covey.objective.compose import function_of, options_of
-from covey.objective.keep import kept_standardized
 from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
 from covey.objective.turns import by_state
 
 ONE_PER_COMPLETION = frozenset(
-    {*advantage.ADVANTAGES.values(), entropy_shaped_sequences, best_of_k, kept_standardized}
-    - {advantage.returns_whitened}
+    {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}
 )
 """Advantage functions that give all tokens of a completion the same advantage."""
 
@@ -165,13 +162,16 @@ def _advantage(setup: Setup) -> Piece:
     if found.function is advantage.standardized_by_batch and config.rollout.prompts_per_step == 1:
         options.pop("of")  # with one group, the std of the batch equals the std of the group
         found = Piece(advantage.group_standardized, tuple(sorted(options.items())))
-    keeps_all = found.function is kept_standardized and options["keep"] >= config.rollout.group_size
+    keeps_all = (
+        found.function is advantage.kept_standardized
+        and options["keep"] >= config.rollout.group_size
+    )
     single_turn = config.environment.name == "none"  # so no state repeats
     alone = found.function is by_state and options["normalize"] == "std" and single_turn
     if keeps_all or alone:
         common = (("ddof", options["ddof"]), ("eps", options["eps"]))
         found = Piece(advantage.group_standardized, common)
-    if found.function is best_of_k and options["k"] == 1 and options["baseline"] != "loo":
+    if found.function is advantage.best_of_k and options["k"] == 1 and options["baseline"] != "loo":
         found = Piece(advantage.against_the_others)
     if found.function is advantage.length_weighted and _single_tokens(config):
         found = Piece(advantage.group_centered)

@@ -18,7 +18,6 @@ from covey.objective.algorithms import (
     pairs,
     sequence,
     token,
-    turns,
     weighted,
 )
 from covey.objective.loss import Objective
@@ -59,7 +58,7 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
             off_policy.decoupled_ppo,
             distillation.opd,
             distillation.sdpo,
-            turns.gigpo,
+            grouped.gigpo,
             critic.ppo,
             pairs.dpo,
             pairs.ipo,

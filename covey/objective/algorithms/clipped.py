@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from covey.objective import advantage, penalty, ratio, surrogate, weights
+from covey.objective import advantage, penalty, surrogate, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
 
@@ -32,7 +32,6 @@ def grpo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
         beta=0.04,
@@ -57,7 +56,6 @@ def dr_grpo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_centered,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
@@ -82,7 +80,6 @@ def dapo(
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=partial(surrogate.clipped, clip_high=0.28),
         weights=weights.WEIGHTS[aggregation],
     )
@@ -100,7 +97,6 @@ def lite_ppo() -> Objective:
     """
     return Objective(
         advantage=advantage.standardized_by_batch,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
     )
@@ -122,7 +118,6 @@ def opo() -> Objective:
     """
     return Objective(
         advantage=advantage.length_weighted,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
     )
@@ -142,7 +137,6 @@ def reinforce_pp() -> Objective:
     """
     return Objective(
         advantage=advantage.returns_whitened,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
         penalty=penalty.k1,
@@ -167,7 +161,6 @@ def reinforce_pp_baseline() -> Objective:
     """
     return Objective(
         advantage=advantage.group_whitened,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
         penalty=penalty.k2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.objective import critic, ratio, surrogate, weights
+from covey.objective import critic, surrogate, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
 from covey.objective.penalty import k1
@@ -40,7 +40,6 @@ def ppo() -> Objective:
     """
     return Objective(
         advantage=critic.over_values,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
         targets=critic.value_targets,
@@ -48,5 +47,5 @@ def ppo() -> Objective:
         penalty=k1,
         beta=0.05,
         kl_in="reward",
-        reads=critic.READS,
+        reads=frozenset({"values"}),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from covey.objective import distill, ratio, surrogate, weights
+from covey.objective import distill, surrogate, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
 
@@ -36,7 +36,6 @@ def opd(*, task: float = 0.0) -> Objective:
     """
     return Objective(
         advantage=distill.towards_teacher,
-        ratio=ratio.token,
         surrogate=surrogate.unclipped,
         weights=weights.token_mean,
         reads=distill.READS | ({"groups"} if task else set()),
@@ -67,8 +66,7 @@ def sdpo(*, task: float = 0.0) -> Objective:
     """
     return Objective(
         advantage=distill.towards_teacher,
-        ratio=ratio.token,
         surrogate=partial(surrogate.truncated_weight, max_weight=2.0),
         weights=weights.token_mean,
-        reads=distill.SELF_TAUGHT | ({"groups"} if task else set()),
+        reads=distill.READS | ({"privileged", "groups"} if task else {"privileged"}),
     )

@@ -1,8 +1,8 @@
-"""Algorithms that differ from GRPO in how advantages are computed from a group's rewards."""
+"""Algorithms that differ from GRPO in how advantages are computed from the rewards of a group."""
 
 from __future__ import annotations
 
-from covey.objective import advantage, best_of_k, keep, ratio, surrogate, weights
+from covey.objective import advantage, surrogate, turns, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
 
@@ -39,7 +39,6 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     """
     return Objective(
         advantage=advantage.parts_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
         parts=tuple(parts),
@@ -68,7 +67,6 @@ def maxrl() -> Objective:
     """
     return Objective(
         advantage=advantage.divided_by_mean,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
@@ -98,8 +96,7 @@ def pkpo() -> Objective:
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
     """
     return Objective(
-        advantage=best_of_k.best_of_k,
-        ratio=ratio.token,
+        advantage=advantage.best_of_k,
         surrogate=surrogate.clipped,
         weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
@@ -124,8 +121,7 @@ def gfpo() -> Objective:
     equals `grpo` with a mean over tokens.
     """
     return Objective(
-        advantage=keep.kept_standardized,
-        ratio=ratio.token,
+        advantage=advantage.kept_standardized,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
     )
@@ -148,8 +144,33 @@ def scalerl() -> Objective:
     """
     return Objective(
         advantage=advantage.mixed_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.truncated_weight,
         weights=weights.group_mean_token_mean,
         reads=frozenset({"groups", "sampler_as_old"}),
+    )
+
+
+@takes(
+    "gamma", "step_weight", "normalize", "clip_low", "clip_high", "beta", "kl", "ddof", "eps"
+)  # fmt: skip
+def gigpo() -> Objective:
+    """Group-in-Group Policy Optimization, arXiv 2505.10978: also compares turns in equal states.
+
+        A_E  = (R_i - mean_g R) / (std_g R + eps)
+        U_k  = sum_{j>=k} gamma^(j-k) r_j,  r_last includes R minus the sum of turn rewards
+        A_S  = (U_k - mean U) / (std U + eps)  over the turns of the group in the same state
+        A    = A_E + step_weight A_S
+        loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+
+    Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states. A
+    state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
+    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation. To
+    compute the episode advantage A_E, Covey takes the mean and standard deviation over the rollouts
+    of a group. The authors' code computes the mean and standard deviation of A_E over turns, so
+    long episodes count more.
+    """
+    return Objective(
+        advantage=turns.by_state,
+        surrogate=surrogate.clipped,
+        weights=weights.sequence_mean_token_mean,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from covey.objective import advantage, marks, ratio, surrogate, weights
+from covey.objective import advantage, marks, surrogate, weights
 from covey.objective.compose import takes
 from covey.objective.correction import CORRECTIONS
 from covey.objective.loss import Objective
@@ -37,7 +37,6 @@ def bapo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.clipped_at_marks,
         weights=weights.token_mean,
         marks=marks.balanced_bounds,
@@ -63,7 +62,6 @@ def m2po() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.unclipped_without_marked,
         weights=weights.token_mean,
         marks=marks.beyond_second_moment,
@@ -90,7 +88,6 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.token_mean,
         correction=partial(CORRECTIONS["token_mask"], low=0.0, high=cap),

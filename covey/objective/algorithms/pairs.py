@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from covey.objective import pairs, ratio, weights
+from covey.objective import pairs, weights
 from covey.objective.compose import takes
 from covey.objective.loss import Objective
 from covey.objective.surrogate import Gain
@@ -13,7 +13,6 @@ from covey.objective.surrogate import Gain
 def _of_pairs(surrogate: Callable[..., Gain]) -> Objective:
     return Objective(
         advantage=pairs.best_against_worst,
-        ratio=ratio.token,
         surrogate=surrogate,
         weights=weights.group_mean_sequence_sum,
         marks=pairs.margins,

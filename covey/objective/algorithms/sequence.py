@@ -81,7 +81,6 @@ def gmpo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.geometric_clipped,
         weights=weights.sequence_mean_token_mean,
     )
@@ -115,18 +114,9 @@ def rloo() -> Objective:
 
 
 @takes(
-    "clip_low",
-    "clip_high",
-    "beta1",
-    "beta2",
-    "mean",
-    "scope",
-    "beta",
-    "kl",
-    "ddof",
-    "eps",
+    "clip_low", "clip_high", "beta1", "beta2", "mean", "scope", "beta", "kl", "ddof", "eps",
     "entropy_floor",
-)
+)  # fmt: skip
 def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objective:
     """GRPO-S, arXiv 2508.04349 (v5): rewards shaped by the mean entropy H_i of each completion.
 

@@ -10,18 +10,9 @@ from covey.objective.loss import Objective
 
 
 @takes(
-    "clip_low",
-    "clip_high",
-    "alpha1",
-    "alpha2",
-    "scope",
-    "norm",
-    "beta",
-    "kl",
-    "ddof",
-    "eps",
+    "clip_low", "clip_high", "alpha1", "alpha2", "scope", "norm", "beta", "kl", "ddof", "eps",
     "entropy_floor",
-)
+)  # fmt: skip
 def gtpo() -> Objective:
     """Group Token Policy Optimization, arXiv 2508.04349 (v5): rewards shaped by token entropy H.
 
@@ -50,7 +41,6 @@ def gtpo() -> Objective:
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
-        ratio=ratio.token,
         surrogate=partial(surrogate.clipped, clip_high=0.28),
         weights=weights.token_mean,
         reads=shaping.SHAPED_BY_ENTROPY,
@@ -101,7 +91,6 @@ def clip_cov() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.clipped_without_marked,
         weights=weights.token_mean,
         marks=marks.random_within_bounds,
@@ -122,7 +111,6 @@ def kl_cov() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.penalized_where_marked,
         weights=weights.token_mean,
         marks=marks.largest,

@@ -24,7 +24,6 @@ def cispo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.truncated_weight,
         weights=weights.token_mean,
     )
@@ -42,7 +41,6 @@ def sapo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.soft_gate,
         weights=weights.sequence_mean_token_mean,
     )
@@ -65,7 +63,6 @@ def gpg(
     """
     return Objective(
         advantage=advantage.scaled_up,
-        ratio=ratio.token,
         surrogate=surrogate.log_likelihood,
         weights=weights.WEIGHTS[aggregation],
     )
@@ -103,7 +100,6 @@ def dppo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_standardized,
-        ratio=ratio.token,
         surrogate=surrogate.trust_mask,
         weights=weights.token_mean,
     )

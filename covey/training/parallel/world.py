@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from covey.errors import ConfigError, ModelError
-from covey.objective.diagnostics import Measured, Meter, summary, summary_of
+from covey.objective.diagnostics import Measured, Meter, summary
 from covey.stopping import StopSignal
 from covey.training.parallel.environment import Place
 from covey.training.parallel.lifeline import Lifeline, RankError
@@ -58,7 +58,7 @@ class World:
 
     def mean(self, meter: Meter) -> dict[str, float]:
         """Return the mean of each metric over the observations of all ranks."""
-        return summary(meter)
+        return summary(meter.measured())
 
     def agree(self, stop: StopSignal) -> bool:
         """Return on every rank whether any rank has received a stop signal."""
@@ -128,7 +128,7 @@ class Ranks(World):
 
     def mean(self, meter: Meter) -> dict[str, float]:
         """Return the mean of each metric over the observations of all ranks."""
-        return summary_of(Measured.joined(self.gather(meter.measured())))
+        return summary(Measured.joined(self.gather(meter.measured())))
 
     def agree(self, stop: StopSignal) -> bool:
         """Return on every rank whether any rank has received a stop signal."""
