@@ -10,9 +10,7 @@ run can be resumed.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +20,8 @@ from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
 from covey.run.best import best_checkpoint
 from covey.run.folder import RunFolder, check_new_run, next_run_path
-from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
-from covey.stopping import StopSignal, stop_signal
+from covey.stopping import StopSignal
 from covey.training.passed_objects import check_evaluated, check_resumed, model_name
 
 if TYPE_CHECKING:
@@ -136,7 +133,10 @@ def train(
     if resume is not None:
         if any(given is not None for given in (config, model, run)):
             raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
+        from covey.cli.training_run import check_kind
+
         folder = RunFolder.open(Path(resume))
+        check_kind(folder, sft=False)
         check_resumed(folder, passed, reward)
         return _train(overrides, folder, names, shown, callbacks, quiet)
     if run is not None:
@@ -290,12 +290,11 @@ def _train(
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> TrainResult:
+    from covey.cli.training_run import console_with_notes, opened_run
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.loop import train as run_loop
-    from covey.training.parallel.join import joined_world
     from covey.training.resolve import resolve
-    from covey.training.run_start import check_length, locked_by_main, record_changes
     from covey.training.run_start import resumed_config as resumed
 
     passed = {where for where, value in objects.items() if value is not None}
@@ -304,71 +303,26 @@ def _train(
         config, changed = resumed(target, _settings(source), passed=passed)
     else:
         config, changed = resolve(load_config(source), passed=passed), {}
-    with joined_world(config) as world:
-        task = with_share(objects["task"], config.task.options)
-        parts = assemble(config, objects["reward"], task, world, objects["environment"])
-        with closing(parts):
-            folder, begins = _folder(parts, target)
-            with locked_by_main(folder, world), _signals() as stop:
-                start = Start() if begins else _start_of(folder, config, world)
-                check_length(config, start.step)
-                if world.is_main:
-                    record_changes(folder, parts.config, start.step, changed)
-                shown = _shown(folder, trackers, quiet or not world.is_main, parts, start)
-                follow = [*shown, _Callbacks(callbacks, stop)]
-                done = run_loop(parts, folder, follow, stop, start)
-    evaluations = folder.evaluations()
-    return TrainResult(
-        folder=folder.path,
-        step=done,
-        metrics=folder.steps(),
-        evaluation=evaluations[-1] if evaluations else None,
-        model=parts.policy.model.model,
-        tokenizer=parts.policy.model.tokenizer,
-        interrupted=stop.by_signal,
-        stopped=None if stop.by_signal else stop.received,
-        best=best_checkpoint(folder),
-    )
-
-
-def _folder(parts: Parts, target: RunFolder | Path | None) -> tuple[RunFolder, bool]:
-    """Return the run folder, and whether this call created it."""
-    from covey.training.run_start import created_run
-
-    if isinstance(target, RunFolder):
-        return target, False
-    config = parts.config
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
-    about = {"reference": parts.reference.identity if parts.reference else None}
-    return created_run(parts, target or next_run_path(Path("runs"), name), about), True
 
+    def build(config: Config, world: World) -> Parts:
+        task = with_share(objects["task"], config.task.options)
+        return assemble(config, objects["reward"], task, world, objects["environment"])
 
-def _start_of(folder: RunFolder, config: Config, world: World) -> Start:
-    return world.from_main(lambda: start_of(folder, save_every=config.save.every))
-
-
-def _shown(
-    folder: RunFolder,
-    trackers: Sequence[Tracker] | None,
-    quiet: bool,
-    parts: Parts,
-    start: Start,
-) -> list[Tracker]:
-    """Return the given trackers; by default, create a console and print startup notes on it."""
-    if trackers is not None or quiet:
-        return list(trackers or ())
-    from covey.cli.screen import Screen
-    from covey.cli.startup import tell_notes, tell_start
-    from covey.run.trackers.console import console_tracker
-
-    console = console_tracker(folder, Screen(soft_wrap=True))
-    tell_notes(console, folder, parts)
-    tell_start(console, parts, new=start.checkpoint is None)
-    return [console]
-
-
-def _signals() -> Any:
-    """Save a checkpoint on Ctrl-C; this works only in the main thread."""
-    if threading.current_thread() is threading.main_thread():
-        return stop_signal()
-    return nullcontext(StopSignal())
+    with opened_run(config, build, target or name, changed=changed) as run:
+        if trackers is None and not quiet and run.parts.world.is_main:
+            trackers = [console_with_notes(run)]
+        follow = [*(trackers or ()), _Callbacks(callbacks, run.stop)]
+        done = run_loop(run.parts, run.folder, follow, run.stop, run.start)
+    evaluations = run.folder.evaluations()
+    return TrainResult(
+        folder=run.folder.path,
+        step=done,
+        metrics=run.folder.steps(),
+        evaluation=evaluations[-1] if evaluations else None,
+        model=run.parts.policy.model.model,
+        tokenizer=run.parts.policy.model.tokenizer,
+        interrupted=run.stop.by_signal,
+        stopped=None if run.stop.by_signal else run.stop.received,
+        best=best_checkpoint(run.folder),
+    )

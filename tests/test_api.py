@@ -16,7 +16,7 @@ import pytest
 
 import covey
 from covey.cli.main import run as command
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, RunError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
 from covey.tasks.dataset import SHARE, dataset_task, with_share
@@ -174,6 +174,14 @@ def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:
     whole = small(tmp_path, "whole")
     plain = [{k: v for k, v in m.items() if "time" not in k} for m in rest.metrics]
     assert plain == [{k: v for k, v in m.items() if "time" not in k} for m in whole.metrics]
+
+
+def test_an_sft_run_is_not_resumed_with_rl(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert command(["sft", "--run", str(run), "--smoke", "--set", "sft.evaluate_every=0"]) == 0
+    with pytest.raises(RunError, match="is an SFT run; resume it with: covey sft --resume "):
+        covey.train(resume=run, quiet=True, **{"train.steps": 3})
+    assert [row["step"] for row in RunFolder(run).steps()] == [1, 2]
 
 
 def test_an_evaluation_and_a_configuration() -> None:
