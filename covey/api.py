@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config import Config, parse_config, toml_value
 from covey.config.load import overridden, read_settings
+from covey.environments import environment_factory
 from covey.errors import ConfigError
 from covey.run.best import best_checkpoint
 from covey.run.folder import RunFolder, check_new_run, next_run_path
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
-from covey.training.passed_objects import check_evaluated, check_resumed, model_name
+from covey.training.passed_objects import OBJECTS, check_evaluated, check_resumed, model_name
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
@@ -127,8 +128,11 @@ def train(
     """
     task, reward = _objects(dataset, held_out, rewards)
     shown, named = _split(trackers)
-    overrides = {**_unmeasured(task), **overrides, **named}
-    names = {"task": task, "reward": reward, "environment": _factory(environment)}
+    # If `held_out` is empty, there is nothing to evaluate.
+    unmeasured = {"evaluate.every": 0} if task and task.evaluation == [] else {}
+    overrides = {**unmeasured, **overrides, **named}
+    factory = None if environment is None else environment_factory(environment)
+    names = {"task": task, "reward": reward, "environment": factory}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
         if any(given is not None for given in (config, model, run)):
@@ -158,35 +162,25 @@ def evaluate(
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
     With a dataset, all of its rows are evaluated. If `model` is a run folder, its newest checkpoint
-    is evaluated, by default with the run's own settings.
+    is evaluated, by default with the run's own settings. If `model` is a checkpoint, the settings of
+    its run are not used.
     """
+    from covey.cli.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
     from covey.training.resolve import resolve
 
-    model, source = _evaluated(model_name(model), config)
+    model, folder = model_name(model), Path(model_name(model))
+    if run_around(folder) == folder:
+        model = str(weights_of(folder, "covey.evaluate('{}', ...)"))
+        config = folder / "config.toml" if config is None else config
     task, reward = _objects(dataset, dataset, rewards)
     passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
-    source = "arithmetic" if source is None and dataset is None else source
+    source = "arithmetic" if config is None and dataset is None else config
     settings = {**overrides, "evaluate.samples": samples}
     unresolved = _with_objects(source, passed, model, settings)
     check_evaluated(unresolved, passed)
     chosen = resolve(unresolved, passed=passed)
     return evaluate_model(chosen, task, reward)
-
-
-def _evaluated(model: str, config: Source) -> tuple[str, Source]:
-    """Return the path of the model to evaluate, and the configuration to use.
-
-    For a run folder, return its newest checkpoint and, by default, the run's settings. If `model`
-    is the path of a checkpoint, the settings of its run are not used.
-    """
-    from covey.cli.checkpoint_choice import run_around, weights_of
-
-    folder = Path(model)
-    if run_around(folder) != folder:
-        return model, config
-    chosen = str(weights_of(folder, "covey.evaluate('{}', ...)"))
-    return chosen, folder / "config.toml" if config is None else config
 
 
 def compare(
@@ -209,8 +203,7 @@ def compare(
     words += ["--algorithms", ",".join(algorithms)] if algorithms else []
     words += [word for arm in arms for word in ("--arm", arm)]
     words += ["--parallel", str(parallel)] if parallel else []
-    for key, value in overrides.items():
-        words += ["--set", f"{key}={toml_value(value)}"]
+    words += [word for setting in _settings(overrides) for word in ("--set", setting)]
     parent = Path("comparisons")
     where = Path(folder) if folder is not None else next_run_path(parent, Path(str(config)).stem)
     code = run_command([*words, "--folder", str(where)])
@@ -251,28 +244,13 @@ def _objects(
     return task, function_reward(rewards, conversational=bool(task and task.conversational))
 
 
-def _unmeasured(task: DatasetTask | None) -> dict[str, int]:
-    """If `held_out` is empty, return the setting that turns evaluations off."""
-    return {"evaluate.every": 0} if task and task.evaluation == [] else {}
-
-
-def _factory(environment: Any) -> Any:
-    from covey.environments import environment_factory
-
-    return None if environment is None else environment_factory(environment)
-
-
 def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
     """Return the configuration, with placeholder names for objects passed from Python."""
-    from covey.environments.registry import PASSED
-    from covey.rewards.user import FUNCTIONS
-    from covey.tasks.dataset import NAME as DATASET
     from covey.tasks.dataset import SHARE
 
-    names = {"task": DATASET, "reward": FUNCTIONS, "environment": PASSED}
-    given = {f"{where}.name": names[where] for where in sorted(passed)}
+    given = {f"{where}.name": name for where, _, name in OBJECTS if where in passed}
     if model is not None:
         given["model.path"] = model_name(model)
     config = load_config(source, **{**given, **overrides})
