@@ -162,8 +162,8 @@ def evaluate(
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
     With a dataset, all of its rows are evaluated. If `model` is a run folder, its newest checkpoint
-    is evaluated, by default with the run's own settings. If `model` is a checkpoint, the settings of
-    its run are not used.
+    is evaluated, by default with the run's own settings. If `model` is the path of a checkpoint,
+    the settings of its run are not used.
     """
     from covey.cli.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
