@@ -206,13 +206,16 @@ def compare(
     words += [word for setting in _settings(overrides) for word in ("--set", setting)]
     parent = Path("comparisons")
     where = Path(folder) if folder is not None else next_run_path(parent, Path(str(config)).stem)
+    file = where / "report.json"
+    earlier = file.stat().st_mtime_ns if file.is_file() else 0
     code = run_command([*words, "--folder", str(where)])
-    if not (where / "report.json").is_file():
+    # Failed runs also give an exit code of 1, but then the command has written a new report.
+    if not file.is_file() or (code and file.stat().st_mtime_ns == earlier):
         raise ConfigError(
             f"compare: the comparison failed with exit code {code}; the printed output gives the "
             "reason"
         )
-    report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return {**report, "folder": str(where)}
 
 

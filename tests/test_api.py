@@ -184,6 +184,12 @@ def test_an_sft_run_is_not_resumed_with_rl(tmp_path: Path) -> None:
     assert [row["step"] for row in RunFolder(run).steps()] == [1, 2]
 
 
+def test_a_comparison_that_fails_does_not_return_an_earlier_report(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(ConfigError, match="failed with exit code 2; the printed output gives"):
+        covey.compare("arithmetic", algorithms=["grppo"], folder=tmp_path)
+
+
 def test_an_evaluation_and_a_configuration() -> None:
     config = covey.load_config({"train": {"steps": 7}}, **{"rollout.group_size": 4})
     assert (config.train.steps, config.rollout.group_size) == (7, 4)
