@@ -12,8 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from covey.cli.explain import number_column, wide_console
-from covey.cli.screen import cell, echo
+from covey.cli.screen import cell, echo, number_column, wide_console
 from covey.cli.startup import (
     STARTING,
     AsJson,
