@@ -17,9 +17,9 @@ from covey.cli.screen import UNLIMITED, Screen, cell, echo
 from covey.cli.startup import AsJson, Trust, tell_edited, waiting
 from covey.errors import RunError
 from covey.run.estimate_text import estimate_text
-from covey.run.folder import FAILURE, RunFolder, list_runs, settings_of
+from covey.run.folder import FAILURE, RunFolder, limit_of, list_runs, settings_of
 from covey.run.health import Finding, silence, timeline
-from covey.run.records import turn_lines
+from covey.run.records import turn_lines, unsaid
 from covey.run.reward_changes import logged_change
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
     model = str(settings.get("model", {}).get("path", "-"))
     return {
         "run": str(run.path),
-        "started": str(run.environment(_ignore).get("started", "-"))[:16].replace("T", " "),
+        "started": str(run.environment(unsaid).get("started", "-"))[:16].replace("T", " "),
         "model": Path(model).name or model,
         "state": _state(run, settings, steps),
         "steps": len(steps),
@@ -225,29 +225,16 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
     }
 
 
-def _ignore(text: str) -> None:
-    """Ignore a warning about a damaged file; the table shows `-` for values in this file."""
-
-
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
     """Return the state of a run: running, done, failed or stopped."""
     if run.in_use():
         return "running"
     saved = run.checkpoints()
-    if saved and steps and saved[-1][0] == steps[-1]["step"] and _is_over(settings, steps[-1]):
-        return "done"
+    if saved and steps and saved[-1][0] == steps[-1]["step"]:
+        name, limit = limit_of(settings)
+        if (steps[-1].get(name) or 0) >= limit:
+            return "done"
     return "failed" if (run.path / FAILURE).exists() else "stopped"
-
-
-def _is_over(settings: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
-    """Return whether the run has reached its limit of steps, tokens or optimizer steps."""
-    train = settings.get("train", {})
-    limits = {"step": train.get("steps", 0), **train.get("stop_after", {})}
-    names = {"tokens": "tokens", "updates": "updates"}
-    used = [name for name in names if limits.get(name)]
-    if used:
-        return bool((last.get(used[0]) or 0) >= limits[used[0]])
-    return bool(last["step"] >= limits["step"])
 
 
 def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from covey.run.estimate_text import change_text, value_text
 from covey.run.files import write_text
 from covey.run.folder import RunFolder, list_runs, settings_of
+from covey.run.records import unsaid
 from covey.run.settings import changed_settings, setting_text
 
 FILE = "reward_change.json"
@@ -56,14 +57,14 @@ def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardCh
 
     If the rewards of the two runs differ, write reward_change.json and return the change.
     """
-    mine = run.environment(_ignore)
+    mine = run.environment(unsaid)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):
         return None
-    before = previous.environment(_ignore)["reward"]
+    before = previous.environment(unsaid)["reward"]
     if before == mine["reward"]:
         return None
-    rewards = [_table(settings_of(each), "reward") for each in (previous, run)]
+    rewards = [settings_of(each).get("reward", {}) for each in (previous, run)]
     change = RewardChange(
         previous_run=previous.path.name,
         before=before,
@@ -94,21 +95,12 @@ def _previous(run: RunFolder, settings: Mapping[str, Any]) -> RunFolder | None:
     """Return the most recent other run of the same task in the same folder, if any."""
     here = run.path.resolve()
     others = [each for each in list_runs(run.path.parent) if each.path.resolve() != here]
-    started = {each.path: each.environment(_ignore) for each in others}
+    started = {each.path: each.environment(unsaid) for each in others}
     known = [each for each in others if started[each.path].get("reward") and not each.is_sft]
     newest = sorted(known, key=lambda each: str(started[each.path].get("started", "")))
-    task = _table(settings, "task").get("name")
-    same = (each for each in newest[::-1] if _table(settings_of(each), "task").get("name") == task)
-    return next(same, None)
-
-
-def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = settings.get(name)
-    return table if isinstance(table, Mapping) else {}
-
-
-def _ignore(text: str) -> None:
-    """Ignore a message about damaged files: the caller skips runs with damaged files."""
+    task = settings.get("task", {}).get("name")
+    tasks = ((each, settings_of(each).get("task", {}).get("name")) for each in newest[::-1])
+    return next((each for each, name in tasks if name == task), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +151,7 @@ def observed_effect(before: RunFolder, after: RunFolder) -> str:
     Accuracies are comparable only if both runs were evaluated with the same reward. To evaluate all
     runs with the same reward, set `evaluate.reward`.
     """
-    old, new = (run.evaluations(_ignore)[-1:] for run in (before, after))
+    old, new = (run.evaluations(unsaid)[-1:] for run in (before, after))
     if not old or not new:
         return "not measured: " + " and ".join(
             f"{run.path.name} has no evaluation"
@@ -170,7 +162,7 @@ def observed_effect(before: RunFolder, after: RunFolder) -> str:
         f"{name} {value_text(name, a)} -> {value_text(name, b)} ({change_text(name, b - a)}{noise})"
         for name, a, b, noise in _pairs(old[0], new[0])
     ]
-    rewards = [run.environment(_ignore).get("evaluation_reward") for run in (before, after)]
+    rewards = [run.environment(unsaid).get("evaluation_reward") for run in (before, after)]
     caution = "" if rewards[0] == rewards[1] else "; each run was evaluated with its own reward"
     return ", ".join(shown) + caution
 

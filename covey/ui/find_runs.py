@@ -15,7 +15,7 @@ from typing import Any
 
 from covey.errors import RunError
 from covey.run.best import measured
-from covey.run.folder import RunFolder, settings_of
+from covey.run.folder import RunFolder, limit_of, settings_of
 from covey.run.metrics import current_name
 from covey.run.records import ENVIRONMENT, last_row, read_object
 
@@ -89,16 +89,17 @@ def overview(place: Place, now: float | None = None) -> dict[str, Any]:
     run, steps = RunFolder(place.path), place.path / "steps.jsonl"
     last = _last(steps, _stamp(steps))
     settings = settings_cached(run)
+    metric, limit = limit_of(settings)
     written = _written(steps)
     evaluations = evaluations_cached(run)[0]
     return {
         "id": place.id,
         "comparison": _comparison_of(place),
-        "algorithm": _text(settings, "objective", "name"),
-        "task": _text(settings, "task", "name"),
-        "model": _text(settings, "model", "path"),
+        "algorithm": _text(settings.get("objective", {}).get("name")),
+        "task": _text(settings.get("task", {}).get("name")),
+        "model": _text(settings.get("model", {}).get("path")),
         "step": last["step"],
-        "steps": _wanted(settings),
+        "steps": limit if metric == "step" and limit else None,
         "reward": last["sft/loss"]
         if last["objective/scores"] is None
         else last["objective/scores"],
@@ -110,20 +111,8 @@ def overview(place: Place, now: float | None = None) -> dict[str, Any]:
     }
 
 
-def _text(settings: dict[str, Any], section: str, name: str) -> str | None:
-    table = settings.get(section)
-    value = table.get(name) if isinstance(table, dict) else None
+def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _wanted(settings: dict[str, Any]) -> int | None:
-    """Return the planned number of steps; None if train.stop_after sets another limit."""
-    train = settings.get("train")
-    if not isinstance(train, dict):
-        return None
-    budget, steps = train.get("stop_after"), train.get("steps")
-    by_budget = isinstance(budget, dict) and any(budget.values())
-    return steps if isinstance(steps, int) and not by_budget else None
 
 
 def _comparison_of(place: Place) -> str | None:

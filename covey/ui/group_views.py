@@ -237,8 +237,7 @@ def token_texts(
 
 
 def _tokenizers(run: RunFolder, settings: dict[str, Any]) -> Iterator[Path]:
-    model = settings.get("model")
-    named = model.get("path") if isinstance(model, dict) else None
+    named = settings.get("model", {}).get("path")
     folders = [folder for _, folder in reversed(run.checkpoints())]
     if isinstance(named, str) and named:
         folders.append(MODELS.get(named, Path(named)))
