@@ -10,14 +10,13 @@ run can be resumed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.config import Config, parse_config, toml_value
 from covey.config.load import overridden, read_settings
-from covey.environments import environment_factory
 from covey.errors import ConfigError
 from covey.run.best import best_checkpoint
 from covey.run.folder import RunFolder, check_new_run, next_run_path
@@ -27,8 +26,6 @@ from covey.training.passed_objects import OBJECTS, check_evaluated, check_resume
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
-    from covey.rewards import Reward
-    from covey.tasks.dataset import DatasetTask
     from covey.training.build import Parts
     from covey.training.parallel.world import World
 
@@ -126,28 +123,21 @@ def train(
             rewards again.
         quiet: print nothing. **overrides: settings by dotted key.
     """
-    task, reward = _objects(dataset, held_out, rewards)
+    objects = _objects(dataset, held_out, rewards, environment)
     shown, named = _split(trackers)
-    # If `held_out` is empty, there is nothing to evaluate.
-    unmeasured = {"evaluate.every": 0} if task and task.evaluation == [] else {}
-    overrides = {**unmeasured, **overrides, **named}
-    factory = None if environment is None else environment_factory(environment)
-    names = {"task": task, "reward": reward, "environment": factory}
-    passed = {where for where, value in names.items() if value is not None}
+    empty = "task" in objects and objects["task"].evaluation == []  # there is nothing to evaluate
+    overrides = {**({"evaluate.every": 0} if empty else {}), **overrides, **named}
     if resume is not None:
         if any(given is not None for given in (config, model, run)):
             raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
-        from covey.cli.training_run import check_kind
-
         folder = RunFolder.open(Path(resume))
-        check_kind(folder, sft=False)
-        check_resumed(folder, passed, reward)
-        return _train(overrides, folder, names, shown, callbacks, quiet)
+        check_resumed(folder, objects.keys(), objects.get("reward"))
+        return _train(overrides, folder, objects, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
     source = "arithmetic" if config is None and dataset is None else config
-    chosen = _with_objects(source, passed, model, overrides)
-    return _train(chosen, None if run is None else Path(run), names, shown, callbacks, quiet)
+    chosen = _with_objects(source, objects, model, overrides)
+    return _train(chosen, None if run is None else Path(run), objects, shown, callbacks, quiet)
 
 
 def evaluate(
@@ -173,14 +163,13 @@ def evaluate(
     if run_around(folder) == folder:
         model = str(weights_of(folder, "covey.evaluate('{}', ...)"))
         config = folder / "config.toml" if config is None else config
-    task, reward = _objects(dataset, dataset, rewards)
-    passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
+    objects = _objects(dataset, dataset, rewards)
     source = "arithmetic" if config is None and dataset is None else config
     settings = {**overrides, "evaluate.samples": samples}
-    unresolved = _with_objects(source, passed, model, settings)
-    check_evaluated(unresolved, passed)
-    chosen = resolve(unresolved, passed=passed)
-    return evaluate_model(chosen, task, reward)
+    unresolved = _with_objects(source, objects, model, settings)
+    check_evaluated(unresolved, objects)
+    chosen = resolve(unresolved, passed=objects.keys())
+    return evaluate_model(chosen, objects.get("task"), objects.get("reward"))
 
 
 def compare(
@@ -235,20 +224,26 @@ def _split(
 
 
 def _objects(
-    dataset: Dataset | None, held_out: Dataset | None, rewards: Any
-) -> tuple[DatasetTask | None, Reward | None]:
-    """Make a task from the passed dataset, and a reward from the passed functions."""
+    dataset: Dataset | None, held_out: Dataset | None, rewards: Any, environment: Any = None
+) -> dict[str, Any]:
+    """Make a task, a reward and an environment of the arguments that were passed."""
+    from covey.environments import environment_factory
     from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
 
-    task = None if dataset is None else dataset_task(dataset, held_out)
-    if rewards is None:
-        return task, None
-    return task, function_reward(rewards, conversational=bool(task and task.conversational))
+    found: dict[str, Any] = {}
+    if dataset is not None:
+        found["task"] = dataset_task(dataset, held_out)
+    if rewards is not None:
+        conversational = "task" in found and found["task"].conversational
+        found["reward"] = function_reward(rewards, conversational=conversational)
+    if environment is not None:
+        found["environment"] = environment_factory(environment)
+    return found
 
 
 def _with_objects(
-    source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
+    source: Source, passed: Collection[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
     """Return the configuration, with placeholder names for objects passed from Python."""
     from covey.tasks.dataset import SHARE
@@ -271,24 +266,26 @@ def _train(
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> TrainResult:
-    from covey.cli.training_run import console_with_notes, opened_run
+    from covey.cli.training_run import check_kind, console_with_notes, opened_run
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.loop import train as run_loop
     from covey.training.resolve import resolve
     from covey.training.run_start import resumed_config as resumed
 
-    passed = {where for where, value in objects.items() if value is not None}
+    passed = objects.keys()
     if isinstance(target, RunFolder):
         assert isinstance(source, Mapping), "a run that is resumed takes overrides"
+        check_kind(target, sft=False)
         config, changed = resumed(target, _settings(source), passed=passed)
     else:
         config, changed = resolve(load_config(source), passed=passed), {}
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
 
     def build(config: Config, world: World) -> Parts:
-        task = with_share(objects["task"], config.task.options)
-        return assemble(config, objects["reward"], task, world, objects["environment"])
+        task = with_share(objects.get("task"), config.task.options)
+        reward, environment = objects.get("reward"), objects.get("environment")
+        return assemble(config, reward, task, world, environment)
 
     with opened_run(config, build, target or name, changed=changed) as run:
         if trackers is None and not quiet and run.parts.world.is_main:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
     from covey.analysis.plan.run_time import RunTime
+    from covey.analysis.plan.summary import Plan
     from covey.analysis.plan.task_facts import TaskFacts
 
 
@@ -117,21 +118,32 @@ def plan_command(
         memory, taken, problem, fits = _memory_and_time(config, facts, gpu, ranks)
         found = [*fits, *findings(config, facts)]
     if as_json:
-        data = {
-            "text": plan.paragraph(),
-            "plan": plan.row(),
-            "memory": memory and memory.row(),
-            "memory_unknown": problem,
-            "findings": [{**each.row(), "settings": list(each.settings)} for each in found],
-            "time": None if isinstance(taken, str) else taken.row(),
-            "task_unreadable": facts.unreadable,
-        }
-        return typer.echo(json.dumps(data))
+        return typer.echo(json.dumps(_data(plan, facts, memory, taken, problem, found)))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_obstacles(config, facts, console)
     console.print(taken if isinstance(taken, str) else taken.text(), "", sep="\n")
     _show_memory(memory.text() if memory else f"memory: unknown, {problem}", found, console)
+
+
+def _data(
+    plan: Plan,
+    facts: TaskFacts,
+    memory: Forecast | None,
+    taken: RunTime | str,
+    problem: str,
+    found: list[Finding],
+) -> dict[str, Any]:
+    """Return the plan, the estimates and notes about settings as data for --json."""
+    return {
+        "text": plan.paragraph(),
+        "plan": plan.row(),
+        "memory": memory and memory.row(),
+        "memory_unknown": problem,
+        "findings": [{**each.row(), "settings": list(each.settings)} for each in found],
+        "time": None if isinstance(taken, str) else taken.row(),
+        "task_unreadable": facts.unreadable,
+    }
 
 
 def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
