@@ -57,12 +57,6 @@ Out = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the results to this file as JSON.")
 ]
 
-COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
-NOT_A_SUM = (
-    "Each line shows one cause. The lines need not add up to the first line, because rounding "
-    "errors partly cancel and the first line does not include staleness."
-)
-
 
 def numerics_command(
     target: Target = None,
@@ -153,24 +147,7 @@ def _show(report: Report, console: Console) -> None:
         f"which {report.diverged} diverged",
         style="bold",
     )
-    console.print(_table(report))
-    console.print(
-        "mean, p99, max: |difference| in nats. ratio: mean of exp(difference). outside: share "
-        f"of {unit} whose ratio is not in [{clip.low:.4g}, {clip.high:.4g}], the clip range. "
-        f"effective: effective sample size, as a share of all {unit}.",
-    )
-    console.print(NOT_A_SUM)
-    for cause in report.causes:
-        row = cause.row()
-        console.print(f"\n{row['title']}: {row['severity']}", style="bold")
-        console.print(f"  {row['what']}.")
-        console.print(f"  What to do: {row['advice']}.")
-    for note in report.notes:
-        console.print(f"\n{note}")
-
-
-def _table(report: Report) -> Table:
-    columns = map(number_column, COLUMNS)
+    columns = map(number_column, ("mean", "p99", "max", "ratio", "outside", "effective"))
     table = Table(Column("difference", no_wrap=True), *columns, "", box=SIMPLE)
     for cause in report.causes:
         gap = cause.gap
@@ -182,4 +159,20 @@ def _table(report: Report) -> Table:
             f"{gap.effective:.2%}",
             gap.severity,
         )
-    return table
+    console.print(table)
+    console.print(
+        "mean, p99, max: |difference| in nats. ratio: mean of exp(difference). outside: share "
+        f"of {unit} whose ratio is not in [{clip.low:.4g}, {clip.high:.4g}], the clip range. "
+        f"effective: effective sample size, as a share of all {unit}.",
+    )
+    console.print(
+        "Each line shows one cause. The lines need not add up to the first line, because rounding "
+        "errors partly cancel and the first line does not include staleness."
+    )
+    for cause in report.causes:
+        row = cause.row()
+        console.print(f"\n{row['title']}: {row['severity']}", style="bold")
+        console.print(f"  {row['what']}.")
+        console.print(f"  What to do: {row['advice']}.")
+    for note in report.notes:
+        console.print(f"\n{note}")
