@@ -84,13 +84,13 @@ def _walk(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
         yield from _walk(Path(each), depth - 1)
 
 
-def overview(place: Place, now: float | None = None) -> dict[str, Any]:
+def overview(place: Place) -> dict[str, Any]:
     """Return a run's row in the list of runs, without reading all steps of the run."""
     run, steps = RunFolder(place.path), place.path / "steps.jsonl"
-    last = _last(steps, _stamp(steps))
+    stamp, written = _stamp(steps), _stat(steps)
+    last = _last(steps, stamp)
     settings = settings_cached(run)
     metric, limit = limit_of(settings)
-    written = _written(steps)
     evaluations = evaluations_cached(run)[0]
     return {
         "id": place.id,
@@ -105,8 +105,8 @@ def overview(place: Place, now: float | None = None) -> dict[str, Any]:
         else last["objective/scores"],
         "greedy_before": measured(evaluations[0], "greedy") if evaluations else None,
         "greedy_now": measured(evaluations[-1], "greedy") if evaluations else None,
-        "age": None if written is None else max(0.0, (now or time.time()) - written),
-        "changed": _stamp(steps),
+        "age": None if written is None else max(0.0, time.time() - written.st_mtime),
+        "changed": stamp,
         "missing": [name for name in SIGNS if not (place.path / name).is_file()],
     }
 
@@ -134,16 +134,13 @@ def _last(path: Path, stamp: str) -> dict[str, Any]:
 
 def _stamp(path: Path) -> str:
     """Return inode, size and modification time, as a string that changes with the file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return ""
-    return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+    found = _stat(path)
+    return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}" if found else ""
 
 
-def _written(path: Path) -> float | None:
+def _stat(path: Path) -> os.stat_result | None:
     try:
-        return path.stat().st_mtime
+        return path.stat()
     except OSError:
         return None
 
