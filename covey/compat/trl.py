@@ -10,6 +10,7 @@ import ast
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 from covey.compat.trl_options import (
@@ -89,7 +90,7 @@ def from_grpo_config(config: Any) -> Ported:
     if not is_dataclass(config) or isinstance(config, type):
         raise ConfigError("port: pass a GRPOConfig object, or a dict with options of GRPOConfig")
     given = {
-        option.name: value
+        option.name: value.value if isinstance(value, Enum) else value
         for option in fields(config)
         if (value := getattr(config, option.name)) != option.default and option.init
     }
@@ -149,17 +150,14 @@ def _trainer(call: ast.Call, known: Values) -> Ported:
         settings["model.path"] = path
     elif model is not None:
         notes.append(f"model = {ast.unparse(model)}: set model.path, or pass model=... a name")
+    lora = values.get("peft_config")
+    # A variable may hold a LoraConfig.
+    if isinstance(lora, ast.Name) or (isinstance(lora, ast.Call) and called(lora) == "LoraConfig"):
+        del values["peft_config"]
     for name, how in TRAINER.items():
-        if name in values and not (name == "peft_config" and _is_lora(values[name])):
+        if name in values:
             notes.append(f"{name} = {ast.unparse(values[name])}: {how}")
     return Ported(settings=settings, notes=tuple(notes))
-
-
-def _is_lora(value: ast.expr) -> bool:
-    """Whether peft_config is a LoraConfig call, or a variable that may hold a LoraConfig."""
-    return isinstance(value, ast.Name) or (
-        isinstance(value, ast.Call) and called(value) == "LoraConfig"
-    )
 
 
 ADAPTER = {
