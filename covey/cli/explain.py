@@ -296,7 +296,11 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
     console.print(group.prompt, style="bold")
     for line, trained in rollout.turns:
         console.print(f"  {line}", style="default" if trained else "dim")
-    console.print(_coloured(rollout.tokens))
+    largest = max((abs(t.gradient) for t in rollout.tokens if t.gradient is not None), default=0.0)
+    text = Text()
+    for token in rollout.tokens:
+        text.append(printable(token.text), style=_style(token, largest))
+    console.print(text)
     reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.3g}"
     total = sum(a.gradient for a in explained.rollouts)
     console.print(
@@ -305,23 +309,15 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
         f"{explained.updates}, {rollout.clipped:.1%} clipped, "
         f"{rollout.gradient / total if total else 0.0:.1%} of the step's gradient",
     )
-    console.print(_token_table(rollout.tokens))
+    console.print(_token_table(rollout.tokens, largest))
     console.print(
         "push: -d loss / d logp; above 0 (green) the step makes the token likelier, below 0 (red) "
         "less likely."
     )
 
 
-def _coloured(tokens: Sequence[ExplainedToken]) -> Text:
-    """Return the text; the step makes green tokens likelier, and red tokens less likely."""
-    largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
-    text = Text()
-    for token in tokens:
-        text.append(printable(token.text), style=_style(token, largest))
-    return text
-
-
 def _style(token: ExplainedToken, largest: float) -> str:
+    """Return green for a token that the step makes likelier, and red for one less likely."""
     if not token.gradient:
         return "dim"
     strength = abs(token.gradient) / largest
@@ -330,7 +326,7 @@ def _style(token: ExplainedToken, largest: float) -> str:
     return f"bold {colour}" if strength > 0.5 else colour
 
 
-def _token_table(tokens: Sequence[ExplainedToken]) -> Table:
+def _token_table(tokens: Sequence[ExplainedToken], largest: float) -> Table:
     # Columns without any value, such as those of a reference, are omitted.
     known = {name for name in FORMS for token in tokens if _value(token, name) is not None}
     shown = {name: form for name, form in FORMS.items() if name in known}
@@ -338,7 +334,6 @@ def _token_table(tokens: Sequence[ExplainedToken]) -> Table:
         number_column(""), Column("token", no_wrap=True), Column("clip", no_wrap=True),
         *map(number_column, shown), box=SIMPLE,
     )  # fmt: skip
-    largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
     for place, token in enumerate(tokens, start=1):
         values = [(_value(token, name), form) for name, form in shown.items()]
         table.add_row(

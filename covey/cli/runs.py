@@ -183,8 +183,12 @@ def runs_command(
     """List runs, show the evaluations of a run, or show the completions of a training step."""
     console = Screen(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
-        _list(list_runs(path), path, console, as_json)
-        return
+        rows = [_overview(run, run.evaluations()) for run in list_runs(path)]
+        if as_json:
+            return typer.echo(json.dumps(rows))
+        if not rows:
+            raise RunError(f"there are no runs in {path}; `covey train` creates a run")
+        return _print_runs(rows, console)
     run = RunFolder(path)
     tell_edited(run)
     if step is None:
@@ -219,16 +223,6 @@ def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[
         if (steps[-1].get(name) or 0) >= limit:
             return "done"
     return "failed" if (run.path / FAILURE).exists() else "stopped"
-
-
-def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) -> None:
-    rows = [_overview(run, run.evaluations()) for run in runs]
-    if as_json:
-        typer.echo(json.dumps(rows))
-        return
-    if not rows:
-        raise RunError(f"there are no runs in {path}; `covey train` creates a run")
-    _print_runs(rows, console)
 
 
 def _print_runs(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

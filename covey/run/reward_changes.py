@@ -10,7 +10,7 @@ reward change from the evaluations of the two runs. This module does not import 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,9 @@ def reward_log(parent: Path) -> list[Logged]:
 def observed_effect(before: RunFolder, after: RunFolder) -> str:
     """Compare the last evaluations of two runs.
 
+    The accuracies differ only by noise if their confidence intervals overlap. Reward parts that
+    only one of the two evaluations contains are left out.
+
     Accuracies are comparable only if both runs were evaluated with the same reward. To evaluate all
     runs with the same reward, set `evaluate.reward`.
     """
@@ -158,27 +161,19 @@ def observed_effect(before: RunFolder, after: RunFolder) -> str:
             for run, found in ((before, old), (after, new))
             if not found
         )
+    a, b = old[0]["greedy"], new[0]["greedy"]
+    apart = b["low"] > a["high"] or b["high"] < a["low"]
+    mine, theirs = old[0].get("parts", {}), new[0].get("parts", {})
+    shared = [name for name in mine if name in theirs][:MOST_PARTS]
     shown = [
-        f"{name} {value_text(name, a)} -> {value_text(name, b)} ({change_text(name, b - a)}{noise})"
-        for name, a, b, noise in _pairs(old[0], new[0])
+        _change("greedy", a["value"], b["value"], "" if apart else ", within noise"),
+        *(_change(f"parts/{name}", mine[name], theirs[name]) for name in shared),
     ]
     rewards = [run.environment(unsaid).get("evaluation_reward") for run in (before, after)]
     caution = "" if rewards[0] == rewards[1] else "; each run was evaluated with its own reward"
     return ", ".join(shown) + caution
 
 
-def _pairs(
-    old: Mapping[str, Any], new: Mapping[str, Any]
-) -> Sequence[tuple[str, float, float, str]]:
-    """Return the old and new value of the greedy accuracy and of each reward part.
-
-    Reward parts that only one of the two evaluations contains are left out. The last item of the
-    accuracy's tuple is the text `, within noise` if the confidence intervals of the two accuracies
-    overlap. The last item of all other tuples is empty.
-    """
-    a, b = old["greedy"], new["greedy"]
-    apart = b["low"] > a["high"] or b["high"] < a["low"]
-    found = [("greedy", a["value"], b["value"], "" if apart else ", within noise")]
-    mine, theirs = old.get("parts", {}), new.get("parts", {})
-    shared = [name for name in mine if name in theirs][:MOST_PARTS]
-    return [*found, *((f"parts/{n}", mine[n], theirs[n], "") for n in shared)]
+def _change(name: str, old: float, new: float, remark: str = "") -> str:
+    change = f"{change_text(name, new - old)}{remark}"
+    return f"{name} {value_text(name, old)} -> {value_text(name, new)} ({change})"

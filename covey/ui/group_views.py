@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,6 +28,12 @@ PAGE = 40
 """Number of groups that the server sends at a time."""
 SHOWN = 64
 """Maximum number of rollouts of a group that the server sends with their text."""
+SORTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "reward": lambda row: (row["mean"] is None, row["mean"] or 0.0),
+    "spread": lambda row: -(row["spread"] or 0.0),
+    "length": lambda row: -row["length"],
+}
+"""Sort keys of groups: lowest mean reward, largest spread of rewards, longest completions."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
 """Token fields that are unknown until `covey explain` recomputes the training step."""
 
@@ -44,7 +50,8 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
         if _kept(group, query.get("filter", "all"))
         and (lines is None or any(entry.line in lines for entry in group))
     ]
-    _sort(kept, query.get("sort", "order"))
+    if order := SORTS.get(query.get("sort", "")):
+        kept.sort(key=lambda group: order(summary(group)))
     start = max(0, int(query.get("start") or 0))
     return {
         "groups": [summary(group) for group in kept[start : start + PAGE]],
@@ -96,19 +103,6 @@ def _kept(group: Sequence[Entry], name: str) -> bool:
         "cut": any(entry.finish == "length" for entry in group),
         "unscored": None in values,
     }.get(name, True)
-
-
-def _sort(groups: list[list[Entry]], name: str) -> None:
-    """Sort groups by mean reward (lowest first), reward spread or length (largest first)."""
-    if name == "reward":
-        groups.sort(key=_mean_reward)
-    elif name in ("spread", "length"):
-        groups.sort(key=lambda group: -(summary(group)[name] or 0.0))
-
-
-def _mean_reward(group: Sequence[Entry]) -> tuple[bool, float]:
-    mean = summary(group)["mean"]
-    return mean is None, mean or 0.0
 
 
 def group(site: Site, query: Query) -> dict[str, Any]:
