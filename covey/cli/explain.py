@@ -48,10 +48,8 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help=(
-            "Train the step again with other algorithms. NAMES is 'all' (every algorithm) or a "
-            "list such as grpo,gspo."
-        ),
+        help="Train the step again with other algorithms. NAMES is 'all' (every algorithm) or a "
+        "list such as grpo,gspo.",
     ),
 ]
 Options = Annotated[
@@ -67,10 +65,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help=(
-            "Recover the exact weights before the step: train all steps since the nearest "
-            "earlier checkpoint again."
-        ),
+        help="Recover the exact weights before the step: train all steps since the nearest "
+        "earlier checkpoint again.",
     ),
 ]
 

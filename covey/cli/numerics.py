@@ -39,10 +39,8 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help=(
-            "What to measure: a TOML file, the name of a recipe, or a run folder. For a run "
-            "folder, the command measures the newest checkpoint. Default: arithmetic."
-        ),
+        help="What to measure: a TOML file, the name of a recipe, or a run folder. For a run "
+        "folder, the command measures the newest checkpoint. Default: arithmetic.",
     ),
 ]
 Updates = Annotated[

@@ -49,10 +49,8 @@ Cluster = Annotated[
     bool,
     typer.Option(
         "--cluster",
-        help=(
-            "Show how to divide the GPUs of a cluster between trainers and engines, for clusters "
-            "of 8 to 1,024 GPUs."
-        ),
+        help="Show how to divide the GPUs of a cluster between trainers and engines, for clusters "
+        "of 8 to 1,024 GPUs.",
     ),
 ]
 MeasureSteps = Annotated[

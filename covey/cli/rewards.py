@@ -57,10 +57,8 @@ LabelledOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help=(
-            "JSON Lines file of completions with human labels. Each line has the field `correct` "
-            "(true or false)."
-        ),
+        help="JSON Lines file of completions with human labels. Each line has the field `correct` "
+        "(true or false).",
     ),
 ]
 AllowedOption = Annotated[
@@ -112,10 +110,8 @@ def score_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help=(
-                "JSON Lines file such as a rollouts file of a run. Each line has the fields "
-                "`completion` (or `text`) and `target`."
-            ),
+            help="JSON Lines file such as a rollouts file of a run. Each line has the fields "
+            "`completion` (or `text`) and `target`.",
         ),
     ],
     source: ConfigOption = "arithmetic",

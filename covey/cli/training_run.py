@@ -46,10 +46,8 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN",
-        help=(
-            "Resume this run with its saved settings. Use --set to change some of the saved "
-            "settings."
-        ),
+        help="Resume this run with its saved settings. Use --set to change some of the saved "
+        "settings.",
     ),
 ]
 ResumeStep = Annotated[
@@ -58,11 +56,9 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help=(
-            "With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
-            "The command moves the records of steps after N to RUN/superseded. Default: the "
-            "newest checkpoint."
-        ),
+        help="With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
+        "The command moves the records of steps after N to RUN/superseded. Default: the "
+        "newest checkpoint.",
     ),
 ]
 
