@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, NotRequired
@@ -112,13 +111,13 @@ class RolloutIndex:
             size += len(more)
             self._note(f"{self.path} line {self._lines} is longer than 64 MiB; it is left out")
         else:
-            row = _listed(raw)
-            if row is not None:
-                self._keep(row, size)
-            elif raw.endswith(b"\n"):
-                self._note(parse_line(self.path, self._lines, raw, ROLLOUT).problem)
-            else:
-                self._note(f"{self.path}: its last line is cut off; it is left out")
+            try:
+                self._keep(LISTED.validate_json(raw), size)
+            except ValidationError:
+                if raw.endswith(b"\n"):
+                    self._note(parse_line(self.path, self._lines, raw, ROLLOUT).problem)
+                else:
+                    self._note(f"{self.path}: its last line is cut off; it is left out")
         self._offset += size
 
     def _keep(self, row: _Listed, size: int) -> None:
@@ -152,15 +151,14 @@ class RolloutIndex:
         """Read and return the rollout at the given line of the file."""
         place = bisect_left(self.entries, line, key=lambda entry: entry.line)
         found = self.entries[place : place + 1]
-        row = self._read(found[0]) if found and found[0].line == line else None
+        row = None
+        if found and found[0].line == line:
+            with open_file(self.path) as file:
+                file.seek(found[0].offset)
+                row = _row(file.read(found[0].size))
         if row is None:
             raise RunError(f"line {line} of {self.path} cannot be read")
         return row
-
-    def _read(self, entry: Entry) -> Row | None:
-        with open_file(self.path) as file:
-            file.seek(entry.offset)
-            return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
         """Return the line numbers of rollouts with `words` in prompt, target or completion.
@@ -173,19 +171,16 @@ class RolloutIndex:
         # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.
         escaped = re.compile(re.escape(json.dumps(words)[1:-1].encode()), re.IGNORECASE)
         plain = re.compile(re.escape(words), re.IGNORECASE)
-        for entry, raw in self._raw():
-            if time.monotonic() > until:
-                return found, False
-            row = _row(raw) if escaped.search(raw) or not words.isascii() else None
-            if row and any(plain.search(row[name]) for name in ("prompt", "target", "text")):
-                found.add(entry.line)
-        return found, True
-
-    def _raw(self) -> Iterator[tuple[Entry, bytes]]:
         with open_file(self.path) as file:
             for entry in list(self.entries):
+                if time.monotonic() > until:
+                    return found, False
                 file.seek(entry.offset)
-                yield entry, file.read(entry.size)
+                raw = file.read(entry.size)
+                row = _row(raw) if escaped.search(raw) or not words.isascii() else None
+                if row and any(plain.search(row[name]) for name in ("prompt", "target", "text")):
+                    found.add(entry.line)
+        return found, True
 
 
 def _row(raw: bytes) -> Row | None:
@@ -196,14 +191,6 @@ def _row(raw: bytes) -> Row | None:
     except (ValueError, ValidationError):
         return None
     return renamed([row], OLD_ROLLOUT)[0]
-
-
-def _listed(raw: bytes) -> _Listed | None:
-    """Parse the fields of a rollout that the index stores; return None if parsing fails."""
-    try:
-        return LISTED.validate_json(raw)
-    except ValidationError:
-        return None
 
 
 class RolloutIndexes:
