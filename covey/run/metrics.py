@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from math import isfinite
+from typing import Any, TypeGuard
 
 RUN = "run"
 ROLLOUTS = "rollouts"
@@ -556,6 +557,11 @@ def meaning(name: str) -> str | None:
     """Return the definition of a metric, or None if the metric is unknown."""
     entry = metric(name)
     return None if entry is None else entry.definition
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and isfinite(value)
 
 
 # Other names of metrics: in open-instruct and in earlier versions of Covey.

@@ -17,7 +17,7 @@ import pytest
 from covey.cli.main import run as covey
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
-from covey.run.history import is_number
+from covey.run.metrics import is_number
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.external import (
     LONGEST,

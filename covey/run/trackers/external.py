@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from covey.errors import ConfigError, RunError, nearest
 from covey.escape import printable
 from covey.run.folder import RunFolder
-from covey.run.history import is_number
+from covey.run.metrics import is_number
 from covey.run.records import read_object
 from covey.run.samples import quoted
 from covey.run.trackers.protocol import Tracker
