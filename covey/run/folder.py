@@ -205,9 +205,9 @@ class RunFolder:
         """
         return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
-    def usable_rollouts(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
+    def usable_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the readable rollouts of a step. Raise RunError if no rollout is readable."""
-        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, note)
+        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, to_stderr)
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
@@ -276,7 +276,7 @@ class RunFolder:
         """Return the complete checkpoints, oldest first, without checking them for damage."""
         return self.numbered("checkpoints", "")
 
-    def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
+    def saved_steps(self) -> list[int] | None:
         """Return the steps whose checkpoints were saved, including checkpoints removed since.
 
         Return None if checkpoints.jsonl is damaged or missing. Older versions of Covey did not
@@ -286,7 +286,7 @@ class RunFolder:
         path = self.path / "checkpoints.jsonl"
         rows = usable_lines(path, records.SAVED, problems.append)
         for problem in problems:
-            note(problem)
+            to_stderr(problem)
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
