@@ -15,6 +15,7 @@ import threading
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, NotRequired
 
@@ -193,22 +194,15 @@ def _row(raw: bytes) -> Row | None:
     return renamed([row], OLD_ROLLOUT)[0]
 
 
-class RolloutIndexes:
-    """The indexes of the most recently used rollout files."""
+def rollout_index(path: Path) -> RolloutIndex:
+    """Return the index of a rollout file; the indexes of the last `KEPT` files are kept."""
+    try:
+        found = path.stat()
+    except OSError:
+        raise RunError(f"the run has no file {path.name} with rollouts") from None
+    return _index(path, found.st_size, found.st_mtime_ns)
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[Path, int, int], RolloutIndex] = {}
-        self._lock = threading.Lock()
 
-    def __getitem__(self, path: Path) -> RolloutIndex:
-        try:
-            found = path.stat()
-        except OSError:
-            raise RunError(f"the run has no file {path.name} with rollouts") from None
-        key = (path, found.st_size, found.st_mtime_ns)
-        with self._lock:
-            index = self._kept.pop(key, None) or RolloutIndex(path)
-            self._kept[key] = index
-            for old in list(self._kept)[:-KEPT]:
-                del self._kept[old]
-            return index
+@lru_cache(maxsize=KEPT)
+def _index(path: Path, size: int, changed: int) -> RolloutIndex:
+    return RolloutIndex(path)

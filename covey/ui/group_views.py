@@ -12,7 +12,7 @@ from typing import Any
 from covey.embedded import MODELS
 from covey.errors import RunError
 from covey.run.folder import RunFolder
-from covey.run.rollout_index import Entry
+from covey.run.rollout_index import Entry, rollout_index
 from covey.ui.find_runs import settings_cached
 from covey.ui.processes import covey_json
 from covey.ui.views import (
@@ -40,7 +40,7 @@ TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "l
 
 def groups(site: Site, query: Query) -> dict[str, Any]:
     """Filter and sort the groups of a step, and return one page of groups."""
-    index = site.rollouts[rollouts_file(site, query)]
+    index = rollout_index(rollouts_file(site, query))
     index.update(READ_SECONDS)
     words = query.get("search", "").strip()
     lines, searched = index.search(words, SEARCHED_SECONDS) if words else (None, True)
@@ -107,7 +107,7 @@ def _kept(group: Sequence[Entry], name: str) -> bool:
 
 def group(site: Site, query: Query) -> dict[str, Any]:
     """Return the rollouts of a group with their texts."""
-    index = site.rollouts[rollouts_file(site, query)]
+    index = rollout_index(rollouts_file(site, query))
     index.update(READ_SECONDS)
     while not index.done and query.get("prompt_id") not in index.groups:
         index.update(READ_SECONDS)
@@ -163,7 +163,7 @@ def _call(call: Mapping[str, Any]) -> str:
 def rollout(site: Site, query: Query) -> dict[str, Any]:
     """Return one rollout with its whole text and all known data of each token."""
     place, line = site.place(query), int(query.get("line") or 0)
-    index = site.rollouts[rollouts_file(site, query)]
+    index = rollout_index(rollouts_file(site, query))
     while not index.done and (not index.entries or index.entries[-1].line < line):
         index.update(READ_SECONDS)
     row = index.row(line)

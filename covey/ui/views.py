@@ -16,7 +16,6 @@ from covey.errors import ConfigError, CoveyError, RunError
 from covey.run.folder import RunFolder
 from covey.run.metrics import METRICS
 from covey.run.records import unsaid
-from covey.run.rollout_index import RolloutIndexes
 from covey.run.settings import edited_settings, flat_settings
 from covey.ui.find_runs import (
     Place,
@@ -60,7 +59,6 @@ class Site:
 
     roots: Sequence[Path]
     tables: StepTables = field(default_factory=lambda: StepTables(TABLE_BYTES))
-    rollouts: RolloutIndexes = field(default_factory=RolloutIndexes)
     jobs: Jobs = field(default_factory=Jobs)
     explorer: Explorer = field(default_factory=Explorer)
     _found: tuple[float, dict[str, Place]] = (0.0, {})
