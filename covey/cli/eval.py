@@ -16,9 +16,18 @@ from rich.table import Column, Table
 
 from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import Screen, cell
-from covey.cli.startup import STARTING, AsJson, Smoke, Trust, loaded, tell_edited, waiting
+from covey.cli.startup import (
+    STARTING,
+    AsJson,
+    Smoke,
+    Trust,
+    check_out,
+    loaded,
+    tell_edited,
+    waiting,
+)
 from covey.config import Config, toml_value
-from covey.errors import ConfigError, DataError, RewardError
+from covey.errors import DataError, RewardError
 from covey.models.model_path import check_model_path
 from covey.run.estimate_text import change_text, estimate_text
 from covey.run.files import write_text
@@ -114,8 +123,7 @@ def eval_command(
     models = [config.model.path, *([_model(against)] if against is not None else [])]
     for path in models:
         check_model_path(path)
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    check_out(out)
     evaluations = _evaluations(config, models, by, show=not as_json)
     results = list(zip(models, evaluations, strict=True))
     if out is not None:

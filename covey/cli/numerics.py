@@ -21,6 +21,7 @@ from covey.cli.startup import (
     Say,
     Smoke,
     Trust,
+    check_out,
     resolved,
     settings_of,
     waiting,
@@ -78,8 +79,7 @@ def numerics_command(
             "--model cannot be used with a run, because a run is measured with its own weights; "
             "leave --model out"
         )
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    check_out(out)
     source = str(run.config_file) if run is not None else target or "arithmetic"
     if run is not None and run.is_sft:
         raise RunError(

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from covey.cli.catalog import described, show_options
 from covey.cli.screen import Screen, cell, echo
-from covey.cli.startup import STARTING, AsJson, Trust, resolved, waiting
+from covey.cli.startup import STARTING, AsJson, Trust, check_out, resolved, waiting
 from covey.config import Config
 from covey.errors import RewardError
 
@@ -127,6 +127,7 @@ def score_command(
     from covey.analysis.lab.cases import read_cases
     from covey.run.files import write_text
 
+    check_out(out)
     cases = read_cases(file)
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)

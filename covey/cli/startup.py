@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from rich.markup import escape
 
 from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
+from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
 from covey.run.settings import edited_settings
 from covey.trust import trust
@@ -154,6 +156,12 @@ def resolved(
     from covey.training.resolve import resolve
 
     return resolve(config, imports=imports)
+
+
+def check_out(path: Path | None) -> None:
+    """Raise ConfigError if the folder of an output file (--out) does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"--out {path}: the folder {path.parent} does not exist")
 
 
 def tell_defaults(source: str | None, config: Config) -> None:
