@@ -31,7 +31,7 @@ from described import described
 import covey
 from covey.run.folder import RunFolder, settings_of
 from covey.run.health import Health, timeline
-from covey.run.history import BLOCK
+from covey.run.health_checks import BLOCK
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -26,8 +26,7 @@ import covey
 from covey.rollout import metrics as rollout_metrics
 from covey.run import trackers
 from covey.run.health import Health
-from covey.run.trackers.choose import TRACKERS
-from covey.run.trackers.external import ExternalTracker
+from covey.run.trackers.external import TRACKERS, ExternalTracker
 
 RESULT = Path(__file__).parent / "results/logging_cost.json"
 spent: Counter[str] = Counter()

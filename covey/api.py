@@ -10,9 +10,7 @@ run can be resumed.
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +20,12 @@ from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
 from covey.run.best import best_checkpoint
 from covey.run.folder import RunFolder, check_new_run, next_run_path
-from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
-from covey.stopping import StopSignal, stop_signal
-from covey.training.passed_objects import check_evaluated, check_resumed, model_name
+from covey.stopping import StopSignal
+from covey.training.passed_objects import OBJECTS, check_evaluated, check_resumed, model_name
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
-    from covey.rewards import Reward
-    from covey.tasks.dataset import DatasetTask
     from covey.training.build import Parts
     from covey.training.parallel.world import World
 
@@ -128,22 +123,21 @@ def train(
             rewards again.
         quiet: print nothing. **overrides: settings by dotted key.
     """
-    task, reward = _objects(dataset, held_out, rewards)
+    objects = _objects(dataset, held_out, rewards, environment)
     shown, named = _split(trackers)
-    overrides = {**_unmeasured(task), **overrides, **named}
-    names = {"task": task, "reward": reward, "environment": _factory(environment)}
-    passed = {where for where, value in names.items() if value is not None}
+    empty = "task" in objects and objects["task"].evaluation == []  # there is nothing to evaluate
+    overrides = {**({"evaluate.every": 0} if empty else {}), **overrides, **named}
     if resume is not None:
         if any(given is not None for given in (config, model, run)):
             raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
         folder = RunFolder.open(Path(resume))
-        check_resumed(folder, passed, reward)
-        return _train(overrides, folder, names, shown, callbacks, quiet)
+        check_resumed(folder, objects.keys(), objects.get("reward"))
+        return _train(overrides, folder, objects, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
     source = "arithmetic" if config is None and dataset is None else config
-    chosen = _with_objects(source, passed, model, overrides)
-    return _train(chosen, None if run is None else Path(run), names, shown, callbacks, quiet)
+    chosen = _with_objects(source, objects, model, overrides)
+    return _train(chosen, None if run is None else Path(run), objects, shown, callbacks, quiet)
 
 
 def evaluate(
@@ -158,35 +152,24 @@ def evaluate(
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
     With a dataset, all of its rows are evaluated. If `model` is a run folder, its newest checkpoint
-    is evaluated, by default with the run's own settings.
+    is evaluated, by default with the run's own settings. If `model` is the path of a checkpoint,
+    the settings of its run are not used.
     """
+    from covey.cli.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
     from covey.training.resolve import resolve
 
-    model, source = _evaluated(model_name(model), config)
-    task, reward = _objects(dataset, dataset, rewards)
-    passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
-    source = "arithmetic" if source is None and dataset is None else source
+    model, folder = model_name(model), Path(model_name(model))
+    if run_around(folder) == folder:
+        model = str(weights_of(folder, "covey.evaluate('{}', ...)"))
+        config = folder / "config.toml" if config is None else config
+    objects = _objects(dataset, dataset, rewards)
+    source = "arithmetic" if config is None and dataset is None else config
     settings = {**overrides, "evaluate.samples": samples}
-    unresolved = _with_objects(source, passed, model, settings)
-    check_evaluated(unresolved, passed)
-    chosen = resolve(unresolved, passed=passed)
-    return evaluate_model(chosen, task, reward)
-
-
-def _evaluated(model: str, config: Source) -> tuple[str, Source]:
-    """Return the path of the model to evaluate, and the configuration to use.
-
-    For a run folder, return its newest checkpoint and, by default, the run's settings. If `model`
-    is the path of a checkpoint, the settings of its run are not used.
-    """
-    from covey.cli.checkpoint_choice import run_around, weights_of
-
-    folder = Path(model)
-    if run_around(folder) != folder:
-        return model, config
-    chosen = str(weights_of(folder, "covey.evaluate('{}', ...)"))
-    return chosen, folder / "config.toml" if config is None else config
+    unresolved = _with_objects(source, objects, model, settings)
+    check_evaluated(unresolved, objects)
+    chosen = resolve(unresolved, passed=objects.keys())
+    return evaluate_model(chosen, objects.get("task"), objects.get("reward"))
 
 
 def compare(
@@ -209,17 +192,19 @@ def compare(
     words += ["--algorithms", ",".join(algorithms)] if algorithms else []
     words += [word for arm in arms for word in ("--arm", arm)]
     words += ["--parallel", str(parallel)] if parallel else []
-    for key, value in overrides.items():
-        words += ["--set", f"{key}={toml_value(value)}"]
+    words += [word for setting in _settings(overrides) for word in ("--set", setting)]
     parent = Path("comparisons")
     where = Path(folder) if folder is not None else next_run_path(parent, Path(str(config)).stem)
+    file = where / "report.json"
+    earlier = file.stat().st_mtime_ns if file.is_file() else 0
     code = run_command([*words, "--folder", str(where)])
-    if not (where / "report.json").is_file():
+    # Failed runs also give an exit code of 1, but then the command has written a new report.
+    if not file.is_file() or (code and file.stat().st_mtime_ns == earlier):
         raise ConfigError(
             f"compare: the comparison failed with exit code {code}; the printed output gives the "
             "reason"
         )
-    report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return {**report, "folder": str(where)}
 
 
@@ -239,40 +224,31 @@ def _split(
 
 
 def _objects(
-    dataset: Dataset | None, held_out: Dataset | None, rewards: Any
-) -> tuple[DatasetTask | None, Reward | None]:
-    """Make a task from the passed dataset, and a reward from the passed functions."""
+    dataset: Dataset | None, held_out: Dataset | None, rewards: Any, environment: Any = None
+) -> dict[str, Any]:
+    """Make a task, a reward and an environment of the arguments that were passed."""
+    from covey.environments import environment_factory
     from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
 
-    task = None if dataset is None else dataset_task(dataset, held_out)
-    if rewards is None:
-        return task, None
-    return task, function_reward(rewards, conversational=bool(task and task.conversational))
-
-
-def _unmeasured(task: DatasetTask | None) -> dict[str, int]:
-    """If `held_out` is empty, return the setting that turns evaluations off."""
-    return {"evaluate.every": 0} if task and task.evaluation == [] else {}
-
-
-def _factory(environment: Any) -> Any:
-    from covey.environments import environment_factory
-
-    return None if environment is None else environment_factory(environment)
+    found: dict[str, Any] = {}
+    if dataset is not None:
+        found["task"] = dataset_task(dataset, held_out)
+    if rewards is not None:
+        conversational = "task" in found and found["task"].conversational
+        found["reward"] = function_reward(rewards, conversational=conversational)
+    if environment is not None:
+        found["environment"] = environment_factory(environment)
+    return found
 
 
 def _with_objects(
-    source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
+    source: Source, passed: Collection[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
     """Return the configuration, with placeholder names for objects passed from Python."""
-    from covey.environments.registry import PASSED
-    from covey.rewards.user import FUNCTIONS
-    from covey.tasks.dataset import NAME as DATASET
     from covey.tasks.dataset import SHARE
 
-    names = {"task": DATASET, "reward": FUNCTIONS, "environment": PASSED}
-    given = {f"{where}.name": names[where] for where in sorted(passed)}
+    given = {f"{where}.name": name for where, _, name in OBJECTS if where in passed}
     if model is not None:
         given["model.path"] = model_name(model)
     config = load_config(source, **{**given, **overrides})
@@ -290,85 +266,41 @@ def _train(
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> TrainResult:
+    from covey.cli.training_run import check_kind, console_with_notes, opened_run
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.loop import train as run_loop
-    from covey.training.parallel.join import joined_world
     from covey.training.resolve import resolve
-    from covey.training.run_start import check_length, locked_by_main, record_changes
     from covey.training.run_start import resumed_config as resumed
 
-    passed = {where for where, value in objects.items() if value is not None}
+    passed = objects.keys()
     if isinstance(target, RunFolder):
         assert isinstance(source, Mapping), "a run that is resumed takes overrides"
+        check_kind(target, sft=False)
         config, changed = resumed(target, _settings(source), passed=passed)
     else:
         config, changed = resolve(load_config(source), passed=passed), {}
-    with joined_world(config) as world:
-        task = with_share(objects["task"], config.task.options)
-        parts = assemble(config, objects["reward"], task, world, objects["environment"])
-        with closing(parts):
-            folder, begins = _folder(parts, target)
-            with locked_by_main(folder, world), _signals() as stop:
-                start = Start() if begins else _start_of(folder, config, world)
-                check_length(config, start.step)
-                if world.is_main:
-                    record_changes(folder, parts.config, start.step, changed)
-                shown = _shown(folder, trackers, quiet or not world.is_main, parts, start)
-                follow = [*shown, _Callbacks(callbacks, stop)]
-                done = run_loop(parts, folder, follow, stop, start)
-    evaluations = folder.evaluations()
-    return TrainResult(
-        folder=folder.path,
-        step=done,
-        metrics=folder.steps(),
-        evaluation=evaluations[-1] if evaluations else None,
-        model=parts.policy.model.model,
-        tokenizer=parts.policy.model.tokenizer,
-        interrupted=stop.by_signal,
-        stopped=None if stop.by_signal else stop.received,
-        best=best_checkpoint(folder),
-    )
-
-
-def _folder(parts: Parts, target: RunFolder | Path | None) -> tuple[RunFolder, bool]:
-    """Return the run folder, and whether this call created it."""
-    from covey.training.run_start import created_run
-
-    if isinstance(target, RunFolder):
-        return target, False
-    config = parts.config
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
-    about = {"reference": parts.reference.identity if parts.reference else None}
-    return created_run(parts, target or next_run_path(Path("runs"), name), about), True
 
+    def build(config: Config, world: World) -> Parts:
+        task = with_share(objects.get("task"), config.task.options)
+        reward, environment = objects.get("reward"), objects.get("environment")
+        return assemble(config, reward, task, world, environment)
 
-def _start_of(folder: RunFolder, config: Config, world: World) -> Start:
-    return world.from_main(lambda: start_of(folder, save_every=config.save.every))
-
-
-def _shown(
-    folder: RunFolder,
-    trackers: Sequence[Tracker] | None,
-    quiet: bool,
-    parts: Parts,
-    start: Start,
-) -> list[Tracker]:
-    """Return the given trackers; by default, create a console and print startup notes on it."""
-    if trackers is not None or quiet:
-        return list(trackers or ())
-    from covey.cli.screen import Screen
-    from covey.cli.startup import tell_notes, tell_start
-    from covey.run.trackers.console import console_tracker
-
-    console = console_tracker(folder, Screen(soft_wrap=True))
-    tell_notes(console, folder, parts)
-    tell_start(console, parts, new=start.checkpoint is None)
-    return [console]
-
-
-def _signals() -> Any:
-    """Save a checkpoint on Ctrl-C; this works only in the main thread."""
-    if threading.current_thread() is threading.main_thread():
-        return stop_signal()
-    return nullcontext(StopSignal())
+    with opened_run(config, build, target or name, changed=changed) as run:
+        if trackers is None and not quiet and run.parts.world.is_main:
+            trackers = [console_with_notes(run)]
+        follow = [*(trackers or ()), _Callbacks(callbacks, run.stop)]
+        done = run_loop(run.parts, run.folder, follow, run.stop, run.start)
+    evaluations = run.folder.evaluations()
+    return TrainResult(
+        folder=run.folder.path,
+        step=done,
+        metrics=run.folder.steps(),
+        evaluation=evaluations[-1] if evaluations else None,
+        model=run.parts.policy.model.model,
+        tokenizer=run.parts.policy.model.tokenizer,
+        interrupted=run.stop.by_signal,
+        stopped=None if run.stop.by_signal else run.stop.received,
+        best=best_checkpoint(run.folder),
+    )

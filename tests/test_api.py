@@ -16,7 +16,7 @@ import pytest
 
 import covey
 from covey.cli.main import run as command
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, RunError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
 from covey.tasks.dataset import SHARE, dataset_task, with_share
@@ -176,6 +176,20 @@ def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:
     assert plain == [{k: v for k, v in m.items() if "time" not in k} for m in whole.metrics]
 
 
+def test_an_sft_run_is_not_resumed_with_rl(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert command(["sft", "--run", str(run), "--smoke", "--set", "sft.evaluate_every=0"]) == 0
+    with pytest.raises(RunError, match="is an SFT run; resume it with: covey sft --resume "):
+        covey.train(resume=run, quiet=True, **{"train.steps": 3})
+    assert [row["step"] for row in RunFolder(run).steps()] == [1, 2]
+
+
+def test_a_comparison_that_fails_does_not_return_an_earlier_report(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(ConfigError, match="failed with exit code 2; the printed output gives"):
+        covey.compare("arithmetic", algorithms=["grppo"], folder=tmp_path)
+
+
 def test_an_evaluation_and_a_configuration() -> None:
     config = covey.load_config({"train": {"steps": 7}}, **{"rollout.group_size": 4})
     assert (config.train.steps, config.rollout.group_size) == (7, 4)
@@ -305,7 +319,7 @@ def test_given_trackers_replace_those_of_the_settings(
     given: dict[str, Any], named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[list[str]] = []
-    monkeypatch.setattr("covey.run.trackers.choose.find_spec", lambda package: True)
+    monkeypatch.setattr("covey.run.trackers.external.find_spec", lambda package: True)
     monkeypatch.setattr(
         "covey.training.loop.make_trackers", lambda names, *rest: used.append(list(names)) or []
     )

@@ -88,7 +88,7 @@ NO_TORCH = [
     "covey.run.folder",
     "covey.run.health",
     "covey.run.metrics",
-    "covey.run.trackers.choose",
+    "covey.run.trackers.external",
     "covey.run.samples",
     "covey.rng",
     "covey.sandbox",

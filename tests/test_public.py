@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import covey
-from covey.run.metric import SOURCES
-from covey.run.metrics import METRICS, meaning
+from covey.run.metrics import METRICS, SOURCES, meaning
 
 ROOT = Path(covey.__file__).parent
 

@@ -1,4 +1,4 @@
-"""`covey tasks` lists the tasks, and `covey recipes` lists the packaged configurations."""
+"""`covey algorithms`, `covey tasks` and `covey recipes`: list what a configuration can name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import tomllib
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -14,7 +15,60 @@ from rich.table import Column, Table
 
 from covey.cli.screen import Screen, cell
 from covey.cli.startup import AsJson, Trust
+from covey.config.algorithm_names import ALGORITHM_NAMES, ALGORITHM_TITLES, check_algorithm_name
 from covey.config.load import RECIPES, recipe_names
+
+if TYPE_CHECKING:
+    from covey.objective.describe import Description
+
+
+def algorithms_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Name of an algorithm, or MODULE:FUNCTION for your own algorithm.",
+        ),
+    ] = None,
+    trust: Trust = None,
+    as_json: AsJson = False,
+) -> None:
+    """List all algorithms, or describe one algorithm with its formula and options."""
+    if name is not None and "." not in name and ":" not in name:
+        check_algorithm_name(name)
+    if as_json or name is not None:
+        from covey.objective.describe import describe  # imports torch, which takes seconds
+
+        found = [describe(each) for each in ([name] if name else ALGORITHM_NAMES)]
+        if not as_json:
+            return _show_algorithm(found[0])
+        rows = [{**d._asdict(), "own": [option._asdict() for option in d.own]} for d in found]
+        return typer.echo(json.dumps(rows[0] if name else rows))
+    _show_list(("name", "paper"), ALGORITHM_TITLES.items())
+    Screen().print("covey algorithms NAME shows the formula and the options.")
+
+
+def _show_algorithm(description: Description) -> None:
+    from covey.objective.describe import shared_options
+
+    console = Screen(soft_wrap=True)
+    console.print(f"{description.name}  ", style="bold", end="")
+    console.print(description.title)
+    console.print(f"\n{description.text}\n")
+    for kind, piece in description.pieces.items():
+        console.print(f"{kind:10} {piece}")
+    console.print(f"{'KL':10} {description.kl}")
+    console.print(f"{'needs':10} {', '.join(description.needs) or '-'}\n")
+    own = {option.name for option in description.own}
+    shared = [option for option in shared_options() if option.name not in own]
+    for title, options in (("options", description.own), ("options of every algorithm", shared)):
+        table = Table(
+            Column("", no_wrap=True), "default", Column("", overflow="fold"),
+            title=title, title_justify="left", box=None,
+        )  # fmt: skip
+        for option in options:
+            table.add_row(f"objective.{option.name}", option.default, option.meaning)
+        console.print(table)
 
 
 def tasks_command(
@@ -35,7 +89,7 @@ def tasks_command(
     if as_json:
         return typer.echo(json.dumps(rows[0] if name else rows, default=str))
     if name is None:
-        _show("task", [(row["name"], row["text"].partition("\n\n")[0]) for row in rows])
+        _show_list(("task", ""), [(r["name"], r["text"].partition("\n\n")[0]) for r in rows])
         return Screen().print("covey tasks NAME shows the full description and the options.")
     show_options("task", rows[0])
 
@@ -64,7 +118,7 @@ def recipes_command(as_json: AsJson = False) -> None:
     rows = [_recipe(name) for name in recipe_names()]
     if as_json:
         return typer.echo(json.dumps(rows))
-    _show("recipe", [(row["name"], row["text"]) for row in rows])
+    _show_list(("recipe", ""), [(row["name"], row["text"]) for row in rows])
     Screen().print(
         "covey train NAME trains one, covey plan NAME explains it, and covey train NAME "
         "--print-config prints all of its settings."
@@ -88,8 +142,9 @@ def _recipe(name: str) -> dict[str, Any]:
     }
 
 
-def _show(heading: str, rows: list[tuple[str, str]]) -> None:
-    table = Table(Column(heading, style="bold", no_wrap=True), "", box=SIMPLE, pad_edge=False)
+def _show_list(headings: tuple[str, str], rows: Iterable[tuple[str, str]]) -> None:
+    first, second = headings
+    table = Table(Column(first, style="bold", no_wrap=True), second, box=SIMPLE, pad_edge=False)
     for name, text in rows:
         table.add_row(cell(name), cell(" ".join(text.split())))
     Screen().print(table)

@@ -20,6 +20,7 @@ from covey.cli.startup import (
     Model,
     Overrides,
     Trust,
+    check_out,
     resolved,
     settings_of,
     waiting,
@@ -67,6 +68,7 @@ def doctor_command(
     exact resume, memory and time. Large models are checked with fewer and shorter completions. The
     exit code is 1 if a check fails, and 0 otherwise.
     """
+    check_out(out)
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     source = str(run.config_file) if run is not None else target or "arithmetic"
     started = time.perf_counter()

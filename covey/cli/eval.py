@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import Progress
+from rich.table import Column, Table
 
 from covey.cli.checkpoint_choice import run_around, weights_of
-from covey.cli.screen import Screen
-from covey.cli.startup import STARTING, AsJson, Smoke, Trust, loaded, tell_edited, waiting
+from covey.cli.screen import Screen, cell
+from covey.cli.startup import (
+    STARTING,
+    AsJson,
+    Smoke,
+    Trust,
+    check_out,
+    loaded,
+    tell_edited,
+    waiting,
+)
 from covey.config import Config, toml_value
-from covey.errors import ConfigError, DataError, RewardError
+from covey.errors import DataError, RewardError
 from covey.models.model_path import check_model_path
+from covey.run.estimate_text import change_text, estimate_text
+from covey.run.files import write_text
 from covey.run.folder import RunFolder
-from covey.training.passed_objects import check_evaluated
+from covey.run.trackers.console import evaluation_line
 
 if TYPE_CHECKING:
+    from covey.evaluation import Comparison
     from covey.evaluation.evaluate import Evaluation
+
+Results = Sequence[tuple[str, "Evaluation"]]
+"""The name and the evaluation of one model, or of two models."""
+SHOWN = 5
+"""The terminal output lists at most this many prompt ids; --json and --out list all ids."""
 
 Target = Annotated[
     str,
@@ -96,24 +116,25 @@ def eval_command(
     if samples is not None:
         settings.append(f"evaluate.samples={samples}")
     config = _config(target, source, settings, smoke)
+
+    from covey.training.passed_objects import check_evaluated
+
     check_evaluated(config)
     models = [config.model.path, *([_model(against)] if against is not None else [])]
     for path in models:
         check_model_path(path)
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    check_out(out)
     evaluations = _evaluations(config, models, by, show=not as_json)
+    results = list(zip(models, evaluations, strict=True))
     if out is not None:
-        _write_items(out, models, evaluations)
-    for path, evaluation in zip(models, evaluations, strict=True):
+        rows = [{"model": path, **item.row()} for path, each in results for item in each.items]
+        write_text(out, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+    for path, evaluation in results:
         _check_scored(path, evaluation)
-
-    from covey.cli.eval_output import measured, show_measured  # imports torch
-
     if as_json:
-        typer.echo(json.dumps(measured(models, evaluations, by)))
+        typer.echo(json.dumps(_data(results, by)))
     else:
-        show_measured(models, evaluations, by, Screen(soft_wrap=True))
+        _show(results, by, Screen(soft_wrap=True))
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
@@ -184,12 +205,73 @@ def _check_scored(model: str, evaluation: Evaluation) -> None:
         )
 
 
-def _write_items(path: Path, models: list[str], evaluations: list[Evaluation]) -> None:
-    from covey.run.files import write_text
+def _data(results: Results, by: str | None) -> dict[str, Any]:
+    """Return JSON data: the evaluation results and, for two models, their comparison."""
+    from covey.evaluation import by_category, compare, estimates
 
-    rows: list[dict[str, Any]] = [
-        {"model": model, **item.row()}
-        for model, evaluation in zip(models, evaluations, strict=True)
-        for item in evaluation.items
-    ]
-    write_text(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+    rows = []
+    for model, evaluation in results:
+        row = {"model": model, **evaluation.row()}
+        if by is not None:
+            row["by"] = {
+                name: {"prompts": len(items), **{n: e.row() for n, e in estimates(items).items()}}
+                for name, items in by_category(evaluation.items, by).items()
+            }
+        rows.append(row)
+    if len(rows) == 1:
+        return rows[0]
+    first, second = (evaluation.items for _, evaluation in results)
+    return {**rows[0], "against": rows[1], "difference": compare(first, second).row()}
+
+
+def _show(results: Results, by: str | None, console: Console) -> None:
+    """Print the evaluation of each model and, for two models, their comparison."""
+    from covey.evaluation import compare
+    from covey.evaluation.items import PART
+
+    for model, evaluation in results:
+        lead = f"{model}: " if len(results) > 1 else ""
+        console.print(f"{lead}{evaluation_line(evaluation)}")
+        parts = [
+            f"{name.removeprefix(PART)} {estimate_text(name, estimate.row())}"
+            for name, estimate in evaluation.estimates.items()
+            if name.startswith(PART)
+        ]
+        if parts:
+            console.print(f"reward parts, greedy: {'  '.join(parts)}")
+        if by is not None:
+            console.print(_category_table(evaluation, by))
+    if len(results) > 1:
+        first, second = (evaluation.items for _, evaluation in results)
+        _show_difference(compare(first, second), console)
+
+
+def _category_table(evaluation: Evaluation, by: str) -> Table:
+    from covey.evaluation import by_category, estimates
+
+    table = Table(Column(cell(by)), "n", "", "value, 95 % interval")
+    for name, items in by_category(evaluation.items, by).items():
+        labels = [cell(name), cell(len(items))]
+        for number, estimate in estimates(items).items():
+            table.add_row(*labels, cell(number), estimate_text(number, estimate.row()))
+            labels = [cell(""), cell("")]
+    return table
+
+
+def _show_difference(comparison: Comparison, console: Console) -> None:
+    table = Table("first - second", "difference", "95 % interval", "better", "worse", "p")
+    for name, difference in comparison.differences.items():
+        found = difference.estimate
+        low, high = (change_text(name, v).removesuffix(" points") for v in (found.low, found.high))
+        table.add_row(
+            cell(name),
+            change_text(name, found.value),
+            "-" if found.low == found.high else f"[{low}, {high}]",
+            str(difference.gained),
+            str(difference.lost),
+            f"{difference.p_value:.3g}",
+        )
+    console.print(table)
+    for what, ids in (("gained", comparison.gained), ("lost", comparison.lost)):
+        shown = ", ".join(ids[:SHOWN]) + (", ..." if len(ids) > SHOWN else "")
+        console.print(f"{what} {len(ids)}: {shown or 'none'}")

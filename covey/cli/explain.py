@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from covey.cli.screen import Screen, cell
+from covey.cli.screen import cell, number_column, wide_console
 from covey.cli.startup import STARTING, AsJson, Trust, tell_edited, waiting
 from covey.errors import ConfigError
 from covey.escape import finite, printable
@@ -23,13 +23,12 @@ from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from covey.analysis.explain.explained_step import (
-        ExplainedGroup,
         ExplainedRollout,
         ExplainedToken,
         Explanation,
     )
     from covey.analysis.explain.recorded import Origin
-    from covey.analysis.explain.replay import Family, Moment, Replay, Replayed
+    from covey.analysis.explain.replay import Family, Moment, Replay
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -49,10 +48,8 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help=(
-            "Train the step again with other algorithms. NAMES is 'all' (every algorithm) or a "
-            "list such as grpo,gspo."
-        ),
+        help="Train the step again with other algorithms. NAMES is 'all' (every algorithm) or a "
+        "list such as grpo,gspo.",
     ),
 ]
 Options = Annotated[
@@ -68,10 +65,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help=(
-            "Recover the exact weights before the step: train all steps since the nearest "
-            "earlier checkpoint again."
-        ),
+        help="Recover the exact weights before the step: train all steps since the nearest "
+        "earlier checkpoint again.",
     ),
 ]
 
@@ -97,8 +92,7 @@ def explain_command(
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded
     if algorithms is not None:
-        _replay(run, step, algorithms, options or [], exact, as_json)
-        return
+        return _replay(run, step, algorithms, options or [], exact, as_json)
 
     with waiting(STARTING) as say:
         from covey.analysis.explain.explained_step import explain_step
@@ -113,9 +107,12 @@ def explain_command(
         explained = explain_step(trainee, recorded)
     rollout = next((a for a in explained.rollouts if a.line == line), None)
     if as_json:
-        return typer.echo(json.dumps(finite(_data(explained, rollout))))
-
-    if rollout is None:
+        data = {**asdict(explained), "exact": explained.origin.exact}
+        if rollout is not None:
+            data["groups"] = [g for g in data["groups"] if g["group"] == rollout.group]
+            data["rollouts"] = [asdict(rollout)]
+        typer.echo(json.dumps(finite(data)))
+    elif rollout is None:
         show_step(explained, wide_console())
     else:
         show_rollout(explained, rollout, wide_console())
@@ -133,11 +130,6 @@ def _check_options(line: int | None, algorithms: str | None, options: list[str] 
         )
 
 
-def _loading(step: int, exact: bool) -> str:
-    again = ", and training up to it" if exact else ""
-    return f"loading the weights before step {step}{again}"
-
-
 def _check_line(line: int, trained: list[int], rollouts: int) -> None:
     if line > rollouts:
         raise ConfigError(f"--rollout {line}: the step has only {rollouts} rollouts")
@@ -148,12 +140,9 @@ def _check_line(line: int, trained: list[int], rollouts: int) -> None:
         )
 
 
-def _data(explained: Explanation, rollout: ExplainedRollout | None) -> dict[str, Any]:
-    data = {**asdict(explained), "exact": explained.origin.exact}
-    if rollout is None:
-        return data
-    groups = [group for group in data["groups"] if group["group"] == rollout.group]
-    return {**data, "rollouts": [asdict(rollout)], "groups": groups}
+def _loading(step: int, exact: bool) -> str:
+    again = ", and training up to it" if exact else ""
+    return f"loading the weights before step {step}{again}"
 
 
 def _replay(
@@ -185,8 +174,8 @@ def _replay(
         found = replay(trainee, recorded, built, options)
     if as_json:
         typer.echo(json.dumps(finite({**asdict(found), "exact": found.origin.exact})))
-        return
-    show_replay(found, wide_console())
+    else:
+        show_replay(found, wide_console())
 
 
 # Terminal output of `covey explain`: groups, rollouts, tokens, and algorithms side by side.
@@ -198,20 +187,6 @@ FORMS = {
     "kl": ".1e", "entropy": ".3f", "weight": ".1e", "push": "+.1e",
 }  # fmt: skip
 """Maps each column of the token table to its number format."""
-LEAST_WIDTH = 120
-"""Minimum width of tables in characters, so that no number is cut off."""
-
-
-def wide_console() -> Console:
-    """Return a console that never cuts off a table."""
-    console = Screen(soft_wrap=True)
-    console.width = max(console.width, LEAST_WIDTH)
-    return console
-
-
-def number_column(name: str) -> Column:
-    """Return a table column for numbers."""
-    return Column(name, justify="right", no_wrap=True)
 
 
 def weights_line(origin: Origin) -> str:
@@ -283,28 +258,24 @@ def _group_table(explained: Explanation) -> Table:
         Column("rollouts", no_wrap=True), "prompt", "rewards", "advantages",
         *map(number_column, ("tokens", "clipped", "share")), box=SIMPLE,
     )  # fmt: skip
-    rollouts = {rollout.line: rollout for rollout in explained.rollouts}
+    by_line = {rollout.line: rollout for rollout in explained.rollouts}
     for group in explained.groups:
-        _add_group(table, group, [rollouts[line] for line in group.lines])
+        rollouts = [by_line[line] for line in group.lines]
+        lengths = [len(r.tokens) for r in rollouts]
+        table.add_row(
+            f"{group.lines[0]}-{group.lines[-1]}",
+            cell(_shortened(group.prompt)),
+            _counted("unscored" if r.reward is None else f"{r.reward:.3g}" for r in rollouts),
+            _counted(f"{r.advantage:+.2f}" for r in rollouts),
+            f"{min(lengths)}-{max(lengths)}",
+            f"{group.clipped:.1%}",
+            f"{group.share:.1%}",
+            style="dim" if group.share == 0 else None,
+        )
     return table
 
 
-def _add_group(table: Table, group: ExplainedGroup, rollouts: Sequence[ExplainedRollout]) -> None:
-    rewards = ["unscored" if r.reward is None else f"{r.reward:.3g}" for r in rollouts]
-    lengths = [len(r.tokens) for r in rollouts]
-    table.add_row(
-        f"{group.lines[0]}-{group.lines[-1]}",
-        cell(_shortened(group.prompt)),
-        _counted(rewards),
-        _counted([f"{r.advantage:+.2f}" for r in rollouts]),
-        f"{min(lengths)}-{max(lengths)}",
-        f"{group.clipped:.1%}",
-        f"{group.share:.1%}",
-        style="dim" if group.share == 0 else None,
-    )
-
-
-def _counted(values: Sequence[str]) -> str:
+def _counted(values: Iterable[str]) -> str:
     """Return each value and its number of occurrences, the most frequent value first."""
     return ", ".join(f"{count} x {value}" for value, count in Counter(values).most_common())
 
@@ -321,7 +292,11 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
     console.print(group.prompt, style="bold")
     for line, trained in rollout.turns:
         console.print(f"  {line}", style="default" if trained else "dim")
-    console.print(_coloured(rollout.tokens))
+    largest = max((abs(t.gradient) for t in rollout.tokens if t.gradient is not None), default=0.0)
+    text = Text()
+    for token in rollout.tokens:
+        text.append(printable(token.text), style=_style(token, largest))
+    console.print(text)
     reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.3g}"
     total = sum(a.gradient for a in explained.rollouts)
     console.print(
@@ -330,23 +305,15 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
         f"{explained.updates}, {rollout.clipped:.1%} clipped, "
         f"{rollout.gradient / total if total else 0.0:.1%} of the step's gradient",
     )
-    console.print(_token_table(rollout.tokens))
+    console.print(_token_table(rollout.tokens, largest))
     console.print(
         "push: -d loss / d logp; above 0 (green) the step makes the token likelier, below 0 (red) "
         "less likely."
     )
 
 
-def _coloured(tokens: Sequence[ExplainedToken]) -> Text:
-    """Return the text; the step makes green tokens likelier, and red tokens less likely."""
-    largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
-    text = Text()
-    for token in tokens:
-        text.append(printable(token.text), style=_style(token, largest))
-    return text
-
-
 def _style(token: ExplainedToken, largest: float) -> str:
+    """Return green for a token that the step makes likelier, and red for one less likely."""
     if not token.gradient:
         return "dim"
     strength = abs(token.gradient) / largest
@@ -355,7 +322,7 @@ def _style(token: ExplainedToken, largest: float) -> str:
     return f"bold {colour}" if strength > 0.5 else colour
 
 
-def _token_table(tokens: Sequence[ExplainedToken]) -> Table:
+def _token_table(tokens: Sequence[ExplainedToken], largest: float) -> Table:
     # Columns without any value, such as those of a reference, are omitted.
     known = {name for name in FORMS for token in tokens if _value(token, name) is not None}
     shown = {name: form for name, form in FORMS.items() if name in known}
@@ -363,7 +330,6 @@ def _token_table(tokens: Sequence[ExplainedToken]) -> Table:
         number_column(""), Column("token", no_wrap=True), Column("clip", no_wrap=True),
         *map(number_column, shown), box=SIMPLE,
     )  # fmt: skip
-    largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
     for place, token in enumerate(tokens, start=1):
         values = [(_value(token, name), form) for name, form in shown.items()]
         table.add_row(
@@ -417,7 +383,20 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
     for family in moment.families:
         if len(family.members) > 1:
             console.print(_family_line(family))
-    console.print(_algorithm_table(moment, found.run_algorithm))
+    bins = [f"{b.shortest}-{b.longest} tokens" for b in moment.algorithms[0].lengths]
+    columns = map(number_column, ["loss", "norm", "clipped", "zero", *bins])
+    table = Table(Column("algorithm", no_wrap=True), *columns, box=SIMPLE)
+    for each in moment.algorithms:
+        whole = each.per_advantage
+        table.add_row(
+            cell(f"{each.name} (*)" if each.name == found.run_algorithm else each.name),
+            f"{each.loss:+.3g}",
+            f"{each.grad_norm:.4g}",
+            f"{each.clipped:.1%}",
+            f"{each.zero_gradient:.1%}",
+            *(f"{b.per_advantage / whole:.2f}" if whole else "-" for b in each.lengths),
+        )
+    console.print(table)
     console.print("cosines of the parameters' gradients, one algorithm of each family:")
     for line in _cosines(moment):
         console.print(line)
@@ -425,38 +404,12 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
 
 def _family_line(family: Family) -> str:
     """Return a line that lists algorithms whose gradients are equal, or equal up to a factor."""
-    exact = [m.name for m in family.members if m.identical]
-    rest = [m for m in family.members if not m.identical]
-    parts = [" = ".join(exact)]
-    for member in rest:
-        times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
-        parts.append(f"{member.name}{times}")
+    parts = [" = ".join(m.name for m in family.members if m.identical)]
+    for member in family.members:
+        if not member.identical:
+            times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
+            parts.append(f"{member.name}{times}")
     return "equal: " + " ~ ".join(parts)
-
-
-def _algorithm_table(moment: Moment, own: str) -> Table:
-    bins = moment.algorithms[0].lengths
-    columns = [f"{b.shortest}-{b.longest} tokens" for b in bins]
-    table = Table(
-        Column("algorithm", no_wrap=True),
-        *map(number_column, ["loss", "norm", "clipped", "zero", *columns]),
-        box=SIMPLE,
-    )
-    for algorithm in moment.algorithms:
-        table.add_row(
-            cell(f"{algorithm.name} (*)" if algorithm.name == own else algorithm.name),
-            f"{algorithm.loss:+.3g}",
-            f"{algorithm.grad_norm:.4g}",
-            f"{algorithm.clipped:.1%}",
-            f"{algorithm.zero_gradient:.1%}",
-            *_by_length(algorithm),
-        )
-    return table
-
-
-def _by_length(algorithm: Replayed) -> list[str]:
-    whole = algorithm.per_advantage
-    return [f"{b.per_advantage / whole:.2f}" if whole else "-" for b in algorithm.lengths]
 
 
 def _cosines(moment: Moment) -> list[str]:

@@ -78,7 +78,11 @@ def export_command(
         raise ConfigError(
             "--public and --dry-run have an effect only with --push; add --push OWNER/NAME"
         )
-    upload = None if push is None else _checked(Push(repository=push, public=public), dry_run)
+    upload = None if push is None else Push(repository=push, public=public)
+    if upload is not None:
+        upload.check()
+        if not dry_run:
+            upload.check_access()
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target
     if step is not None and found != Path(target):
@@ -101,13 +105,6 @@ def export_command(
     echo(f"exported {source} to {folder} in {chosen}")
     if upload is not None:
         _push(upload, folder, dry_run)
-
-
-def _checked(push: Push, dry_run: bool) -> Push:
-    push.check()
-    if not dry_run:
-        push.check_access()
-    return push
 
 
 def _push(push: Push, folder: Path, dry_run: bool) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import typer
 
 from covey._version import __version__
-from covey.cli.algorithms import algorithms_command
-from covey.cli.catalog import recipes_command, tasks_command
+from covey.cli.catalog import algorithms_command, recipes_command, tasks_command
 from covey.cli.compare import compare_command
 from covey.cli.doctor import doctor_command
 from covey.cli.eval import eval_command

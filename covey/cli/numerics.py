@@ -12,8 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from covey.cli.explain import number_column, wide_console
-from covey.cli.screen import cell, echo
+from covey.cli.screen import cell, echo, number_column, wide_console
 from covey.cli.startup import (
     STARTING,
     AsJson,
@@ -22,6 +21,7 @@ from covey.cli.startup import (
     Say,
     Smoke,
     Trust,
+    check_out,
     resolved,
     settings_of,
     waiting,
@@ -40,10 +40,8 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help=(
-            "What to measure: a TOML file, the name of a recipe, or a run folder. For a run "
-            "folder, the command measures the newest checkpoint. Default: arithmetic."
-        ),
+        help="What to measure: a TOML file, the name of a recipe, or a run folder. For a run "
+        "folder, the command measures the newest checkpoint. Default: arithmetic.",
     ),
 ]
 Updates = Annotated[
@@ -57,12 +55,6 @@ Updates = Annotated[
 Out = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the results to this file as JSON.")
 ]
-
-COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
-NOT_A_SUM = (
-    "Each line shows one cause. The lines need not add up to the first line, because rounding "
-    "errors partly cancel and the first line does not include staleness."
-)
 
 
 def numerics_command(
@@ -87,8 +79,7 @@ def numerics_command(
             "--model cannot be used with a run, because a run is measured with its own weights; "
             "leave --model out"
         )
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    check_out(out)
     source = str(run.config_file) if run is not None else target or "arithmetic"
     if run is not None and run.is_sft:
         raise RunError(
@@ -154,24 +145,7 @@ def _show(report: Report, console: Console) -> None:
         f"which {report.diverged} diverged",
         style="bold",
     )
-    console.print(_table(report))
-    console.print(
-        "mean, p99, max: |difference| in nats. ratio: mean of exp(difference). outside: share "
-        f"of {unit} whose ratio is not in [{clip.low:.4g}, {clip.high:.4g}], the clip range. "
-        f"effective: effective sample size, as a share of all {unit}.",
-    )
-    console.print(NOT_A_SUM)
-    for cause in report.causes:
-        row = cause.row()
-        console.print(f"\n{row['title']}: {row['severity']}", style="bold")
-        console.print(f"  {row['what']}.")
-        console.print(f"  What to do: {row['advice']}.")
-    for note in report.notes:
-        console.print(f"\n{note}")
-
-
-def _table(report: Report) -> Table:
-    columns = map(number_column, COLUMNS)
+    columns = map(number_column, ("mean", "p99", "max", "ratio", "outside", "effective"))
     table = Table(Column("difference", no_wrap=True), *columns, "", box=SIMPLE)
     for cause in report.causes:
         gap = cause.gap
@@ -183,4 +157,20 @@ def _table(report: Report) -> Table:
             f"{gap.effective:.2%}",
             gap.severity,
         )
-    return table
+    console.print(table)
+    console.print(
+        "mean, p99, max: |difference| in nats. ratio: mean of exp(difference). outside: share "
+        f"of {unit} whose ratio is not in [{clip.low:.4g}, {clip.high:.4g}], the clip range. "
+        f"effective: effective sample size, as a share of all {unit}.",
+    )
+    console.print(
+        "Each line shows one cause. The lines need not add up to the first line, because rounding "
+        "errors partly cancel and the first line does not include staleness."
+    )
+    for cause in report.causes:
+        row = cause.row()
+        console.print(f"\n{row['title']}: {row['severity']}", style="bold")
+        console.print(f"  {row['what']}.")
+        console.print(f"  What to do: {row['advice']}.")
+    for note in report.notes:
+        console.print(f"\n{note}")

@@ -28,7 +28,6 @@ from covey.errors import CoveyError
 from covey.models.model_path import prepare_hub
 
 if TYPE_CHECKING:
-    from covey.analysis.plan.cost_model import ModelSize
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
     from covey.analysis.plan.run_time import RunTime
@@ -50,10 +49,8 @@ Cluster = Annotated[
     bool,
     typer.Option(
         "--cluster",
-        help=(
-            "Show how to divide the GPUs of a cluster between trainers and engines, for clusters "
-            "of 8 to 1,024 GPUs."
-        ),
+        help="Show how to divide the GPUs of a cluster between trainers and engines, for clusters "
+        "of 8 to 1,024 GPUs.",
     ),
 ]
 MeasureSteps = Annotated[
@@ -110,16 +107,16 @@ def plan_command(
         facts = task_facts(config, measure)
         config = over_epochs(config, facts.prompts)
         tell_defaults(label, config)
-        if cluster or measure_steps:
-            return _show_scale(config, facts, cluster=cluster, as_json=as_json)
+        if cluster:
+            return show_cluster(config, facts, as_json)
+        if measure_steps:
+            return show_time(config, as_json)
         plan = summarize(config, facts)
         say(f"measuring {config.model.path}")
         memory, taken, problem, fits = _memory_and_time(config, facts, gpu, ranks)
         found = [*fits, *findings(config, facts)]
     if as_json:
-        known = None if isinstance(taken, str) else taken.row()
-        more = {"time": known, "task_unreadable": facts.unreadable}
-        return typer.echo(json.dumps({**_data(plan, memory, problem, found), **more}))
+        return typer.echo(json.dumps(_data(plan, facts, memory, taken, problem, found)))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_obstacles(config, facts, console)
@@ -128,19 +125,23 @@ def plan_command(
 
 
 def _data(
-    plan: Plan, memory: Forecast | None, problem: str, found: list[Finding]
+    plan: Plan,
+    facts: TaskFacts,
+    memory: Forecast | None,
+    taken: RunTime | str,
+    problem: str,
+    found: list[Finding],
 ) -> dict[str, Any]:
-    """Return the plan, the memory estimate and notes about settings as data for --json."""
-    rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
-    known = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
-    return {**known, "memory_unknown": problem, "findings": rows}
-
-
-def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:
-    if cluster:
-        show_cluster(config, facts, as_json)
-    else:
-        show_time(config, as_json)
+    """Return the plan, the estimates and notes about settings as data for --json."""
+    return {
+        "text": plan.paragraph(),
+        "plan": plan.row(),
+        "memory": memory and memory.row(),
+        "memory_unknown": problem,
+        "findings": [{**each.row(), "settings": list(each.settings)} for each in found],
+        "time": None if isinstance(taken, str) else taken.row(),
+        "task_unreadable": facts.unreadable,
+    }
 
 
 def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
@@ -197,60 +198,43 @@ def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
 
 # Output of `covey plan --cluster` and `covey plan --measure`: splits of GPUs, and time.
 
-SCALE_HEADINGS = (
-    "model",
-    "GPUs",
-    "trainers",
-    "engines",
-    "rollout",
-    "update",
-    "sync",
-    "step",
-    "in turn",
-)
-
 
 def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
     """Print how to divide 8 to 1,024 GPUs between trainers and engines, by model size."""
-    from covey.analysis.plan.cost_model import table, workload
+    from covey.analysis.plan.cost_model import size_of, table, workload
+    from covey.analysis.plan.model_shape import shape_of
     from covey.analysis.plan.task_facts import usable_prompt
     from covey.training.resolve import objective_of
 
     reference = "reference" in objective_of(config).needs
     work = workload(config, usable_prompt(config, facts), reference=reference)
-    rows = table(work, _own(config))
+    try:
+        own = config.model.path, size_of(shape_of(config))
+    except CoveyError:  # the size of the run's model is unknown
+        own = None
+    rows = table(work, own)
     if as_json:
-        typer.echo(json.dumps(rows))
-        return
+        return typer.echo(json.dumps(rows))
     console = Screen()
     console.print(
         f"Best split of H200 GPUs for {work.rows} completions of {work.completion} tokens a step, "
         "with overlap.mode = 'copy' and a staleness of 1; seconds by the model of docs/scale.md. "
         "'in turn': the same GPUs at staleness 0."
     )
-    shown = Table(*SCALE_HEADINGS, box=None, pad_edge=False)
+    shown = Table(
+        "model", "GPUs", "trainers", "engines", "rollout", "update", "sync", "step", "in turn",
+        box=None, pad_edge=False,
+    )  # fmt: skip
     for row in rows:
-        shown.add_row(*_cells(row))
+        shown.add_row(
+            row["model"],
+            str(row["gpus"]),
+            "the same" if row["shared"] else str(row["trainers"]),
+            f"{row['engines']} x {row['engine_gpus']}",
+            *(f"{row[key]:.1f}" for key in ("rollout", "update", "sync", "seconds")),
+            f"{row['seconds_in_turn']:.1f}",
+        )
     console.print(shown)
-
-
-def _own(config: Config) -> tuple[str, ModelSize] | None:
-    """Return the path and the size of the run's model; None if the size is unknown."""
-    from covey.analysis.plan.cost_model import size_of
-    from covey.analysis.plan.model_shape import shape_of
-
-    try:
-        return config.model.path, size_of(shape_of(config))
-    except CoveyError:
-        return None
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    engines = f"{row['engines']} x {row['engine_gpus']}"
-    seconds = [f"{row[key]:.1f}" for key in ("rollout", "update", "sync", "seconds")]
-    trainers = "the same" if row["shared"] else str(row["trainers"])
-    in_turn = f"{row['seconds_in_turn']:.1f}"
-    return [row["model"], str(row["gpus"]), trainers, engines, *seconds, in_turn]
 
 
 def show_time(config: Config, as_json: bool) -> None:

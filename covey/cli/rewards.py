@@ -16,7 +16,7 @@ from rich.text import Text
 
 from covey.cli.catalog import described, show_options
 from covey.cli.screen import Screen, cell, echo
-from covey.cli.startup import STARTING, AsJson, Trust, resolved, waiting
+from covey.cli.startup import STARTING, AsJson, Trust, check_out, resolved, waiting
 from covey.config import Config
 from covey.errors import RewardError
 
@@ -57,10 +57,8 @@ LabelledOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help=(
-            "JSON Lines file of completions with human labels. Each line has the field `correct` "
-            "(true or false)."
-        ),
+        help="JSON Lines file of completions with human labels. Each line has the field `correct` "
+        "(true or false).",
     ),
 ]
 AllowedOption = Annotated[
@@ -112,10 +110,8 @@ def score_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help=(
-                "JSON Lines file such as a rollouts file of a run. Each line has the fields "
-                "`completion` (or `text`) and `target`."
-            ),
+            help="JSON Lines file such as a rollouts file of a run. Each line has the fields "
+            "`completion` (or `text`) and `target`.",
         ),
     ],
     source: ConfigOption = "arithmetic",
@@ -131,6 +127,7 @@ def score_command(
     from covey.analysis.lab.cases import read_cases
     from covey.run.files import write_text
 
+    check_out(out)
     cases = read_cases(file)
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)

@@ -17,22 +17,114 @@ from covey.cli.screen import UNLIMITED, Screen, cell, echo
 from covey.cli.startup import AsJson, Trust, tell_edited, waiting
 from covey.errors import RunError
 from covey.run.estimate_text import estimate_text
-from covey.run.folder import FAILURE, RunFolder, list_runs, settings_of
-from covey.run.health import Finding, silence, timeline
-from covey.run.records import turn_lines
+from covey.run.folder import FAILURE, RunFolder, limit_of, list_runs, settings_of
+from covey.run.health import silence, timeline
+from covey.run.records import turn_lines, unsaid
 from covey.run.reward_changes import logged_change
 
 if TYPE_CHECKING:
     from covey.analysis.doctor.result import Result
 
 
-# `covey runs verify`: check that the records of a run agree with each other and with its data.
-
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 STYLES = {True: "green", False: "bold red", None: "dim"}
+"""Maps the outcome of a check to the style of its line; None means that the check was skipped."""
+FORMS = {
+    "started": "s",
+    "model": "s",
+    "state": "s",
+    "steps": "d",
+    "reward": ".3f",
+    "greedy_before": ".1%",
+    "greedy_now": ".1%",
+    "checkpoint": "d",
+}
+"""Maps each column of the table of runs, except the run's name, to its format."""
+LEAST_FIRST = (
+    "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
+)  # fmt: skip
+"""Columns to omit from the table on a narrow terminal, least important column first."""
+SHOW = "show"
 
 
+class _Runs(TyperGroup):
+    """The commands of `covey runs`; `covey runs FOLDER` means `covey runs show FOLDER`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert `show` before the arguments, unless they start with a command or --help."""
+        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else [SHOW, *args])
+
+
+app = typer.Typer(
+    cls=_Runs,
+    help="List runs, show a run, check the health of a run, verify its records, or write a report. "
+    "`covey runs RUN` is short for `covey runs show RUN`.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command("check")
+def check_command(
+    path: Run,
+    as_json: AsJson = False,
+) -> None:
+    """Check the health of a run: show each problem, when it began, its cause and a remedy.
+
+    The exit code is 1 if the last step shows a problem, and 0 otherwise.
+    """
+    run = RunFolder.open(path)
+    rows = run.steps()
+    if not rows:
+        raise RunError(f"{path} has no training steps yet")
+    found = timeline(rows, settings_of(run))
+    seconds = time.time() - (run.path / "steps.jsonl").stat().st_mtime
+    silent = silence(rows, seconds) if run.in_use() else None
+    found += [silent] if silent else []
+    last = rows[-1]["step"]
+    problem = any(finding.problem and finding.until is None for finding in found)
+    if as_json:
+        typer.echo(
+            json.dumps({"run": str(path), "step": last, "findings": [f.row() for f in found]})
+        )
+    else:
+        console = Screen(soft_wrap=True)
+        for finding in sorted(found, key=lambda each: each.until is not None):
+            over = finding.until is not None
+            style = "dim" if over else "yellow" if finding.problem else "default"
+            console.print(f"{'(over) ' * over}{finding.line()}", style=style)
+        if not problem:
+            console.print(f"{path}: nothing is wrong at step {last}")
+    if problem:
+        raise typer.Exit(1)
+
+
+@app.command("report")
+def report_command(
+    path: Run,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder for the report. Default: the run folder."),
+    ] = None,
+) -> None:
+    """Write the report of a run as report.html, which opens offline, and as report.md.
+
+    The report shows curves, evaluations, completions before and after training, sampled
+    completions, health and settings.
+    """
+    run = RunFolder.open(path)
+    if out is not None and not out.is_dir():
+        raise RunError(f"--out {out}: this folder does not exist")
+
+    from covey.analysis.run_report.write import write_run_report
+
+    for file in write_run_report(run, out or path):
+        echo(str(file))
+
+
+@app.command("verify")
 def verify_command(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    path: Run,
     recompute: Annotated[
         bool,
         typer.Option(
@@ -75,114 +167,6 @@ def show_results(found: Sequence[Result], console: Screen) -> None:
             console.print(f"  {'':<24} What to do: {result.remedy}.")
 
 
-# `covey runs report`: writes an offline report of one run.
-
-
-def report_command(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder for the report. Default: the run folder."),
-    ] = None,
-) -> None:
-    """Write the report of a run as report.html, which opens offline, and as report.md.
-
-    The report shows curves, evaluations, completions before and after training, sampled
-    completions, health and settings.
-    """
-    run = RunFolder.open(path)
-    if out is not None and not out.is_dir():
-        raise RunError(f"--out {out}: this folder does not exist")
-
-    from covey.analysis.run_report.write import write_run_report
-
-    for file in write_run_report(run, out or path):
-        echo(str(file))
-
-
-# `covey runs check`: checks the health of a run, with an exit code for scripts.
-
-UNHEALTHY = 1
-"""The exit code of `covey runs check` if the last training step shows a problem."""
-
-
-def check_command(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    as_json: AsJson = False,
-) -> None:
-    """Check the health of a run: show each problem, when it began, its cause and a remedy.
-
-    The exit code is 1 if the last step shows a problem, and 0 otherwise.
-    """
-    run = RunFolder.open(path)
-    rows = run.steps()
-    if not rows:
-        raise RunError(f"{path} has no training steps yet")
-    found = timeline(rows, settings_of(run))
-    seconds = time.time() - (run.path / "steps.jsonl").stat().st_mtime
-    silent = silence(rows, seconds) if run.in_use() else None
-    found += [silent] if silent else []
-    last = rows[-1]["step"]
-    if as_json:
-        typer.echo(
-            json.dumps({"run": str(path), "step": last, "findings": [f.row() for f in found]})
-        )
-    else:
-        _show(found, last, path)
-    if any(finding.problem and finding.until is None for finding in found):
-        raise typer.Exit(UNHEALTHY)
-
-
-def _show(found: list[Finding], last: int, path: Path) -> None:
-    console = Screen(soft_wrap=True)
-    now = [finding for finding in found if finding.until is None]
-    before = [finding for finding in found if finding.until is not None]
-    for finding in now:
-        console.print(finding.line(), style="yellow" if finding.problem else "default")
-    for finding in before:
-        console.print(f"(over) {finding.line()}", style="dim")
-    if not any(finding.problem for finding in now):
-        console.print(f"{path}: nothing is wrong at step {last}")
-
-
-FORMS = {
-    "started": "s",
-    "model": "s",
-    "state": "s",
-    "steps": "d",
-    "reward": ".3f",
-    "greedy_before": ".1%",
-    "greedy_now": ".1%",
-    "checkpoint": "d",
-}
-"""Maps each column of the table of runs, except the run's name, to its format."""
-LEAST_FIRST = (
-    "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
-)  # fmt: skip
-"""Columns to omit from the table on a narrow terminal, least important column first."""
-SHOW = "show"
-
-
-class _Runs(TyperGroup):
-    """The commands of `covey runs`; `covey runs FOLDER` means `covey runs show FOLDER`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `show` before the arguments, unless they start with a command or --help."""
-        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
-        return super().parse_args(ctx, args if named else [SHOW, *args])
-
-
-app = typer.Typer(
-    cls=_Runs,
-    help="List runs, show a run, check the health of a run, verify its records, or write a report. "
-    "`covey runs RUN` is short for `covey runs show RUN`.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("check")(check_command)
-app.command("report")(report_command)
-app.command("verify")(verify_command)
-
-
 @app.command(SHOW)
 def runs_command(
     path: Annotated[
@@ -199,8 +183,12 @@ def runs_command(
     """List runs, show the evaluations of a run, or show the completions of a training step."""
     console = Screen(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
-        _list(list_runs(path), path, console, as_json)
-        return
+        rows = [_overview(run, run.evaluations()) for run in list_runs(path)]
+        if as_json:
+            return typer.echo(json.dumps(rows))
+        if not rows:
+            raise RunError(f"there are no runs in {path}; `covey train` creates a run")
+        return _print_runs(rows, console)
     run = RunFolder(path)
     tell_edited(run)
     if step is None:
@@ -214,7 +202,7 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
     model = str(settings.get("model", {}).get("path", "-"))
     return {
         "run": str(run.path),
-        "started": str(run.environment(_ignore).get("started", "-"))[:16].replace("T", " "),
+        "started": str(run.environment(unsaid).get("started", "-"))[:16].replace("T", " "),
         "model": Path(model).name or model,
         "state": _state(run, settings, steps),
         "steps": len(steps),
@@ -225,39 +213,16 @@ def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[
     }
 
 
-def _ignore(text: str) -> None:
-    """Ignore a warning about a damaged file; the table shows `-` for values in this file."""
-
-
 def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
     """Return the state of a run: running, done, failed or stopped."""
     if run.in_use():
         return "running"
     saved = run.checkpoints()
-    if saved and steps and saved[-1][0] == steps[-1]["step"] and _is_over(settings, steps[-1]):
-        return "done"
+    if saved and steps and saved[-1][0] == steps[-1]["step"]:
+        name, limit = limit_of(settings)
+        if (steps[-1].get(name) or 0) >= limit:
+            return "done"
     return "failed" if (run.path / FAILURE).exists() else "stopped"
-
-
-def _is_over(settings: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
-    """Return whether the run has reached its limit of steps, tokens or optimizer steps."""
-    train = settings.get("train", {})
-    limits = {"step": train.get("steps", 0), **train.get("stop_after", {})}
-    names = {"tokens": "tokens", "updates": "updates"}
-    used = [name for name in names if limits.get(name)]
-    if used:
-        return bool((last.get(used[0]) or 0) >= limits[used[0]])
-    return bool(last["step"] >= limits["step"])
-
-
-def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) -> None:
-    rows = [_overview(run, run.evaluations()) for run in runs]
-    if as_json:
-        typer.echo(json.dumps(rows))
-        return
-    if not rows:
-        raise RunError(f"there are no runs in {path}; `covey train` creates a run")
-    _print_runs(rows, console)
 
 
 def _print_runs(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

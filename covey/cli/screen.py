@@ -9,13 +9,15 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from covey.escape import printable
 
 UNLIMITED = 100_000
 """A console width, in characters, that is larger than the width of any table."""
+LEAST_WIDTH = 120
+"""Minimum width, in characters, of consoles for tables in which no number may be cut off."""
 
 
 class Screen(Console):
@@ -69,6 +71,18 @@ def as_list(table: Table) -> Text:
                 lines.append(Text(f"{'  ' if place else ''}{name}").append(text))
     lines += [Text(f"{table.caption}", style="dim")] if table.caption else []
     return Text("\n").join(lines).append("\n")
+
+
+def wide_console() -> Screen:
+    """Return a console that never cuts off a table of numbers."""
+    console = Screen(soft_wrap=True)
+    console.width = max(console.width, LEAST_WIDTH)
+    return console
+
+
+def number_column(name: str) -> Column:
+    """Return a table column for numbers."""
+    return Column(name, justify="right", no_wrap=True)
 
 
 def cell(text: object) -> Text:

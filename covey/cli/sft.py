@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,12 +18,15 @@ from covey.cli.startup import (
     source_of,
     waiting,
 )
-from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_alone, check_new
-
-if TYPE_CHECKING:
-    from covey.config import Config
-    from covey.training.parallel.world import World
-    from covey.training.sft import SftParts
+from covey.cli.training_run import (
+    NewRun,
+    Resume,
+    ResumeStep,
+    check_alone,
+    check_new,
+    resume_run,
+    train_run,
+)
 
 
 def sft_command(
@@ -44,33 +46,13 @@ def sft_command(
     the format and the steps of a solution. To continue with reinforcement learning after SFT, run
     `covey train --model RUN/checkpoints/STEP`.
     """
-    sft = Training(
-        command="sft",
-        build=_build,
-        environment=lambda _: {"kind": "sft"},
-        loop=_loop,
-        arguments=context.obj,
-    )
     if resume is not None:
         check_alone(source, model, run, smoke)
-        return sft.resume(resume, step, overrides)
+        return resume_run(resume, step, overrides, context.obj, sft=True)
     check_new(run, step)
     settings = settings_of(overrides, model)
     label = source_of(source, settings)
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke)
     name = f"{Path(label or config.task.name.replace(':', '.')).stem}-sft"
-    sft.start(config, label, run, name)
-
-
-def _build(config: Config, world: World) -> SftParts:
-    from covey.training.sft import build_sft
-
-    return build_sft(config, world)
-
-
-def _loop(parts: SftParts, folder: Any, reporter: Any, stop: Any, start: Any) -> tuple[int, int]:
-    from covey.training.sft import run_sft
-
-    done = run_sft(parts, folder, [reporter], stop, start)
-    return done, parts.steps if stop.by_signal else done
+    train_run(config, run or name, context.obj, sft=True, source=label)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,15 +16,13 @@ from rich.markup import escape
 
 from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
+from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
-from covey.run.reward_changes import read_change
 from covey.run.settings import edited_settings
 from covey.trust import trust
 
 if TYPE_CHECKING:
     from covey.run.folder import RunFolder
-    from covey.run.trackers import Tracker
-    from covey.training.build import Components, Parts
 
 
 Source = Annotated[
@@ -159,6 +158,12 @@ def resolved(
     return resolve(config, imports=imports)
 
 
+def check_out(path: Path | None) -> None:
+    """Raise ConfigError if the folder of an output file (--out) does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"--out {path}: the folder {path.parent} does not exist")
+
+
 def tell_defaults(source: str | None, config: Config) -> None:
     """If no configuration file or recipe was given, print the most important defaults."""
     if source is None:
@@ -170,77 +175,8 @@ def tell_defaults(source: str | None, config: Config) -> None:
         )
 
 
-def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
-    """Print the engine's backend, changes since the run started, and skipped data rows."""
-    import torch
-
-    reporter.note(f"sampling: {parts.engine.info.backend}")
-    model = parts.policy.model
-    if model.flash:
-        from covey.accel.attention_kernels import description
-
-        shape = (model.model.config, model.device, model.head.linear.weight.dtype)
-        reporter.note(f"training: {description(*shape, parts.config.rollout.max_tokens)}")
-    environment = folder.environment()
-    changed = edited_settings(folder, environment)
-    if changed is not None:
-        reporter.note(changed)
-    threads, now = environment.get("threads"), torch.get_num_threads()
-    if threads is not None and threads != now:
-        reporter.note(
-            f"this run was started with {threads} threads and resumes with {now} threads: results "
-            "may differ in the last bits"
-        )
-    if parts.bad_rows:
-        reporter.note(
-            f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
-        )
-    change = read_change(folder)
-    if change is not None:
-        why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
-        reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
-    reward, now_reward = environment.get("reward"), parts.scorer.identity
-    if reward and reward != now_reward:
-        reporter.note(
-            f"the reward has changed since this run was started: it was {reward} and is now "
-            f"{now_reward}"
-        )
-
-
 def tell_edited(folder: RunFolder) -> None:
     """Print on stderr which settings of a run were edited since the run started."""
     changed = edited_settings(folder, folder.environment())
     if changed is not None:
         typer.echo(f"covey: {changed}", err=True)
-
-
-def tell_start(
-    reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str] = ()
-) -> None:
-    """Print notes about the prompts and, for a new run, about its settings."""
-    from covey.rollout.prompts import prompt_notes
-
-    for note in prompt_notes(parts.policy.model, parts.train_prompts):
-        reporter.note(note)
-    if new and parts.world.is_main:
-        tell_findings(reporter, parts, not_own)
-
-
-def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Print notes about useless or risky settings, except the settings in `not_own`.
-
-    `not_own` are the settings that --smoke changed. The function prints no notes about equivalent
-    algorithms; `covey plan` prints these notes.
-    """
-    from covey.analysis.plan.findings import findings
-    from covey.analysis.plan.task_facts import facts_of
-
-    facts = facts_of(
-        parts.config,
-        parts.train_prompts,
-        parts.held_out_prompts,
-        parts.policy.model.tokenizer.encode,
-    )
-    for finding in findings(parts.config, facts):
-        if finding.kind != "same" and not finding.depends_on(not_own):
-            reporter.note(finding.line())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,18 +18,19 @@ from covey.cli.startup import (
     settings_of,
     source_of,
     tell_defaults,
-    tell_start,
     waiting,
 )
-from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_alone, check_new
+from covey.cli.training_run import (
+    NewRun,
+    Resume,
+    ResumeStep,
+    check_alone,
+    check_new,
+    resume_run,
+    train_run,
+)
 from covey.config import to_toml, toml_value
 from covey.config.smoke import changed_by_smoke
-
-if TYPE_CHECKING:
-    from covey.config import Config
-    from covey.training.build import Parts
-    from covey.training.parallel.world import World
-
 
 SkipBadRows = Annotated[
     bool,
@@ -84,8 +84,8 @@ def train_command(
     """
     if resume is not None:
         check_alone(source, model, run, skip_bad_rows, smoke, ray)
-        return _training(context, frozenset()).resume(
-            resume, step, overrides, verify=verify, print_config=print_config
+        return resume_run(
+            resume, step, overrides, context.obj, verify=verify, print_config=print_config
         )
     check_new(None if print_config else run, step, verify=verify)
     settings = settings_of(overrides, model) + ["task.skip_bad_rows=true"] * skip_bad_rows
@@ -98,39 +98,6 @@ def train_command(
         tell_defaults(label, config)
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()
-    _training(context, not_own).start(config, label, run, _run_name(label, config))
-
-
-def _run_name(label: str | None, config: Config) -> str:
     name = f"{Path(label).stem if label else config.task.name}-{config.objective.name}"
-    return name.replace(":", ".")  # some systems allow no colon in a file name
-
-
-def _training(context: typer.Context, not_own: frozenset[str]) -> Training:
-    return Training(
-        command="train",
-        build=_build,
-        environment=lambda parts: {
-            "reference": parts.reference.identity if parts.reference else None
-        },
-        loop=partial(_loop, not_own),
-        arguments=context.obj,
-    )
-
-
-def _build(config: Config, world: World) -> Parts:
-    from covey.training.build import assemble
-
-    return assemble(config, world=world)
-
-
-def _loop(
-    not_own: frozenset[str], parts: Parts, folder: Any, reporter: Any, stop: Any, start: Any
-) -> tuple[int, int]:
-    from covey.training.loop import train
-
-    tell_start(reporter, parts, new=start.checkpoint is None, not_own=not_own)
-    done = train(parts, folder, [reporter], stop, start)
-    # A budget of tokens or optimizer steps may end before train.steps; only a signal leaves steps
-    # undone.
-    return done, parts.config.train.steps if stop.by_signal else done
+    # Some systems allow no colon in a file name.
+    train_run(config, run or name.replace(":", "."), context.obj, source=label, not_own=not_own)

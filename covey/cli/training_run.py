@@ -1,30 +1,39 @@
-"""Start or resume a run: the code that `covey train` and `covey sft` share."""
+"""Start or resume a run: the code that `covey train`, `covey sft` and `covey.train` share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NoReturn, TypeVar
 
 import typer
 
 from covey.cli.screen import Screen, echo
-from covey.cli.startup import STARTING, tell_defaults, tell_notes, waiting
+from covey.cli.startup import STARTING, tell_defaults, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder, check_new_run, next_run_path
 from covey.run.resume import Start, start_of
+from covey.run.reward_changes import read_change
+from covey.run.settings import edited_settings
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal, stop_signal
 
 if TYPE_CHECKING:
-    from covey.training.build import Components
+    from covey.run.trackers.console import ConsoleTracker
+    from covey.training.build import Components, Parts
     from covey.training.parallel.world import World
+    from covey.training.sft import SftParts
 
 REPEATS_SECONDS = 2.0
 """Seconds in which a second signal is ignored: Ctrl-C arrives directly and via torchrun."""
+P = TypeVar("P", bound="Components")
+Change = tuple[Any, Any]
+"""The old and the new value of a setting."""
 
 NewRun = Annotated[
     Path | None,
@@ -37,10 +46,8 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN",
-        help=(
-            "Resume this run with its saved settings. Use --set to change some of the saved "
-            "settings."
-        ),
+        help="Resume this run with its saved settings. Use --set to change some of the saved "
+        "settings.",
     ),
 ]
 ResumeStep = Annotated[
@@ -49,121 +56,253 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help=(
-            "With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
-            "The command moves the records of steps after N to RUN/superseded. Default: the "
-            "newest checkpoint."
-        ),
+        help="With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
+        "The command moves the records of steps after N to RUN/superseded. Default: the "
+        "newest checkpoint.",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """A kind of training (RL or SFT): the functions that prepare a run and train the model."""
+class OpenRun(Generic[P]):
+    """A run that is ready to train: its components are built, and its folder is locked."""
 
-    command: str
-    """`train` or `sft`."""
-    build: Callable[[Config, World], Any]
-    environment: Callable[[Any], dict[str, Any]]
-    """A function that returns additional entries of environment.json."""
-    loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
-    """A function that trains, and returns the last step and the planned number of steps."""
-    arguments: Sequence[str]
-    """The command-line arguments, which Ray passes to each rank that it starts."""
+    parts: P
+    folder: RunFolder
+    start: Start
+    stop: StopSignal
 
-    def start(self, config: Config, source: str | None, path: Path | None, name: str) -> None:
-        """Create a run folder and train. Without `path`, the folder is runs/`name`-NUMBER.
 
-        If no file or recipe (`source`) was given, print the most important defaults of the run.
-        """
-        from covey.training.run_start import created_run, locked_by_main
+@contextmanager
+def opened_run(
+    config: Config,
+    build: Callable[[Config, World], P],
+    target: RunFolder | Path | str,
+    *,
+    sft: bool = False,
+    step: int | None = None,
+    changed: Mapping[str, Change] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[OpenRun[P]]:
+    """Join the other ranks, build the components of a run, and create or lock its folder.
 
-        self._start_ranks(config)
-        with _joined(config) as world:
-            parts = self._built(config, world)  # may fail, so the run folder is created later
-            with closing(parts):
-                chosen = path or next_run_path(Path("runs"), name)
-                folder = created_run(parts, chosen, self.environment(parts))
-                if world.is_main:
-                    tell_defaults(source, config)
-                with locked_by_main(folder, world):
-                    code = self._run(parts, folder, Start())
-        raise typer.Exit(code)
+    `target` is the run to resume, or the folder of a new run. If `target` is a text, the folder of
+    the new run is runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, by
+    default from the newest checkpoint, and `changed` are the settings that changed.
+    """
+    from covey.training.parallel.join import joined_world
+    from covey.training.run_start import (
+        check_length,
+        created_run,
+        locked_by_main,
+        record_changes,
+    )
 
-    def resume(
-        self,
-        path: Path,
-        step: int | None,
-        overrides: list[str] | None = None,
-        *,
-        verify: bool = False,
-        print_config: bool = False,
-    ) -> None:
-        """Resume a run with its own settings plus overrides, or only print these settings.
-
-        If `verify` is true, the steps before the newest checkpoint are repeated before the run
-        resumes. The repeated steps must produce the same weights as in the newest checkpoint.
-        """
-        folder = RunFolder.open(path)
-        kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
-        if command != self.command:
-            raise RunError(f"{path} is {kind}; resume it with: covey {command} --resume {path}")
-        with waiting(STARTING):
-            from covey.training.run_start import (
-                changes_note,
-                check_length,
-                record_changes,
-                resumed_config,
-            )
-
-            config, changed = resumed_config(folder, overrides or (), imports=not print_config)
-        if print_config:
-            return typer.echo(to_toml(config), nl=False)
-        from covey.training.run_start import locked_by_main
-
-        if verify:
-            _verify(folder)
-        self._start_ranks(config)
-        with _joined(config) as world, locked_by_main(folder, world):
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_world(config, say))
+        start = Start()
+        if isinstance(target, RunFolder):
+            folder = target
+            stack.enter_context(locked_by_main(folder, world))
             start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
-            check_length(config, start.step, sft=folder.is_sft)
-            parts = self._built(config, world)
-            with closing(parts):
-                if world.is_main and changed:
-                    record_changes(folder, parts.config, start.step, changed)
-                    echo(changes_note(changed))
-                code = self._run(parts, folder, start)
-        raise typer.Exit(code)
+            check_length(config, start.step, sft=sft)
+        parts = stack.enter_context(closing(build(config, world)))
+        if isinstance(target, RunFolder):
+            if world.is_main:
+                record_changes(folder, parts.config, start.step, changed or {})
+        else:  # building may fail, so the folder is created only now
+            path = next_run_path(Path("runs"), target) if isinstance(target, str) else target
+            reference = parts.reference.identity if parts.reference else None
+            folder = created_run(parts, path, {"kind": "sft"} if sft else {"reference": reference})
+            stack.enter_context(locked_by_main(folder, world))
+        stop = stack.enter_context(_signals(several=world.size > 1))
+        yield OpenRun(parts=parts, folder=folder, start=start, stop=stop)
 
-    def _start_ranks(self, config: Config) -> None:
-        """If Ray must start the ranks, start them, wait for their end, and exit."""
-        from covey.training.parallel.lifeline import Reported
-        from covey.training.ray_needs import ray_starts_ranks, run_in_ranks
 
-        if not ray_starts_ranks(config):
-            return
-        if code := run_in_ranks(config, self.arguments):
-            reported = Reported("")  # a rank has printed the error
-            reported.exit_code = code
-            raise reported
-        raise typer.Exit
+def _signals(*, several: bool) -> AbstractContextManager[StopSignal]:
+    """Turn Ctrl-C and SIGTERM into a stop request; only the main thread receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext(StopSignal())
+    return stop_signal(repeats=REPEATS_SECONDS if several else 0.0)
 
-    def _built(self, config: Config, world: World) -> Any:
+
+def train_run(
+    config: Config,
+    target: RunFolder | Path | str,
+    arguments: Sequence[str],
+    *,
+    sft: bool = False,
+    source: str | None = None,
+    not_own: Collection[str] = (),
+    step: int | None = None,
+    changed: Mapping[str, Change] | None = None,
+) -> NoReturn:
+    """Train with RL or SFT, print the results, and exit; see `opened_run` for `target`.
+
+    If Ray starts the ranks, each rank gets the command-line `arguments`. For a new run without a
+    file or recipe (`source`), print the most important defaults. `not_own` are the settings that
+    --smoke changed.
+    """
+    _start_ranks(config, arguments)
+    from covey.training.build import assemble
+    from covey.training.loop import train
+    from covey.training.run_start import changes_note
+    from covey.training.sft import SftParts, build_sft, run_sft
+
+    def build(config: Config, world: World) -> Parts | SftParts:
         with waiting(f"loading {config.model.path}"):
-            return self.build(config, world)
+            return build_sft(config, world) if sft else assemble(config, world=world)
 
-    def _run(self, parts: Components, folder: RunFolder, start: Start) -> int:
-        """Train, and return the exit code."""
-        from covey.run.trackers.console import console_tracker
+    say = partial(echo, err=True)
+    opened = opened_run(config, build, target, sft=sft, step=step, changed=changed, say=say)
+    with opened as run:
+        parts, stop, main = run.parts, run.stop, run.parts.world.is_main
+        if main and changed:
+            echo(changes_note(changed))
+        if main and not isinstance(target, RunFolder):
+            tell_defaults(source, config)
+        reporter = console_with_notes(run, quiet=not main, not_own=not_own)
+        if isinstance(parts, SftParts):
+            done = run_sft(parts, run.folder, [reporter], stop, run.start)
+            command, steps = "sft", parts.steps
+        else:
+            done = train(parts, run.folder, [reporter], stop, run.start)
+            command, steps = "train", parts.config.train.steps
+        # A budget of tokens or optimizer steps may end before train.steps; only a signal leaves
+        # steps undone.
+        steps = steps if stop.by_signal else done
+        reporter.finished(done, steps, stop.received, command=command)
+    raise typer.Exit(stop.exit_code if done < steps else 0)
 
-        several = parts.world.size > 1
-        reporter = console_tracker(folder, Screen(soft_wrap=True, quiet=not parts.world.is_main))
-        tell_notes(reporter, folder, parts)
-        with stop_signal(repeats=REPEATS_SECONDS if several else 0.0) as stop:
-            done, steps = self.loop(parts, folder, reporter, stop, start)
-        reporter.finished(done, steps, stop.received, command=self.command)
-        return stop.exit_code if done < steps else 0
+
+def resume_run(
+    path: Path,
+    step: int | None,
+    overrides: list[str] | None,
+    arguments: Sequence[str],
+    *,
+    sft: bool = False,
+    verify: bool = False,
+    print_config: bool = False,
+) -> None:
+    """Resume a run with its own settings plus overrides, or only print these settings.
+
+    If `verify` is true, the steps before the newest checkpoint are repeated before the run
+    resumes. The repeated steps must produce the same weights as in the newest checkpoint.
+    """
+    folder = RunFolder.open(path)
+    check_kind(folder, sft=sft)
+    with waiting(STARTING):
+        from covey.training.run_start import resumed_config
+
+        config, changed = resumed_config(folder, overrides or (), imports=not print_config)
+    if print_config:
+        return typer.echo(to_toml(config), nl=False)
+    if verify:
+        _verify(folder)
+    train_run(config, folder, arguments, sft=sft, step=step, changed=changed)
+
+
+def check_kind(folder: RunFolder, *, sft: bool) -> None:
+    """Raise RunError if an SFT run is resumed with RL, or an RL run with SFT."""
+    if folder.is_sft != sft:
+        kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
+        raise RunError(
+            f"{folder.path} is {kind}; resume it with: covey {command} --resume {folder.path}"
+        )
+
+
+def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
+    """If Ray must start the ranks, start them, wait for their end, and exit."""
+    from covey.training.parallel.lifeline import Reported
+    from covey.training.ray_needs import ray_starts_ranks, run_in_ranks
+
+    if not ray_starts_ranks(config):
+        return
+    if code := run_in_ranks(config, arguments):
+        reported = Reported("")  # a rank has printed the error
+        reported.exit_code = code
+        raise reported
+    raise typer.Exit
+
+
+def console_with_notes(
+    run: OpenRun[Any], *, quiet: bool = False, not_own: Collection[str] = ()
+) -> ConsoleTracker:
+    """Return a console tracker, after it has printed notes about the run.
+
+    `not_own` are the settings that --smoke changed.
+    """
+    from covey.run.trackers.console import console_tracker
+    from covey.training.build import Parts
+
+    reporter = console_tracker(run.folder, Screen(soft_wrap=True, quiet=quiet))
+    tell_notes(reporter, run.folder, run.parts)
+    if isinstance(run.parts, Parts):
+        tell_start(reporter, run.parts, new=run.start.checkpoint is None, not_own=not_own)
+    return reporter
+
+
+def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
+    """Print the engine's backend, changes since the run started, and skipped data rows."""
+    import torch
+
+    reporter.note(f"sampling: {parts.engine.info.backend}")
+    model = parts.policy.model
+    if model.flash:
+        from covey.accel.attention_kernels import description
+
+        shape = (model.model.config, model.device, model.head.linear.weight.dtype)
+        reporter.note(f"training: {description(*shape, parts.config.rollout.max_tokens)}")
+    environment = folder.environment()
+    changed = edited_settings(folder, environment)
+    if changed is not None:
+        reporter.note(changed)
+    threads, now = environment.get("threads"), torch.get_num_threads()
+    if threads is not None and threads != now:
+        reporter.note(
+            f"this run was started with {threads} threads and resumes with {now} threads: results "
+            "may differ in the last bits"
+        )
+    if parts.bad_rows:
+        reporter.note(
+            f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
+        )
+    change = read_change(folder)
+    if change is not None:
+        why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
+        reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
+    reward, now_reward = environment.get("reward"), parts.scorer.identity
+    if reward and reward != now_reward:
+        reporter.note(
+            f"the reward has changed since this run was started: it was {reward} and is now "
+            f"{now_reward}"
+        )
+
+
+def tell_start(reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str]) -> None:
+    """Print notes about the prompts and, for a new run, about useless or risky settings.
+
+    The function prints no notes about the settings in `not_own`, and none about equivalent
+    algorithms, which `covey plan` prints.
+    """
+    from covey.analysis.plan.findings import findings
+    from covey.analysis.plan.task_facts import facts_of
+    from covey.rollout.prompts import prompt_notes
+
+    for note in prompt_notes(parts.policy.model, parts.train_prompts):
+        reporter.note(note)
+    if not new or not parts.world.is_main:
+        return
+    facts = facts_of(
+        parts.config,
+        parts.train_prompts,
+        parts.held_out_prompts,
+        parts.policy.model.tokenizer.encode,
+    )
+    for finding in findings(parts.config, facts):
+        if finding.kind != "same" and not finding.depends_on(not_own):
+            reporter.note(finding.line())
 
 
 def _verify(run: RunFolder) -> None:
@@ -175,13 +314,6 @@ def _verify(run: RunFolder) -> None:
     if result.passed is False:
         raise RunError(f"--verify: {result.figure}; {result.remedy}")
     echo(f"{'verified' if result.passed else 'not verified'}: {result.figure}")
-
-
-def _joined(config: Config) -> AbstractContextManager[World]:
-    """Join the other ranks, if torchrun or another launcher has started several ranks."""
-    from covey.training.parallel.join import joined_world
-
-    return joined_world(config, lambda text: echo(text, err=True))
 
 
 def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:

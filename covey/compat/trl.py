@@ -10,6 +10,7 @@ import ast
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 from covey.compat.trl_options import (
@@ -24,7 +25,7 @@ from covey.compat.trl_options import (
     TRAINER,
     VERSION,
 )
-from covey.compat.trl_source import Arguments, Values, attributes, called, loading, parsed
+from covey.compat.trl_source import Values, attributes, called, loading, parsed
 from covey.config.load import toml_lines
 from covey.errors import ConfigError
 from covey.rewards.user import FUNCTIONS
@@ -32,7 +33,6 @@ from covey.tasks.dataset import NAME as DATASET
 
 Settings = dict[str, Any]
 
-DEFAULT_MARK = "  # TRL's default"
 HEAD = (
     f'Ported from TRL. Settings marked "# TRL\'s default" are defaults of TRL {VERSION}.',
     "The dataset and the rewards come from Python: covey.train('THIS_FILE', dataset=..., "
@@ -80,25 +80,21 @@ class Ported:
             return f"  # {self.computed[key]} is computed in the script; set it yourself"
         if key in self.given:
             return ""
-        return DEFAULT_MARK + "".join(f", unless {name} sets it" for name in self.unpacked)
+        return "  # TRL's default" + "".join(f", unless {n} sets it" for n in self.unpacked)
 
 
 def from_grpo_config(config: Any) -> Ported:
     """Convert a GRPOConfig object, or a dict of its options, to settings of Covey."""
-    return ported(_given(config))
-
-
-def _given(config: Any) -> dict[str, Any]:
-    """Return the options of a config that differ from their defaults."""
     if isinstance(config, Mapping):
-        return dict(config)
+        return ported(config)
     if not is_dataclass(config) or isinstance(config, type):
         raise ConfigError("port: pass a GRPOConfig object, or a dict with options of GRPOConfig")
-    return {
-        option.name: value
+    given = {
+        option.name: value.value if isinstance(value, Enum) else value
         for option in fields(config)
         if (value := getattr(config, option.name)) != option.default and option.init
     }
+    return ported(given)
 
 
 def from_script(text: str, name: str = "script.py") -> Ported:
@@ -121,21 +117,17 @@ def from_script(text: str, name: str = "script.py") -> Ported:
     more = _trainer(trainer, values) if trainer else Ported(settings={}, notes=())
     lora = _adapter(adapter, values) if adapter else Ported(settings={}, notes=())
     found, own = ported(given.options), {**more.settings, **lora.settings}
+    missing = [
+        *(f"{key}: its value is computed in the script; set it yourself" for key in given.unknown),
+        *(f"options in {name} are not known: add them yourself" for name in given.unpacked),
+    ]
     return Ported(
         settings=dict(sorted({**found.settings, **own}.items())),
-        notes=(*more.notes, *lora.notes, *loading(tree, trainer), *found.notes, *_missing(given)),
+        notes=(*more.notes, *lora.notes, *loading(tree, trainer), *found.notes, *missing),
         given=found.given | own.keys(),
         computed={k: name for name in given.unknown for k in _follows(name, found.settings)},
         unpacked=tuple(given.unpacked),
     )
-
-
-def _missing(given: Arguments) -> list[str]:
-    """Return notes about options whose values or names are not known."""
-    return [
-        *(f"{key}: its value is computed in the script; set it yourself" for key in given.unknown),
-        *(f"options in {name} are not known: add them yourself" for name in given.unpacked),
-    ]
 
 
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
@@ -158,17 +150,14 @@ def _trainer(call: ast.Call, known: Values) -> Ported:
         settings["model.path"] = path
     elif model is not None:
         notes.append(f"model = {ast.unparse(model)}: set model.path, or pass model=... a name")
+    lora = values.get("peft_config")
+    # A variable may hold a LoraConfig.
+    if isinstance(lora, ast.Name) or (isinstance(lora, ast.Call) and called(lora) == "LoraConfig"):
+        del values["peft_config"]
     for name, how in TRAINER.items():
-        if name in values and not (name == "peft_config" and _is_lora(values[name])):
+        if name in values:
             notes.append(f"{name} = {ast.unparse(values[name])}: {how}")
     return Ported(settings=settings, notes=tuple(notes))
-
-
-def _is_lora(value: ast.expr) -> bool:
-    """Whether peft_config is a LoraConfig call, or a variable that may hold a LoraConfig."""
-    return isinstance(value, ast.Name) or (
-        isinstance(value, ast.Call) and called(value) == "LoraConfig"
-    )
 
 
 ADAPTER = {
@@ -205,7 +194,10 @@ def ported(given: Mapping[str, Any]) -> Ported:
     """Convert GRPOConfig options, given by name, to settings of Covey."""
     options = {**DEFAULTS, **given}
     settings: Settings = {**FROM_PYTHON, **_objective(options), **_batch(options)}
-    settings |= {**_engine(options), **_warmup(options)}
+    settings |= _engine(options)
+    if steps := options.get("warmup_steps"):  # below 1, a share of the optimizer steps
+        key = "warmup_ratio" if steps < 1 else "warmup_steps"
+        settings[f"optimizer.{key}"] = steps if steps < 1 else int(steps)
     rhythm, notes = _rhythm(options, settings["train.mini_batches"] * settings["train.epochs"])
     settings |= rhythm
     for name, value in options.items():
@@ -319,28 +311,18 @@ def _rhythm(options: Mapping[str, Any], updates: int) -> tuple[Settings, list[st
     return settings, notes
 
 
-def _warmup(options: Mapping[str, Any]) -> Settings:
-    """Return warmup_steps if TRL's option is 1 or more, and warmup_ratio if it is below 1."""
-    steps = options.get("warmup_steps") or 0
-    if not steps:
-        return {}
-    return (
-        {"optimizer.warmup_ratio": steps} if steps < 1 else {"optimizer.warmup_steps": int(steps)}
-    )
-
-
 def _engine(options: Mapping[str, Any]) -> Settings:
-    found: Settings = {}
-    if options.get("use_vllm"):
-        found["engine.kind"] = "vllm"
-        if options.get("vllm_mode") == "colocate":
-            found["engine.vllm.colocated"] = True
-        if url := options.get("vllm_server_base_url"):
-            found["engine.vllm.urls"] = [url]
-        if (share := options.get("vllm_gpu_memory_utilization")) is not None:
-            found["engine.vllm.memory"] = float(share)
-        if size := options.get("vllm_tensor_parallel_size"):
-            found["engine.vllm.tensor_parallel"] = size
+    if not options.get("use_vllm"):
+        return {}
+    found: Settings = {"engine.kind": "vllm"}
+    if options.get("vllm_mode") == "colocate":
+        found["engine.vllm.colocated"] = True
+    if url := options.get("vllm_server_base_url"):
+        found["engine.vllm.urls"] = [url]
+    if (share := options.get("vllm_gpu_memory_utilization")) is not None:
+        found["engine.vllm.memory"] = float(share)
+    if size := options.get("vllm_tensor_parallel_size"):
+        found["engine.vllm.tensor_parallel"] = size
     return found
 
 

@@ -34,11 +34,6 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _schedule(value: Any) -> str | None:
-    known = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
-    return {**known, "constant_with_warmup": "constant"}.get(str(value))
-
-
 def _trackers(value: Any) -> list[str]:
     names = [value] if isinstance(value, str) else list(value or ())
     return [name for name in names if name in TRACKERS]
@@ -48,6 +43,12 @@ def _count(value: Any) -> int | None:
     return None if value is None or value < 1 else int(value)
 
 
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 DIRECT: Mapping[str, tuple[str, Convert]] = {
     "learning_rate": ("optimizer.learning_rate", _number),
     "adam_beta1": ("optimizer.beta1", _number),
@@ -55,7 +56,7 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "adam_epsilon": ("optimizer.eps", _number),
     "weight_decay": ("optimizer.weight_decay", _number),
     "max_grad_norm": ("optimizer.max_grad_norm", _number),
-    "lr_scheduler_type": ("optimizer.schedule", _schedule),
+    "lr_scheduler_type": ("optimizer.schedule", lambda value: SCHEDULES.get(str(value))),
     "warmup_ratio": ("optimizer.warmup_ratio", _number),
     "temperature": ("rollout.temperature", _number),
     "top_p": ("rollout.top_p", _number),

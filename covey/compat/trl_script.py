@@ -10,7 +10,6 @@ from covey.compat.trl_source import assigned, called, parsed
 from covey.errors import ConfigError
 
 TRL_OBJECTS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
-INDENT = "    "
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,7 +134,7 @@ def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:
     if "reward_funcs" in given:
         arguments.append(f"rewards={_rewards(tree, given['reward_funcs'])}")
     lines = [json.dumps(config), *arguments]
-    return ["covey.train(", *(f"{INDENT}{a}{'' if '  #' in a else ','}" for a in lines), ")"]
+    return ["covey.train(", *(f"    {a}{'' if '  #' in a else ','}" for a in lines), ")"]
 
 
 def _rewards(tree: ast.Module, functions: ast.expr) -> str:

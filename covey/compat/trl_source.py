@@ -189,7 +189,9 @@ def loading(tree: ast.Module, trainer: ast.Call | None) -> list[str]:
 
 def attributes(tree: ast.Module, config: ast.Call, trainer: ast.Call | None) -> Iterator[Attribute]:
     """Yield each config attribute that the script sets after it has created the config."""
-    owners = {o for node in ast.walk(tree) for o in _owners(node, config, trainer)}
+    # The names under which the script stores the config, such as `trainer.args`.
+    owners = {name for node in ast.walk(tree) for name in _names(node, config)}
+    owners |= {f"{name}.args" for node in ast.walk(tree) for name in _names(node, trainer)}
     beside = _beside(tree, config)
     last = trainer.lineno if trainer and trainer.lineno > config.lineno else None
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
@@ -230,11 +232,6 @@ def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         return [(node.target, node.value)]
     return []
-
-
-def _owners(node: ast.AST, config: ast.Call, trainer: ast.Call | None) -> list[str]:
-    """Return the names under which an assignment stores a config, such as `trainer.args`."""
-    return [*_names(node, config), *(f"{name}.args" for name in _names(node, trainer))]
 
 
 def _names(node: ast.AST, call: ast.Call | None) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from covey.config.other_names import check_names, ours, translated
+from covey.config.other_names import check_names, theirs, translated
 from covey.config.schema import Config, Named
 from covey.errors import ConfigError, nearest, reason
 from covey.escape import is_hidden
@@ -150,11 +150,9 @@ def _explain(error: ValidationError) -> str:
     name = ".".join(path)
     if first["type"] == "extra_forbidden":
         section = _section(path[:-1])
-        prefix = ".".join([*path[:-1], ""])
         elsewhere = "" if path[:-1] else _other_section(path[-1])
-        known = elsewhere or _elsewhere(path)
-        hint = known or nearest(path[-1], section.model_fields)
-        return f"config: {prefix}{path[-1]} is not a setting{hint}"
+        hint = elsewhere or theirs(name, path[-1]) or nearest(path[-1], section.model_fields)
+        return f"config: {name} is not a setting{hint}"
     if first["type"] == "value_error":
         return f"config: {first['ctx']['error']}"
     if first["type"] == "model_type":
@@ -177,12 +175,6 @@ def _other_section(key: str) -> str:
     sections = [*MAIN, *(name for name in Config.model_fields if name not in (*PLAIN, *MAIN))]
     found = (name for name in sections if key in _section([name]).model_fields)
     return next((f"; did you mean '{name}.{key}'?" for name in found), "")
-
-
-def _elsewhere(path: list[str]) -> str:
-    """Return a hint if TRL or verl has a setting of this name."""
-    found = next((new for name in (".".join(path), path[-1]) if (new := ours(name))), None)
-    return "" if found is None else f"; TRL's or verl's {path[-1]} is '{found}' here"
 
 
 def to_toml(config: Config) -> str:

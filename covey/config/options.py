@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from covey.config.other_names import ours
+from covey.config.other_names import theirs
 from covey.config.schema import Named
 from covey.errors import ConfigError, nearest
 
@@ -31,7 +30,7 @@ def resolve_options(
     function: Callable[..., Any],
     section: Named,
     where: str,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
+    defaults: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Check the given options of `function`; return them, with defaults for the other options.
 
@@ -44,9 +43,7 @@ def resolve_options(
         key = next(iter(others))
         if new := getattr(function, "renamed_options", {}).get(key):
             raise ConfigError(f"config: {where}.{key} was renamed to {where}.{new}")
-        elsewhere = ours(key)
-        hint = f"; TRL's or verl's {key} is '{elsewhere}' here" if elsewhere else ""
-        hint = hint or nearest(key, parameters)
+        hint = theirs(key) or nearest(key, parameters)
         raise ConfigError(f"config: {where}.{key} is not an option of {section.name}{hint}")
     resolved = {}
     for key, parameter in parameters.items():

@@ -6,7 +6,6 @@ The names for verl come from verl's PPO trainer, and omit the prefix `actor_roll
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -17,81 +16,77 @@ class Names(NamedTuple):
     verl: str = ""
 
 
-OTHER_NAMES: Mapping[str, Names] = MappingProxyType(
-    {
-        "seed": Names("seed", "data.seed"),
-        "trackers": Names("report_to", "trainer.logger"),
-        "model.path": Names("model_name_or_path", "model.path"),
-        "model.dtype": Names("bf16", "actor.fsdp_config.model_dtype"),
-        "model.gradient_checkpointing": Names(
-            "gradient_checkpointing", "model.enable_gradient_checkpointing"
-        ),
-        "model.offload_activations": Names(verl="model.enable_activation_offload"),
-        "model.deterministic": Names("full_determinism"),
-        "model.chat_options": Names("chat_template_kwargs", "data.apply_chat_template_kwargs"),
-        "adapter.rank": Names("lora_r", "model.lora_rank"),
-        "adapter.alpha": Names("lora_alpha", "model.lora_alpha"),
-        "adapter.targets": Names("lora_target_modules", "model.target_modules"),
-        "adapter.dropout": Names("lora_dropout"),
-        "task.name": Names("dataset_name", "data.train_files"),
-        "reward.name": Names("reward_funcs", "reward.custom_reward_function"),
-        "objective.name": Names("loss_type", "algorithm.adv_estimator"),
-        "objective.beta": Names("beta", "actor.kl_loss_coef"),
-        "objective.clip_low": Names("epsilon", "actor.clip_ratio_low"),
-        "objective.clip_high": Names("epsilon_high", "actor.clip_ratio_high"),
-        "objective.dual": Names("delta", "actor.clip_ratio_c"),
-        "objective.ratio": Names("importance_sampling_level"),
-        "objective.advantage": Names("scale_rewards", "algorithm.norm_adv_by_std_in_grpo"),
-        "objective.weights": Names("loss_type", "actor.loss_agg_mode"),
-        "objective.correction": Names(
-            "vllm_importance_sampling_mode", "algorithm.rollout_correction"
-        ),
-        "objective.top_entropy": Names("top_entropy_quantile"),
-        "objective.entropy_bonus": Names("", "actor.entropy_coeff"),
-        "reference.kind": Names("sync_ref_model"),
-        "reference.alpha": Names("ref_model_mixup_alpha"),
-        "reference.every": Names("ref_model_sync_steps"),
-        "rollout.prompts_per_step": Names("generation_batch_size", "data.train_batch_size"),
-        "rollout.group_size": Names("num_generations", "rollout.n"),
-        "rollout.max_tokens": Names("max_completion_length", "data.max_response_length"),
-        "rollout.max_prompt_tokens": Names("max_prompt_length", "data.max_prompt_length"),
-        "rollout.temperature": Names("temperature", "rollout.temperature"),
-        "rollout.top_k": Names("top_k", "rollout.top_k"),
-        "rollout.top_p": Names("top_p", "rollout.top_p"),
-        "rollout.min_p": Names("min_p"),
-        "rollout.stop": Names("generation_kwargs"),
-        "engine.kind": Names("use_vllm", "rollout.name"),
-        "engine.vllm.urls": Names("vllm_server_base_url"),
-        "filter.dynamic_sampling": Names("", "algorithm.filter_groups.enable"),
-        "filter.max_rounds": Names("", "algorithm.filter_groups.max_num_gen_batches"),
-        "filter.mask_truncated": Names("mask_truncated_completions"),
-        "optimizer.learning_rate": Names("learning_rate", "actor.optim.lr"),
-        "optimizer.beta1": Names("adam_beta1", "actor.optim.betas"),
-        "optimizer.beta2": Names("adam_beta2", "actor.optim.betas"),
-        "optimizer.eps": Names("adam_epsilon"),
-        "optimizer.weight_decay": Names("weight_decay", "actor.optim.weight_decay"),
-        "optimizer.max_grad_norm": Names("max_grad_norm", "actor.grad_clip"),
-        "optimizer.schedule": Names("lr_scheduler_type", "actor.optim.lr_scheduler_type"),
-        "optimizer.warmup_steps": Names("warmup_steps", "actor.optim.lr_warmup_steps"),
-        "optimizer.warmup_ratio": Names("warmup_ratio", "actor.optim.lr_warmup_steps_ratio"),
-        "train.steps": Names("max_steps", "trainer.total_training_steps"),
-        "train.stop_after": Names("num_train_epochs", "trainer.total_epochs"),
-        "train.mini_batches": Names("steps_per_generation", "actor.ppo_mini_batch_size"),
-        "train.epochs": Names("num_iterations", "actor.ppo_epochs"),
-        "train.micro_batch_tokens": Names(
-            "per_device_train_batch_size", "actor.ppo_max_token_len_per_gpu"
-        ),
-        "train.patience": Names("early_stopping_patience"),
-        "parallel.strategy": Names("fsdp", "actor.strategy"),
-        "evaluate.every": Names("eval_steps", "trainer.test_freq"),
-        "evaluate.samples": Names("num_generations_eval", "rollout.val_kwargs.n"),
-        "evaluate.temperature": Names("", "rollout.val_kwargs.temperature"),
-        "save.every": Names("save_steps", "trainer.save_freq"),
-        "save.keep": Names("save_total_limit", "trainer.max_actor_ckpt_to_keep"),
-        "save.best": Names("metric_for_best_model"),
-        "save.rollouts": Names("log_completions", "trainer.rollout_data_dir"),
-    }
-)
+OTHER_NAMES: Mapping[str, Names] = {
+    "seed": Names("seed", "data.seed"),
+    "trackers": Names("report_to", "trainer.logger"),
+    "model.path": Names("model_name_or_path", "model.path"),
+    "model.dtype": Names("bf16", "actor.fsdp_config.model_dtype"),
+    "model.gradient_checkpointing": Names(
+        "gradient_checkpointing", "model.enable_gradient_checkpointing"
+    ),
+    "model.offload_activations": Names(verl="model.enable_activation_offload"),
+    "model.deterministic": Names("full_determinism"),
+    "model.chat_options": Names("chat_template_kwargs", "data.apply_chat_template_kwargs"),
+    "adapter.rank": Names("lora_r", "model.lora_rank"),
+    "adapter.alpha": Names("lora_alpha", "model.lora_alpha"),
+    "adapter.targets": Names("lora_target_modules", "model.target_modules"),
+    "adapter.dropout": Names("lora_dropout"),
+    "task.name": Names("dataset_name", "data.train_files"),
+    "reward.name": Names("reward_funcs", "reward.custom_reward_function"),
+    "objective.name": Names("loss_type", "algorithm.adv_estimator"),
+    "objective.beta": Names("beta", "actor.kl_loss_coef"),
+    "objective.clip_low": Names("epsilon", "actor.clip_ratio_low"),
+    "objective.clip_high": Names("epsilon_high", "actor.clip_ratio_high"),
+    "objective.dual": Names("delta", "actor.clip_ratio_c"),
+    "objective.ratio": Names("importance_sampling_level"),
+    "objective.advantage": Names("scale_rewards", "algorithm.norm_adv_by_std_in_grpo"),
+    "objective.weights": Names("loss_type", "actor.loss_agg_mode"),
+    "objective.correction": Names("vllm_importance_sampling_mode", "algorithm.rollout_correction"),
+    "objective.top_entropy": Names("top_entropy_quantile"),
+    "objective.entropy_bonus": Names("", "actor.entropy_coeff"),
+    "reference.kind": Names("sync_ref_model"),
+    "reference.alpha": Names("ref_model_mixup_alpha"),
+    "reference.every": Names("ref_model_sync_steps"),
+    "rollout.prompts_per_step": Names("generation_batch_size", "data.train_batch_size"),
+    "rollout.group_size": Names("num_generations", "rollout.n"),
+    "rollout.max_tokens": Names("max_completion_length", "data.max_response_length"),
+    "rollout.max_prompt_tokens": Names("max_prompt_length", "data.max_prompt_length"),
+    "rollout.temperature": Names("temperature", "rollout.temperature"),
+    "rollout.top_k": Names("top_k", "rollout.top_k"),
+    "rollout.top_p": Names("top_p", "rollout.top_p"),
+    "rollout.min_p": Names("min_p"),
+    "rollout.stop": Names("generation_kwargs"),
+    "engine.kind": Names("use_vllm", "rollout.name"),
+    "engine.vllm.urls": Names("vllm_server_base_url"),
+    "filter.dynamic_sampling": Names("", "algorithm.filter_groups.enable"),
+    "filter.max_rounds": Names("", "algorithm.filter_groups.max_num_gen_batches"),
+    "filter.mask_truncated": Names("mask_truncated_completions"),
+    "optimizer.learning_rate": Names("learning_rate", "actor.optim.lr"),
+    "optimizer.beta1": Names("adam_beta1", "actor.optim.betas"),
+    "optimizer.beta2": Names("adam_beta2", "actor.optim.betas"),
+    "optimizer.eps": Names("adam_epsilon"),
+    "optimizer.weight_decay": Names("weight_decay", "actor.optim.weight_decay"),
+    "optimizer.max_grad_norm": Names("max_grad_norm", "actor.grad_clip"),
+    "optimizer.schedule": Names("lr_scheduler_type", "actor.optim.lr_scheduler_type"),
+    "optimizer.warmup_steps": Names("warmup_steps", "actor.optim.lr_warmup_steps"),
+    "optimizer.warmup_ratio": Names("warmup_ratio", "actor.optim.lr_warmup_steps_ratio"),
+    "train.steps": Names("max_steps", "trainer.total_training_steps"),
+    "train.stop_after": Names("num_train_epochs", "trainer.total_epochs"),
+    "train.mini_batches": Names("steps_per_generation", "actor.ppo_mini_batch_size"),
+    "train.epochs": Names("num_iterations", "actor.ppo_epochs"),
+    "train.micro_batch_tokens": Names(
+        "per_device_train_batch_size", "actor.ppo_max_token_len_per_gpu"
+    ),
+    "train.patience": Names("early_stopping_patience"),
+    "parallel.strategy": Names("fsdp", "actor.strategy"),
+    "evaluate.every": Names("eval_steps", "trainer.test_freq"),
+    "evaluate.samples": Names("num_generations_eval", "rollout.val_kwargs.n"),
+    "evaluate.temperature": Names("", "rollout.val_kwargs.temperature"),
+    "save.every": Names("save_steps", "trainer.save_freq"),
+    "save.keep": Names("save_total_limit", "trainer.max_actor_ckpt_to_keep"),
+    "save.best": Names("metric_for_best_model"),
+    "save.rollouts": Names("log_completions", "trainer.rollout_data_dir"),
+}
 """Maps each setting of Covey to its names in TRL and verl."""
 
 
@@ -112,32 +107,36 @@ COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temp
 """Last words of verl's dotted names, such as `enable`, that do not identify a setting."""
 
 
+def theirs(*names: str) -> str:
+    """Return a hint if one of these names is a setting of TRL or verl; otherwise an empty text."""
+    found = next((new for name in names if (new := ours(name))), None)
+    return "" if found is None else f"; TRL's or verl's {names[-1]} is '{found}' here"
+
+
 # Keys of Covey 0.1 and their new names.
 #
 # A configuration with an old key is rejected, and the error names the new key. Old keys in run
 # folders are translated, so that runs of Covey 0.1 stay readable.
 
-SETTINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "rollout.prompts": "rollout.prompts_per_step",
-        "rollout.samples": "rollout.group_size",
-        "rollout.slots": "engine.max_concurrent",
-        "train.token_budget": "train.micro_batch_tokens",
-        "train.budget": "train.stop_after",
-        "train.amount": "train.stop_after",
-        "select.dynamic": "filter.dynamic_sampling",
-        "select.max_rounds": "filter.max_rounds",
-        "select.mask_truncated": "filter.mask_truncated",
-        "select.skip_zero_gradient": "filter.skip_zero_gradient",
-        "select.max_age": "overlap.max_staleness",
-        "select": "filter",
-        "warmup": "sft",
-        "objective.low": "objective.clip_low",
-        "objective.high": "objective.clip_high",
-        "save.review_every": "save.samples_every",
-        "save.review_answers": "save.samples_shown",
-    }
-)
+SETTINGS: Mapping[str, str] = {
+    "rollout.prompts": "rollout.prompts_per_step",
+    "rollout.samples": "rollout.group_size",
+    "rollout.slots": "engine.max_concurrent",
+    "train.token_budget": "train.micro_batch_tokens",
+    "train.budget": "train.stop_after",
+    "train.amount": "train.stop_after",
+    "select.dynamic": "filter.dynamic_sampling",
+    "select.max_rounds": "filter.max_rounds",
+    "select.mask_truncated": "filter.mask_truncated",
+    "select.skip_zero_gradient": "filter.skip_zero_gradient",
+    "select.max_age": "overlap.max_staleness",
+    "select": "filter",
+    "warmup": "sft",
+    "objective.low": "objective.clip_low",
+    "objective.high": "objective.clip_high",
+    "save.review_every": "save.samples_every",
+    "save.review_answers": "save.samples_shown",
+}
 """Maps each renamed key of Covey 0.1 to its new name.
 
 If a whole section was renamed, its entry applies to all keys that have no entry of their own.

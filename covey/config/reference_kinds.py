@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from covey.config.schema import Reference as Section
 from covey.config.schema import Teacher
 from covey.errors import ConfigError
 
-OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "frozen": (),
-        "offloaded": (),
-        "adapter_off": (),
-        "moving": ("alpha", "every"),
-        "renewed": ("every",),
-        "server": ("url", "token_env", "timeout", "patience", "fingerprint"),
-    }
-)
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "frozen": (),
+    "offloaded": (),
+    "adapter_off": (),
+    "moving": ("alpha", "every"),
+    "renewed": ("every",),
+    "server": ("url", "token_env", "timeout", "patience", "fingerprint"),
+}
 """Maps each kind of reference policy to the settings that this kind uses."""
 
 

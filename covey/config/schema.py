@@ -163,11 +163,6 @@ class StopAfter(Section):
     epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
     """Number of passes over the training prompts; this number determines `train.steps`."""
 
-    @property
-    def kind(self) -> Literal["steps", "tokens", "updates"]:
-        """The unit of the limit that ends the run; "steps" if [train.stop_after] sets no limit."""
-        return "tokens" if self.tokens else "updates" if self.updates else "steps"
-
     @model_validator(mode="after")
     def _one(self) -> StopAfter:
         if sum(value > 0 for value in (self.steps, self.tokens, self.updates, self.epochs)) > 1:
@@ -234,8 +229,9 @@ class Train(Section):
 
     @property
     def budget(self) -> Literal["steps", "tokens", "updates"]:
-        """The unit of the limit that ends the run."""
-        return self.stop_after.kind
+        """The unit of the limit that ends the run; "steps" if [train.stop_after] sets no limit."""
+        stop = self.stop_after
+        return "tokens" if stop.tokens else "updates" if stop.updates else "steps"
 
     @property
     def amount(self) -> int:

@@ -34,7 +34,12 @@ def page() -> str:
             for name, field in section.model_fields.items()
             if not _inner(field)
         ]
-        rows += [_other(name) for name in OTHER_NAMES if _is_option(name, key, section)]
+        # Options that an algorithm, a task or a reward defines.
+        text = "An option; `covey algorithms NAME` shows its default." if "objective" in key else ""
+        for other, names in OTHER_NAMES.items():
+            place, _, name = other.rpartition(".")
+            if place == key and name not in section.model_fields:
+                rows.append(_line([f"`{other}`", "", "", text, *map(_code, names)]))
         parts.append(f"## [{key}]\n\n{HEAD}\n" + "\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
@@ -60,17 +65,11 @@ def _texts(kind: type[BaseModel]) -> dict[str, str]:
         if issubclass(each, BaseModel) and each.__module__.startswith("covey."):
             body = ast.parse(inspect.getsource(each)).body[0]
             assert isinstance(body, ast.ClassDef)
-            found |= _documented(body)
-    return found
-
-
-def _documented(body: ast.ClassDef) -> dict[str, str]:
-    found = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            value = text.value if isinstance(text, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                found[field.target.id] = " ".join(value.value.split())
+            for field, text in zip(body.body, body.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    value = text.value if isinstance(text, ast.Expr) else None
+                    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        found[field.target.id] = " ".join(value.value.split())
     return found
 
 
@@ -86,17 +85,6 @@ def _row(key: str, name: str, field: FieldInfo, texts: dict[str, str]) -> str:
         *map(_code, names),
     ]
     return _line(cells)
-
-
-def _other(key: str) -> str:
-    """Return the table row for an option that an algorithm, a task or a reward defines."""
-    text = "An option; `covey algorithms NAME` shows its default." if "objective" in key else ""
-    return _line([f"`{key}`", "", "", text, *map(_code, OTHER_NAMES[key])])
-
-
-def _is_option(name: str, key: str, section: type[BaseModel]) -> bool:
-    place, _, last = name.rpartition(".")
-    return place == key and last not in section.model_fields
 
 
 def _code(name: str) -> str:

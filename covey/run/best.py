@@ -13,9 +13,7 @@ from typing import Any, Literal
 
 from covey.errors import ConfigError, nearest
 from covey.run.folder import RunFolder, settings_of
-from covey.run.history import is_number
-from covey.run.metric import MACHINE
-from covey.run.metrics import metric
+from covey.run.metrics import MACHINE, is_number, metric
 
 
 @dataclass(slots=True, kw_only=True)

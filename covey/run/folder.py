@@ -22,7 +22,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import DiskError, RunError
+from covey.escape import finite
 from covey.run import records
 from covey.run.digests import add_digest, write_digests
 from covey.run.files import (
@@ -45,7 +45,15 @@ from covey.run.files import (
     write_text,
 )
 from covey.run.metrics import current_name
-from covey.run.records import Note, episode_row, read_lines, renamed, to_stderr, usable_lines
+from covey.run.records import (
+    Note,
+    episode_row,
+    read_lines,
+    renamed,
+    to_stderr,
+    unsaid,
+    usable_lines,
+)
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
@@ -106,11 +114,7 @@ class RunFolder:
 
     def log_step(self, metrics: dict[str, Any]) -> None:
         """Append a step's metrics to steps.jsonl, with null for NaN and infinite values."""
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in metrics.items()
-        }
-        self._append("steps.jsonl", finite)
+        self._append("steps.jsonl", finite(metrics))
 
     def log_evaluation(self, result: dict[str, Any]) -> None:
         """Append an evaluation."""
@@ -146,7 +150,7 @@ class RunFolder:
 
     def has_step(self, step: int) -> bool:
         """Return whether the metrics of a step are recorded."""
-        return any(row["step"] == step for row in self.steps(lambda text: None))
+        return any(row["step"] == step for row in self.steps(unsaid))
 
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the readable lines of eval.jsonl."""
@@ -182,8 +186,7 @@ class RunFolder:
                     "tokens": rollout.tokens,
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
-                    **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
-                    **_privileged(rollout),
+                    **_optional(rollout),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # These fields allow a file to be scored again.
@@ -202,9 +205,9 @@ class RunFolder:
         """
         return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
-    def usable_rollouts(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
+    def usable_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the readable rollouts of a step. Raise RunError if no rollout is readable."""
-        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, note)
+        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, to_stderr)
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
@@ -228,7 +231,7 @@ class RunFolder:
     @property
     def is_sft(self) -> bool:
         """Whether `covey sft` made the run."""
-        return self.environment(lambda text: None).get("kind") in SFT_KINDS
+        return self.environment(unsaid).get("kind") in SFT_KINDS
 
     def _rollouts_file(self, step: int) -> Path:
         return self.path / "rollouts" / f"{step:06d}.jsonl"
@@ -273,7 +276,7 @@ class RunFolder:
         """Return the complete checkpoints, oldest first, without checking them for damage."""
         return self.numbered("checkpoints", "")
 
-    def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
+    def saved_steps(self) -> list[int] | None:
         """Return the steps whose checkpoints were saved, including checkpoints removed since.
 
         Return None if checkpoints.jsonl is damaged or missing. Older versions of Covey did not
@@ -283,7 +286,7 @@ class RunFolder:
         path = self.path / "checkpoints.jsonl"
         rows = usable_lines(path, records.SAVED, problems.append)
         for problem in problems:
-            note(problem)
+            to_stderr(problem)
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
@@ -324,29 +327,48 @@ class RunFolder:
             yield
 
 
-def _privileged(rollout: Rollout) -> dict[str, Any]:
-    """Return the reward's feedback and the teacher's prompt, if the rollout has them."""
-    found = {"feedback": rollout.feedback, "teacher_prompt": rollout.teacher_prompt}
+def _optional(rollout: Rollout) -> dict[str, Any]:
+    """Return the kept tokens, the reward's feedback and the teacher's prompt, if there are any."""
+    found = {
+        "kept": rollout.segments[0].kept,
+        "feedback": rollout.feedback,
+        "teacher_prompt": rollout.teacher_prompt,
+    }
     return {name: value for name, value in found.items() if value}
 
 
 def list_runs(parent: Path) -> list[RunFolder]:
     """Return the runs in a folder, sorted by name; run-2 comes before run-10."""
+
+    def natural(path: Path) -> list[tuple[bool, int, str]]:
+        parts = re.split(r"([0-9]+)", path.name)
+        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
+
     found = (path.parent for path in parent.glob("*/config.toml"))
-    return [RunFolder(path) for path in sorted(found, key=lambda path: _natural(path.name))]
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    parts = re.split(r"([0-9]+)", name)
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
+    return [RunFolder(path) for path in sorted(found, key=natural)]
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run as a dict; {} if config.toml cannot be read."""
+    """Return the configuration of a run as a dict; {} if config.toml cannot be read.
+
+    A section that is not a table is left out.
+    """
     try:
-        return tomllib.loads(run.config_file.read_text(encoding="utf-8"))
+        settings = tomllib.loads(run.config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
+    outside = ("seed", "trackers")  # settings outside any section
+    return {k: v for k, v in settings.items() if isinstance(v, dict) or k in outside}
+
+
+def limit_of(settings: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the metric and the value at which a run ends: a number of steps, tokens or updates."""
+    train = settings.get("train", {})
+    stop = train.get("stop_after")
+    limits = {"step": train.get("steps"), **(stop if isinstance(stop, dict) else {})}
+    given = {name: value for name, value in limits.items() if isinstance(value, int) and value}
+    name = next((name for name in ("tokens", "updates") if name in given), "step")
+    return name, given.get(name, 0)
 
 
 # The folder of a new run. A run that failed before its first step is renamed, so that a new run
@@ -384,7 +406,7 @@ def _failed_early(path: Path) -> bool:
 
 
 def _has_no_step(path: Path) -> bool:
-    return (path / "config.toml").is_file() and not RunFolder(path).steps(lambda text: None)
+    return (path / "config.toml").is_file() and not RunFolder(path).steps(unsaid)
 
 
 def next_run_path(parent: Path, label: str) -> Path:

@@ -15,8 +15,7 @@ from statistics import median
 from typing import Any
 
 from covey.errors import ConfigError, nearest
-from covey.run.health_checks import CHECKS, Check, Settings, Times
-from covey.run.history import History
+from covey.run.health_checks import CHECKS, Check, History, Settings, Times
 
 REPEAT = 50
 """Number of training steps after which Covey repeats the message about a persistent problem."""

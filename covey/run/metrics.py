@@ -5,292 +5,545 @@ this registry. Metrics that open-instruct also has are named as in open-instruct
 include only trained tokens. A mean over tokens is the sum over all trained tokens of a training
 step, divided by the number of these tokens. A mean over tokens is never a mean over the means of
 micro-batches. A metric name with `*` stands for several metrics.
+
+`covey/objective/diagnostics.py` and `covey/training/step.py` compute the values of the metrics of
+forward and backward passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType
-from typing import Any
+from math import isfinite
+from typing import Any, TypeGuard
 
-from covey.run.metric import MACHINE, ROLLOUTS, RUN, Metric
-from covey.run.training_metrics import DATA, TRAINING
+RUN = "run"
+ROLLOUTS = "rollouts"
+PASSES = "passes"
+OPTIMIZER = "optimizer"
+SFT = "sft"
+MACHINE = "machine"
+SOURCES: Mapping[str, str] = {
+    RUN: "the metric is counted from the start of the run.",
+    ROLLOUTS: "the metric covers all completions of the step, trained on or not.",
+    PASSES: "the metric covers trained tokens in the forward and backward passes of the step.",
+    OPTIMIZER: "the metric covers the optimizer steps of the training step.",
+    SFT: "the metric covers the solutions of an SFT step.",
+    MACHINE: "the metric is a time or an amount of memory.",
+}
 
-METRICS: Mapping[str, Metric] = MappingProxyType(
-    {
-        "step": Metric("Number of the step, from 1.", "", RUN),
-        "episode": Metric("Completions sampled so far in the run.", "completions", RUN),
-        "tokens": Metric("Tokens of these completions.", "tokens", RUN, trl="num_tokens"),
-        "updates": Metric("Optimizer steps taken so far in the run.", "optimizer steps", RUN),
-        "epoch": Metric(
-            "Prompts sampled so far, over the number of training prompts.", "epochs", RUN
-        ),
-        "reward_id": Metric("Name, version and source hash of the reward.", "", RUN),
-        "objective/scores": Metric(
-            "Mean reward of the scored completions.",
-            "reward",
-            ROLLOUTS,
-            open_instruct="objective/scores_mean",
-            trl="reward",
-        ),
-        "objective/reward_std": Metric(
-            "Standard deviation (ddof 0) of these rewards.",
-            "reward",
-            ROLLOUTS,
-        ),
-        "objective/group_std": Metric(
-            "Mean over groups of the standard deviation (ddof 1) of their rewards.",
-            "reward",
-            ROLLOUTS,
-            trl="reward_std",
-        ),
-        "objective/success": Metric(
-            "Share of scored completions that are correct.",
-            "share",
-            ROLLOUTS,
-            open_instruct="objective/verifiable_correct_rate",
-        ),
-        "objective/parts/*": Metric(
-            "Mean of one unweighted part of the reward, over the completions that have it.",
-            "reward",
-            ROLLOUTS,
-            trl="rewards/*/mean",
-        ),
-        "objective/unscored": Metric(
-            "Completions whose scoring failed. No other statistic includes them.",
-            "completions",
-            ROLLOUTS,
-        ),
-        "rollout/zero_variance_groups": Metric(
-            "Share of groups whose rewards are all equal.",
-            "share",
-            ROLLOUTS,
-            healthy=(0.0, 0.9),
-            trl="frac_reward_zero_std",
-        ),
-        "rollout/trained_groups": Metric(
-            "Groups of this step that were trained on.", "groups", ROLLOUTS
-        ),
-        "rollout/rounds": Metric(
-            "Sampling rounds. Only dynamic sampling needs more than one.",
-            "rounds",
-            ROLLOUTS,
-        ),
-        "rollout/dropped_unscored": Metric(
-            "Groups dropped with fewer than two scored completions.",
-            "groups",
-            ROLLOUTS,
-        ),
-        "rollout/dropped_stale": Metric(
-            "Groups dropped as too old, by overlap.max_staleness.",
-            "groups",
-            ROLLOUTS,
-        ),
-        "rollout/dropped_uniform": Metric(
-            "Groups dropped by dynamic sampling (all correct or all wrong) or by drop_flat "
-            "(rewards all equal).",
-            "groups",
-            ROLLOUTS,
-        ),
-        "rollout/dropped_surplus": Metric(
-            "Groups dropped because the step was full.",
-            "groups",
-            ROLLOUTS,
-        ),
-        "rollout/lengths": Metric(
-            "Mean tokens per completion, including the end token.",
-            "tokens",
-            ROLLOUTS,
-            open_instruct="val/sequence_lengths",
-            trl="completions/mean_length",
-        ),
-        "rollout/lengths_min": Metric(
-            "Tokens of the shortest completion.",
-            "tokens",
-            ROLLOUTS,
-            trl="completions/min_length",
-        ),
-        "rollout/lengths_max": Metric(
-            "Tokens of the longest completion.",
-            "tokens",
-            ROLLOUTS,
-            trl="completions/max_length",
-        ),
-        "rollout/lengths_solved": Metric(
-            "Mean tokens of the correct completions. Only if there are any.",
-            "tokens",
-            ROLLOUTS,
-        ),
-        "rollout/lengths_unsolved": Metric(
-            "Mean tokens of the wrong completions. Only if there are any.",
-            "tokens",
-            ROLLOUTS,
-        ),
-        "rollout/stop_rate": Metric(
-            "Share of completions that ended before the token limit.",
-            "share",
-            ROLLOUTS,
-        ),
-        "rollout/turns": Metric(
-            "Mean number of the policy's turns in an episode. Only with an environment, as are the "
-            "next five metrics.",
-            "turns",
-        ),
-        "rollout/tool_calls": Metric("Mean number of tool calls in an episode.", "calls"),
-        "rollout/unreadable_calls": Metric(
-            "Number of malformed calls; the policy gets an error message for each.", "calls"
-        ),
-        "rollout/segments": Metric(
-            "Mean number of segments of a rollout; more than 1 if the chat template rewrites "
-            "earlier turns.",
-            "segments",
-        ),
-        "rollout/limit_rate": Metric(
-            "Share of episodes that ended at a limit of turns, calls or tokens.", "share"
-        ),
-        "rollout/environment_errors": Metric(
-            "Episodes that ended because the environment failed. They have no reward.",
-            "episodes",
-            healthy=(0, 0),
-        ),
-        "val/stop_token_rate": Metric(
-            "Share of completions that contain a stop token.",
-            "share",
-            ROLLOUTS,
-        ),
-        "val/num_stop_token_ids": Metric("Stop tokens in all completions.", "tokens", ROLLOUTS),
-        "val/format_scores": Metric(
-            "Mean of the reward's part `format`. Only if the reward has this part.",
-            "reward",
-            ROLLOUTS,
-        ),
-        "other/real_batch_size_ratio": Metric(
-            "Share of completions in groups whose rewards differ.",
-            "share",
-            ROLLOUTS,
-            healthy=(0.1, 1.0),
-        ),
-        "rollout/repetition": Metric(
-            "Share of 4-grams of tokens that occur earlier in the same completion, over"
-            " up to 128 completions.",
-            "share",
-            ROLLOUTS,
-            healthy=(0.0, 0.5),
-        ),
-        "rollout/distinct_answers": Metric(
-            "Number of different final answers among up to 128 completions.",
-            "answers",
-            ROLLOUTS,
-        ),
-        "rollout/effective_answers": Metric(
-            "Effective number of final answers: exp of the entropy of their frequencies.",
-            "answers",
-            ROLLOUTS,
-        ),
-        "rollout/effective_targets": Metric(
-            "Effective number of targets of the step's prompts. Only if they are short.",
-            "answers",
-            ROLLOUTS,
-        ),
-        "rollout/top_answer_share": Metric(
-            "Share of the most frequent of these answers, whatever the prompt.",
-            "share",
-            ROLLOUTS,
-            healthy=(0.0, 0.9),
-        ),
-        "rollout/best_constant": Metric(
-            "Share of prompts whose target is the most frequent one: the accuracy of "
-            "the best constant answer.",
-            "share",
-            ROLLOUTS,
-        ),
-        "overlap/staleness": Metric(
-            "Mean over sampled tokens of the optimizer steps between the weights that sampled and "
-            "those that the step starts from. Only with overlap.staleness.",
-            "optimizer steps",
-        ),
-        "overlap/staleness_max": Metric(
-            "Maximum of these optimizer steps over sampled tokens.", "optimizer steps"
-        ),
-        "overlap/version_min": Metric(
-            "Optimizer steps of the oldest weights that sampled for the step.", "optimizer steps"
-        ),
-        "overlap/version_max": Metric(
-            "Optimizer steps of the newest weights that sampled for the step.", "optimizer steps"
-        ),
-        "engine/preemptions": Metric(
-            "Completions that the native engine paused since the last step because the KV cache "
-            "was full, and continued later. Only if there were any; a larger "
-            "engine.cache_gigabytes avoids them.",
-            "completions",
-            MACHINE,
-        ),
-        "engine/restarts": Metric(
-            "Engine processes that died and were started again since the last step. Only with an "
-            "engine in other processes.",
-            "processes",
-            MACHINE,
-            healthy=(0, 0),
-        ),
-        "scoring/restarts": Metric(
-            "Scoring processes that were killed and replaced since the last step. Only if there "
-            "were any.",
-            "processes",
-            MACHINE,
-            healthy=(0, 0),
-        ),
-        "time/rollout": Metric("Seconds spent sampling.", "seconds", MACHINE),
-        "time/score": Metric("Seconds spent scoring.", "seconds", MACHINE),
-        "time/update": Metric(
-            "Seconds spent on log-probabilities, gradients and optimizer steps.",
-            "seconds",
-            MACHINE,
-            open_instruct="time/training",
-        ),
-        "time/wait_rollouts": Metric(
-            "Seconds that training waited for rollouts. Only with overlap.mode = 'copy'.",
-            "seconds",
-            MACHINE,
-        ),
-        "time/wait_training": Metric(
-            "Seconds that generation waited for training before it sampled for this step. Only "
-            "with overlap.mode = 'copy'.",
-            "seconds",
-            MACHINE,
-        ),
-        "time/total": Metric(
-            "Seconds of the whole step, without evaluation and saving.",
-            "seconds",
-            MACHINE,
-            trl="step_time",
-        ),
-        "time/from_scratch": Metric(
-            "Seconds of all steps since the run began, without evaluation and saving.",
-            "seconds",
-            MACHINE,
-        ),
-        "time/mfu": Metric(
-            "6 x weights x tokens (prompts and completions) of the optimizer steps, "
-            "over time/update and the GPU's peak bfloat16 rate. Only on GPUs whose "
-            "rate is known.",
-            "share",
-            MACHINE,
-        ),
-        "memory/peak": Metric(
-            "Peak GPU memory allocated so far by this process. Only on a GPU.",
-            "GiB",
-            MACHINE,
-        ),
-        "time/tokens_per_second": Metric(
-            "Sampled tokens of the step per second; in SFT, tokens of its solutions.",
-            "tokens/s",
-            MACHINE,
-        ),
-        **DATA,
-        **TRAINING,
-    }
-)
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The description of one metric in the metrics registry."""
+
+    definition: str
+    unit: str = ""
+    """The unit. The unit is empty for plain numbers, such as ratios."""
+    source: str = ROLLOUTS
+    healthy: tuple[float | None, float | None] | None = None
+    """Smallest and largest value in a healthy run; None means no bound."""
+    open_instruct: str = ""
+    """Name of the metric in open-instruct, if it differs from the name in Covey. Every step logs
+    the metric under Covey's name and under open-instruct's name.
+    """
+    trl: str = ""
+    """Name of the same metric in TRL."""
+
+
+METRICS: Mapping[str, Metric] = {
+    "step": Metric("Number of the step, from 1.", source=RUN),
+    "episode": Metric("Completions sampled so far in the run.", "completions", RUN),
+    "tokens": Metric("Tokens of these completions.", "tokens", RUN, trl="num_tokens"),
+    "updates": Metric("Optimizer steps taken so far in the run.", "optimizer steps", RUN),
+    "epoch": Metric("Prompts sampled so far, over the number of training prompts.", "epochs", RUN),
+    "reward_id": Metric("Name, version and source hash of the reward.", source=RUN),
+    "objective/scores": Metric(
+        "Mean reward of the scored completions.",
+        "reward",
+        open_instruct="objective/scores_mean",
+        trl="reward",
+    ),
+    "objective/reward_std": Metric("Standard deviation (ddof 0) of these rewards.", "reward"),
+    "objective/group_std": Metric(
+        "Mean over groups of the standard deviation (ddof 1) of their rewards.",
+        "reward",
+        trl="reward_std",
+    ),
+    "objective/success": Metric(
+        "Share of scored completions that are correct.",
+        "share",
+        open_instruct="objective/verifiable_correct_rate",
+    ),
+    "objective/parts/*": Metric(
+        "Mean of one unweighted part of the reward, over the completions that have it.",
+        "reward",
+        trl="rewards/*/mean",
+    ),
+    "objective/unscored": Metric(
+        "Completions whose scoring failed. No other statistic includes them.", "completions"
+    ),
+    "rollout/zero_variance_groups": Metric(
+        "Share of groups whose rewards are all equal.",
+        "share",
+        healthy=(0.0, 0.9),
+        trl="frac_reward_zero_std",
+    ),
+    "rollout/trained_groups": Metric("Groups of this step that were trained on.", "groups"),
+    "rollout/rounds": Metric(
+        "Sampling rounds. Only dynamic sampling needs more than one.", "rounds"
+    ),
+    "rollout/dropped_unscored": Metric(
+        "Groups dropped with fewer than two scored completions.", "groups"
+    ),
+    "rollout/dropped_stale": Metric(
+        "Groups dropped as too old, by overlap.max_staleness.", "groups"
+    ),
+    "rollout/dropped_uniform": Metric(
+        "Groups dropped by dynamic sampling (all correct or all wrong) or by drop_flat (rewards "
+        "all equal).",
+        "groups",
+    ),
+    "rollout/dropped_surplus": Metric("Groups dropped because the step was full.", "groups"),
+    "rollout/lengths": Metric(
+        "Mean tokens per completion, including the end token.",
+        "tokens",
+        open_instruct="val/sequence_lengths",
+        trl="completions/mean_length",
+    ),
+    "rollout/lengths_min": Metric(
+        "Tokens of the shortest completion.", "tokens", trl="completions/min_length"
+    ),
+    "rollout/lengths_max": Metric(
+        "Tokens of the longest completion.", "tokens", trl="completions/max_length"
+    ),
+    "rollout/lengths_solved": Metric(
+        "Mean tokens of the correct completions. Only if there are any.", "tokens"
+    ),
+    "rollout/lengths_unsolved": Metric(
+        "Mean tokens of the wrong completions. Only if there are any.", "tokens"
+    ),
+    "rollout/stop_rate": Metric("Share of completions that ended before the token limit.", "share"),
+    "rollout/turns": Metric(
+        "Mean number of the policy's turns in an episode. Only with an environment, as are the "
+        "next five metrics.",
+        "turns",
+    ),
+    "rollout/tool_calls": Metric("Mean number of tool calls in an episode.", "calls"),
+    "rollout/unreadable_calls": Metric(
+        "Number of malformed calls; the policy gets an error message for each.", "calls"
+    ),
+    "rollout/segments": Metric(
+        "Mean number of segments of a rollout; more than 1 if the chat template rewrites earlier "
+        "turns.",
+        "segments",
+    ),
+    "rollout/limit_rate": Metric(
+        "Share of episodes that ended at a limit of turns, calls or tokens.", "share"
+    ),
+    "rollout/environment_errors": Metric(
+        "Episodes that ended because the environment failed. They have no reward.",
+        "episodes",
+        healthy=(0, 0),
+    ),
+    "val/stop_token_rate": Metric("Share of completions that contain a stop token.", "share"),
+    "val/num_stop_token_ids": Metric("Stop tokens in all completions.", "tokens"),
+    "val/format_scores": Metric(
+        "Mean of the reward's part `format`. Only if the reward has this part.", "reward"
+    ),
+    "other/real_batch_size_ratio": Metric(
+        "Share of completions in groups whose rewards differ.", "share", healthy=(0.1, 1.0)
+    ),
+    "rollout/repetition": Metric(
+        "Share of 4-grams of tokens that occur earlier in the same completion, over up to 128 "
+        "completions.",
+        "share",
+        healthy=(0.0, 0.5),
+    ),
+    "rollout/distinct_answers": Metric(
+        "Number of different final answers among up to 128 completions.", "answers"
+    ),
+    "rollout/effective_answers": Metric(
+        "Effective number of final answers: exp of the entropy of their frequencies.", "answers"
+    ),
+    "rollout/effective_targets": Metric(
+        "Effective number of targets of the step's prompts. Only if they are short.", "answers"
+    ),
+    "rollout/top_answer_share": Metric(
+        "Share of the most frequent of these answers, whatever the prompt.",
+        "share",
+        healthy=(0.0, 0.9),
+    ),
+    "rollout/best_constant": Metric(
+        "Share of prompts whose target is the most frequent one: the accuracy of the best constant "
+        "answer.",
+        "share",
+    ),
+    "overlap/staleness": Metric(
+        "Mean over sampled tokens of the optimizer steps between the weights that sampled and "
+        "those that the step starts from. Only with overlap.staleness.",
+        "optimizer steps",
+    ),
+    "overlap/staleness_max": Metric(
+        "Maximum of these optimizer steps over sampled tokens.", "optimizer steps"
+    ),
+    "overlap/version_min": Metric(
+        "Optimizer steps of the oldest weights that sampled for the step.", "optimizer steps"
+    ),
+    "overlap/version_max": Metric(
+        "Optimizer steps of the newest weights that sampled for the step.", "optimizer steps"
+    ),
+    "engine/preemptions": Metric(
+        "Completions that the native engine paused since the last step because the KV cache was "
+        "full, and continued later. Only if there were any; a larger engine.cache_gigabytes avoids "
+        "them.",
+        "completions",
+        MACHINE,
+    ),
+    "engine/restarts": Metric(
+        "Engine processes that died and were started again since the last step. Only with an "
+        "engine in other processes.",
+        "processes",
+        MACHINE,
+        healthy=(0, 0),
+    ),
+    "scoring/restarts": Metric(
+        "Scoring processes that were killed and replaced since the last step. Only if there were "
+        "any.",
+        "processes",
+        MACHINE,
+        healthy=(0, 0),
+    ),
+    "time/rollout": Metric("Seconds spent sampling.", "seconds", MACHINE),
+    "time/score": Metric("Seconds spent scoring.", "seconds", MACHINE),
+    "time/update": Metric(
+        "Seconds spent on log-probabilities, gradients and optimizer steps.",
+        "seconds",
+        MACHINE,
+        open_instruct="time/training",
+    ),
+    "time/wait_rollouts": Metric(
+        "Seconds that training waited for rollouts. Only with overlap.mode = 'copy'.",
+        "seconds",
+        MACHINE,
+    ),
+    "time/wait_training": Metric(
+        "Seconds that generation waited for training before it sampled for this step. Only with "
+        "overlap.mode = 'copy'.",
+        "seconds",
+        MACHINE,
+    ),
+    "time/total": Metric(
+        "Seconds of the whole step, without evaluation and saving.",
+        "seconds",
+        MACHINE,
+        trl="step_time",
+    ),
+    "time/from_scratch": Metric(
+        "Seconds of all steps since the run began, without evaluation and saving.",
+        "seconds",
+        MACHINE,
+    ),
+    "time/mfu": Metric(
+        "6 x weights x tokens (prompts and completions) of the optimizer steps, over time/update "
+        "and the GPU's peak bfloat16 rate. Only on GPUs whose rate is known.",
+        "share",
+        MACHINE,
+    ),
+    "memory/peak": Metric(
+        "Peak GPU memory allocated so far by this process. Only on a GPU.", "GiB", MACHINE
+    ),
+    "time/tokens_per_second": Metric(
+        "Sampled tokens of the step per second; in SFT, tokens of its solutions.",
+        "tokens/s",
+        MACHINE,
+    ),
+    # Curriculum and replay.
+    "data/seen_prompts": Metric(
+        "Number of training prompts with results before this step. Only with a curriculum.",
+        "prompts",
+    ),
+    "data/pass_rate": Metric("Mean running pass rate of these prompts.", "share"),
+    "data/drawn_pass_rate": Metric(
+        "Mean running pass rate, before this step, of its prompts; 0.5 for a new prompt.", "share"
+    ),
+    "data/dropped_prompts": Metric("Prompts at or above curriculum.drop_above.", "prompts"),
+    "data/drawn_again": Metric(
+        "Prompts of this step that are at or above curriculum.drop_above, because too few others "
+        "are left.",
+        "prompts",
+        healthy=(0.0, 0.0),
+    ),
+    "data/parts/*": Metric("Share of a part of the mixed task in the draw of this step.", "share"),
+    "data/replayed_groups": Metric(
+        "Groups of earlier steps that this step also trained on.", "groups"
+    ),
+    "data/replay_size": Metric("Groups that could be replayed.", "groups"),
+    "data/replay_age": Metric(
+        "Mean optimizer steps since the replayed groups were sampled.", "optimizer steps"
+    ),
+    # Forward and backward passes, optimizer steps and supervised training.
+    "lr": Metric(
+        "Learning rate of the last optimizer step.", source=OPTIMIZER, trl="learning_rate"
+    ),
+    "objective/kl": Metric(
+        "Mean over completions of the sum over tokens of logp - ref_logp: the k1 estimate of "
+        "KL(policy, reference). Only with a reference.",
+        "nats",
+        PASSES,
+        healthy=(None, 15.0),
+    ),
+    "objective/kl2": Metric(
+        "Mean over completions of the sum over tokens of (logp - ref_logp)^2 / 2.", "nats", PASSES
+    ),
+    "objective/kl3": Metric(
+        "Mean over completions of the sum over tokens of exp(ref_logp - logp) - 1 - (ref_logp - "
+        "logp).",
+        "nats",
+        PASSES,
+    ),
+    "objective/non_score_reward": Metric("objective/beta times objective/kl.", "reward", PASSES),
+    "objective/rlhf_reward": Metric(
+        "objective/scores minus objective/non_score_reward.", "reward", PASSES
+    ),
+    "objective/kl_avg": Metric(
+        "Mean over tokens of the KL estimate in use, against the reference. Only with a reference.",
+        "nats",
+        PASSES,
+        trl="kl",
+    ),
+    "objective/teacher_kl": Metric(
+        "Mean over tokens of old_logp - teacher_logp: the KL from policy to teacher. Only with a "
+        "teacher.",
+        "nats",
+        PASSES,
+    ),
+    "objective/teacher_floored": Metric(
+        "Share of tokens to which the teacher gives a probability below exp(-20), which is raised "
+        "to exp(-20). Only with a teacher.",
+        "share",
+        PASSES,
+    ),
+    "objective/taught": Metric(
+        "Share of rollouts with privileged text, which the policy can teach itself from. Only with "
+        "a self-teacher (sdpo).",
+        "share",
+        PASSES,
+    ),
+    "objective/beta": Metric(
+        "Weight of the KL in this step. Only with a reference.", source=OPTIMIZER
+    ),
+    "policy/entropy_avg": Metric(
+        "Mean entropy in nats of the next-token distribution.",
+        "nats",
+        PASSES,
+        open_instruct="objective/entropy",
+        trl="entropy",
+    ),
+    "policy/approxkl_avg": Metric(
+        "Mean of r - 1 - log r: the k3 estimate of KL(old, now).",
+        "nats",
+        PASSES,
+        healthy=(None, 0.1),
+    ),
+    "policy/approxkl_k1": Metric("Mean of old_logp - logp; may be negative.", "nats", PASSES),
+    "policy/approxkl_k2": Metric("Half the mean of (logp - old_logp)^2.", "nats", PASSES),
+    "policy/clipfrac_avg": Metric(
+        "Share of tokens whose gradient the clip removed, or whose weight was truncated. With one "
+        "ratio per completion: share of completions.",
+        "share",
+        PASSES,
+        healthy=(0.0, 0.5),
+        trl="clip_ratio/region_mean",
+    ),
+    "policy/clipfrac_low": Metric(
+        "As policy/clipfrac_avg, at the lower bound only.",
+        "share",
+        PASSES,
+        trl="clip_ratio/low_mean",
+    ),
+    "policy/clipfrac_high": Metric(
+        "As policy/clipfrac_avg, at the upper bound only.",
+        "share",
+        PASSES,
+        trl="clip_ratio/high_mean",
+    ),
+    "policy/clipfrac_dual": Metric(
+        "Share of tokens with a negative advantage and a ratio above the dual clip. Only with a "
+        "dual clip.",
+        "share",
+        PASSES,
+    ),
+    "policy/ratio_overflow": Metric(
+        "Share of tokens with |logp - old_logp| above 20, where ratios are cut off. A value above "
+        "0 points to an error.",
+        "share",
+        PASSES,
+        healthy=(0.0, 0.0),
+    ),
+    "loss/policy_avg": Metric(
+        "Mean loss over optimizer steps. It does not measure progress.",
+        source=OPTIMIZER,
+        open_instruct="objective/loss",
+        trl="loss",
+    ),
+    "loss/value": Metric(
+        "Mean loss of the critic over its optimizer steps. Only with a critic.", source=OPTIMIZER
+    ),
+    "critic/explained_variance": Metric(
+        "1 - Var(target - value) / Var(target) over tokens, before the critic is trained on them: "
+        "1 is a perfect critic, 0 one that knows the mean. Only with a critic.",
+        "share",
+        PASSES,
+    ),
+    "critic/clipfrac": Metric(
+        "Share of tokens whose value has moved further than value_clip allows, and has no "
+        "gradient. Only with a critic.",
+        "share",
+        PASSES,
+    ),
+    "critic/value_mean": Metric(
+        "Mean value over tokens before the critic is trained on them. Only with a critic.",
+        "reward",
+        PASSES,
+    ),
+    "critic/target_mean": Metric(
+        "Mean target of the critic over tokens. Only with a critic.", "reward", PASSES
+    ),
+    "critic/grad_norm": Metric(
+        "Mean gradient norm of the critic before clipping, over optimizer steps not skipped.",
+        source=OPTIMIZER,
+    ),
+    "critic/skipped": Metric(
+        "Share of the critic's optimizer steps skipped because their gradient was not finite.",
+        "share",
+        OPTIMIZER,
+        healthy=(0, 0),
+    ),
+    "pairs/count": Metric(
+        "Pairs of the step: groups whose best and worst completion differ in reward. Only with an "
+        "objective of pairs.",
+        "pairs",
+        OPTIMIZER,
+    ),
+    "pairs/ties": Metric(
+        "Groups without a pair, since their rewards are equal. Only with such an objective.",
+        "groups",
+        OPTIMIZER,
+    ),
+    "pairs/margin": Metric(
+        "Mean over pairs of the log-ratio to the reference, chosen minus rejected: sums over "
+        "tokens, or means with objective.average. Only with such an objective.",
+        "nats",
+        PASSES,
+    ),
+    "pairs/accuracy": Metric(
+        "Share of pairs with a margin above 0, before each optimizer step. Only with such an "
+        "objective.",
+        "share",
+        PASSES,
+        trl="rewards/accuracies",
+    ),
+    "loss/cross_entropy": Metric(
+        "SFT: mean cross-entropy in nats over the tokens of the step's solutions, before its "
+        "optimizer step.",
+        "nats",
+        SFT,
+    ),
+    "sft/epoch": Metric("Passes over all solutions so far.", "epochs", SFT),
+    "sft/examples": Metric("Solutions trained on in the step.", "solutions", SFT),
+    "sft/left_out": Metric(
+        "Solutions of the step longer than sft.max_tokens, which are left out.", "solutions", SFT
+    ),
+    "sft/tokens": Metric(
+        "Tokens of the step's solutions, including their end tokens.", "tokens", SFT
+    ),
+    "optim/grad_norm": Metric(
+        "Mean gradient norm before clipping, over optimizer steps that were not skipped.",
+        source=OPTIMIZER,
+        trl="grad_norm",
+    ),
+    "optim/skipped": Metric(
+        "Optimizer steps skipped because their gradient was not finite.",
+        "optimizer steps",
+        OPTIMIZER,
+        healthy=(0, 0),
+    ),
+    "policy/ratio": Metric(
+        "Mean ratio r of the objective over tokens. With one ratio per completion: over "
+        "completions.",
+        source=PASSES,
+        healthy=(0.9, 1.1),
+        open_instruct="val/ratio",
+    ),
+    "policy/ratio_var": Metric(
+        "Variance of r, over the same tokens or completions.",
+        source=PASSES,
+        open_instruct="val/ratio_var",
+    ),
+    "policy/ratio_max": Metric("Largest r.", source=PASSES),
+    "policy/ratio_min": Metric("Smallest r.", source=PASSES),
+    "reward/advantages_mean": Metric("Mean advantage over tokens.", source=PASSES),
+    "reward/advantages_min": Metric("Smallest advantage.", source=PASSES),
+    "reward/advantages_max": Metric("Largest advantage.", source=PASSES),
+    "policy/off_policy_dropped": Metric(
+        "Share of tokens dropped because their advantage is negative and their probability fell "
+        "too far. Only with off_policy_limit.",
+        "share",
+        PASSES,
+    ),
+    "policy/correction_mean": Metric(
+        "Mean importance weight of the correction. Only with a correction.", source=PASSES
+    ),
+    "policy/correction_dropped": Metric(
+        "Share of tokens whose importance weight is 0.", "share", PASSES
+    ),
+    "policy/correction_ess": Metric(
+        "Effective sample size, (mean w)^2 / mean w^2, as a share.",
+        "share",
+        PASSES,
+        healthy=(0.3, 1.0),
+    ),
+    "other/packed_ratio": Metric(
+        "Rows in the forward passes of the optimizer steps, divided by completions: 1 without "
+        "packing. With packing, a micro-batch is one row.",
+        "share",
+        PASSES,
+    ),
+    "debug/sampler_logp_diff_mean": Metric(
+        "Mean absolute difference of sampler_logp and logp before the first update.",
+        "nats",
+        PASSES,
+        trl="sampling/sampling_logp_difference/mean",
+    ),
+    "debug/sampler_logp_diff_max": Metric(
+        "Largest absolute difference of sampler_logp and logp before the first update.",
+        "nats",
+        PASSES,
+        trl="sampling/sampling_logp_difference/max",
+    ),
+    "debug/sampler_kl": Metric(
+        "Mean of sampler_logp - logp, before the first update.", "nats", PASSES
+    ),
+    "debug/sampler_k3": Metric(
+        "Mean of rho - 1 - log rho, with rho = exp(logp - sampler_logp).",
+        "nats",
+        PASSES,
+        healthy=(0.0, 0.01),
+    ),
+    "debug/kept_tokens": Metric(
+        "Mean number of tokens that top_k, top_p and min_p kept, with rollout.mask_replay.",
+        source=PASSES,
+    ),
+    "debug/sampler_chi2": Metric("Mean of rho^2, minus 1.", source=PASSES),
+    "debug/sampler_ppl_ratio": Metric(
+        "Mean over completions of exp(mean_t (sampler_logp - logp)).", source=PASSES
+    ),
+    "debug/rho_mean": Metric("Mean of rho, before the first update.", source=PASSES),
+    "debug/rho_min": Metric("Smallest rho.", source=PASSES),
+    "debug/rho_max": Metric("Largest rho.", source=PASSES),
+}
 
 
 def metric(name: str) -> Metric | None:
@@ -306,28 +559,31 @@ def meaning(name: str) -> str | None:
     return None if entry is None else entry.definition
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and isfinite(value)
+
+
 # Other names of metrics: in open-instruct and in earlier versions of Covey.
 
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "val/ratio": "policy/ratio",
-        "val/advantages": "reward/advantages",
-        "val/zero_variance_groups": "rollout/zero_variance_groups",
-        "val/learned_groups": "rollout/trained_groups",
-        "val/rounds": "rollout/rounds",
-        "val/dropped_": "rollout/dropped_",
-        "val/off_policy_dropped": "policy/off_policy_dropped",
-        "val/correction_": "policy/correction_",
-        "val/sequence_lengths": "rollout/lengths",
-        "val/stop_rate": "rollout/stop_rate",
-        "warmup/solutions": "sft/examples",
-        "warmup/": "sft/",
-    }
-)
+RENAMED: Mapping[str, str] = {
+    "val/ratio": "policy/ratio",
+    "val/advantages": "reward/advantages",
+    "val/zero_variance_groups": "rollout/zero_variance_groups",
+    "val/learned_groups": "rollout/trained_groups",
+    "val/rounds": "rollout/rounds",
+    "val/dropped_": "rollout/dropped_",
+    "val/off_policy_dropped": "policy/off_policy_dropped",
+    "val/correction_": "policy/correction_",
+    "val/sequence_lengths": "rollout/lengths",
+    "val/stop_rate": "rollout/stop_rate",
+    "warmup/solutions": "sft/examples",
+    "warmup/": "sft/",
+}
 """Maps the prefix of a metric name in Covey 0.1 to the current prefix."""
-OPEN_INSTRUCT: Mapping[str, str] = MappingProxyType(
-    {entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct}
-)
+OPEN_INSTRUCT: Mapping[str, str] = {
+    entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct
+}
 """Maps the name of a metric in open-instruct to its name in Covey, if the names differ."""
 
 

@@ -173,6 +173,10 @@ def to_stderr(text: str) -> None:
     print(f"covey: {text}", file=sys.stderr, flush=True)
 
 
+def unsaid(text: str) -> None:
+    """Ignore a note about damaged lines."""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of a JSON Lines file, with its parsed row or the reason why parsing failed."""

@@ -85,7 +85,9 @@ def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
     checkpoints.jsonl lists the saved checkpoints. If checkpoints.jsonl is missing, Covey infers
     from the logged steps and rollouts whether a checkpoint is missing.
     """
-    saved, recorded = run.saved_steps(), _last_recorded(run)
+    saved = run.saved_steps()
+    logged = [row["step"] for row in run.steps()]
+    recorded = max([*logged, *(n for n, _ in run.numbered("rollouts", ".jsonl"))], default=0)
     last = max(saved or [], default=0)
     if last > newest:
         what = f"{run.path} saved a checkpoint of step {last}"
@@ -99,11 +101,6 @@ def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
     there = f"no checkpoint after step {newest}" if newest else "no checkpoint"
     where = run.path / "checkpoints"
     return f"{what}, but {where} contains {there}; mount the folder's disk, or restore the folder"
-
-
-def _last_recorded(run: RunFolder) -> int:
-    steps = [row["step"] for row in run.steps()]
-    return max([*steps, *(number for number, _ in run.numbered("rollouts", ".jsonl"))], default=0)
 
 
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:

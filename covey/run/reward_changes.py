@@ -10,7 +10,7 @@ reward change from the evaluations of the two runs. This module does not import 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from covey.run.estimate_text import change_text, value_text
 from covey.run.files import write_text
 from covey.run.folder import RunFolder, list_runs, settings_of
+from covey.run.records import unsaid
 from covey.run.settings import changed_settings, setting_text
 
 FILE = "reward_change.json"
@@ -56,14 +57,14 @@ def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardCh
 
     If the rewards of the two runs differ, write reward_change.json and return the change.
     """
-    mine = run.environment(_ignore)
+    mine = run.environment(unsaid)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):
         return None
-    before = previous.environment(_ignore)["reward"]
+    before = previous.environment(unsaid)["reward"]
     if before == mine["reward"]:
         return None
-    rewards = [_table(settings_of(each), "reward") for each in (previous, run)]
+    rewards = [settings_of(each).get("reward", {}) for each in (previous, run)]
     change = RewardChange(
         previous_run=previous.path.name,
         before=before,
@@ -94,21 +95,12 @@ def _previous(run: RunFolder, settings: Mapping[str, Any]) -> RunFolder | None:
     """Return the most recent other run of the same task in the same folder, if any."""
     here = run.path.resolve()
     others = [each for each in list_runs(run.path.parent) if each.path.resolve() != here]
-    started = {each.path: each.environment(_ignore) for each in others}
+    started = {each.path: each.environment(unsaid) for each in others}
     known = [each for each in others if started[each.path].get("reward") and not each.is_sft]
     newest = sorted(known, key=lambda each: str(started[each.path].get("started", "")))
-    task = _table(settings, "task").get("name")
-    same = (each for each in newest[::-1] if _table(settings_of(each), "task").get("name") == task)
-    return next(same, None)
-
-
-def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = settings.get(name)
-    return table if isinstance(table, Mapping) else {}
-
-
-def _ignore(text: str) -> None:
-    """Ignore a message about damaged files: the caller skips runs with damaged files."""
+    task = settings.get("task", {}).get("name")
+    tasks = ((each, settings_of(each).get("task", {}).get("name")) for each in newest[::-1])
+    return next((each for each, name in tasks if name == task), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,37 +148,32 @@ def reward_log(parent: Path) -> list[Logged]:
 def observed_effect(before: RunFolder, after: RunFolder) -> str:
     """Compare the last evaluations of two runs.
 
+    The accuracies differ only by noise if their confidence intervals overlap. Reward parts that
+    only one of the two evaluations contains are left out.
+
     Accuracies are comparable only if both runs were evaluated with the same reward. To evaluate all
     runs with the same reward, set `evaluate.reward`.
     """
-    old, new = (run.evaluations(_ignore)[-1:] for run in (before, after))
+    old, new = (run.evaluations(unsaid)[-1:] for run in (before, after))
     if not old or not new:
         return "not measured: " + " and ".join(
             f"{run.path.name} has no evaluation"
             for run, found in ((before, old), (after, new))
             if not found
         )
+    a, b = old[0]["greedy"], new[0]["greedy"]
+    apart = b["low"] > a["high"] or b["high"] < a["low"]
+    mine, theirs = old[0].get("parts", {}), new[0].get("parts", {})
+    shared = [name for name in mine if name in theirs][:MOST_PARTS]
     shown = [
-        f"{name} {value_text(name, a)} -> {value_text(name, b)} ({change_text(name, b - a)}{noise})"
-        for name, a, b, noise in _pairs(old[0], new[0])
+        _change("greedy", a["value"], b["value"], "" if apart else ", within noise"),
+        *(_change(f"parts/{name}", mine[name], theirs[name]) for name in shared),
     ]
-    rewards = [run.environment(_ignore).get("evaluation_reward") for run in (before, after)]
+    rewards = [run.environment(unsaid).get("evaluation_reward") for run in (before, after)]
     caution = "" if rewards[0] == rewards[1] else "; each run was evaluated with its own reward"
     return ", ".join(shown) + caution
 
 
-def _pairs(
-    old: Mapping[str, Any], new: Mapping[str, Any]
-) -> Sequence[tuple[str, float, float, str]]:
-    """Return the old and new value of the greedy accuracy and of each reward part.
-
-    Reward parts that only one of the two evaluations contains are left out. The last item of the
-    accuracy's tuple is the text `, within noise` if the confidence intervals of the two accuracies
-    overlap. The last item of all other tuples is empty.
-    """
-    a, b = old["greedy"], new["greedy"]
-    apart = b["low"] > a["high"] or b["high"] < a["low"]
-    found = [("greedy", a["value"], b["value"], "" if apart else ", within noise")]
-    mine, theirs = old.get("parts", {}), new.get("parts", {})
-    shared = [name for name in mine if name in theirs][:MOST_PARTS]
-    return [*found, *((f"parts/{n}", mine[n], theirs[n], "") for n in shared)]
+def _change(name: str, old: float, new: float, remark: str = "") -> str:
+    change = f"{change_text(name, new - old)}{remark}"
+    return f"{name} {value_text(name, old)} -> {value_text(name, new)} ({change})"

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, NotRequired
 
@@ -112,13 +112,13 @@ class RolloutIndex:
             size += len(more)
             self._note(f"{self.path} line {self._lines} is longer than 64 MiB; it is left out")
         else:
-            row = _listed(raw)
-            if row is not None:
-                self._keep(row, size)
-            elif raw.endswith(b"\n"):
-                self._note(parse_line(self.path, self._lines, raw, ROLLOUT).problem)
-            else:
-                self._note(f"{self.path}: its last line is cut off; it is left out")
+            try:
+                self._keep(LISTED.validate_json(raw), size)
+            except ValidationError:
+                if raw.endswith(b"\n"):
+                    self._note(parse_line(self.path, self._lines, raw, ROLLOUT).problem)
+                else:
+                    self._note(f"{self.path}: its last line is cut off; it is left out")
         self._offset += size
 
     def _keep(self, row: _Listed, size: int) -> None:
@@ -152,15 +152,14 @@ class RolloutIndex:
         """Read and return the rollout at the given line of the file."""
         place = bisect_left(self.entries, line, key=lambda entry: entry.line)
         found = self.entries[place : place + 1]
-        row = self._read(found[0]) if found and found[0].line == line else None
+        row = None
+        if found and found[0].line == line:
+            with open_file(self.path) as file:
+                file.seek(found[0].offset)
+                row = _row(file.read(found[0].size))
         if row is None:
             raise RunError(f"line {line} of {self.path} cannot be read")
         return row
-
-    def _read(self, entry: Entry) -> Row | None:
-        with open_file(self.path) as file:
-            file.seek(entry.offset)
-            return _row(file.read(entry.size))
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
         """Return the line numbers of rollouts with `words` in prompt, target or completion.
@@ -173,19 +172,16 @@ class RolloutIndex:
         # JSON escapes non-ASCII characters. A match in the raw bytes may be in another field.
         escaped = re.compile(re.escape(json.dumps(words)[1:-1].encode()), re.IGNORECASE)
         plain = re.compile(re.escape(words), re.IGNORECASE)
-        for entry, raw in self._raw():
-            if time.monotonic() > until:
-                return found, False
-            row = _row(raw) if escaped.search(raw) or not words.isascii() else None
-            if row and any(plain.search(row[name]) for name in ("prompt", "target", "text")):
-                found.add(entry.line)
-        return found, True
-
-    def _raw(self) -> Iterator[tuple[Entry, bytes]]:
         with open_file(self.path) as file:
             for entry in list(self.entries):
+                if time.monotonic() > until:
+                    return found, False
                 file.seek(entry.offset)
-                yield entry, file.read(entry.size)
+                raw = file.read(entry.size)
+                row = _row(raw) if escaped.search(raw) or not words.isascii() else None
+                if row and any(plain.search(row[name]) for name in ("prompt", "target", "text")):
+                    found.add(entry.line)
+        return found, True
 
 
 def _row(raw: bytes) -> Row | None:
@@ -198,30 +194,15 @@ def _row(raw: bytes) -> Row | None:
     return renamed([row], OLD_ROLLOUT)[0]
 
 
-def _listed(raw: bytes) -> _Listed | None:
-    """Parse the fields of a rollout that the index stores; return None if parsing fails."""
+def rollout_index(path: Path) -> RolloutIndex:
+    """Return the index of a rollout file; the indexes of the last `KEPT` files are kept."""
     try:
-        return LISTED.validate_json(raw)
-    except ValidationError:
-        return None
+        found = path.stat()
+    except OSError:
+        raise RunError(f"the run has no file {path.name} with rollouts") from None
+    return _index(path, found.st_size, found.st_mtime_ns)
 
 
-class RolloutIndexes:
-    """The indexes of the most recently used rollout files."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[Path, int, int], RolloutIndex] = {}
-        self._lock = threading.Lock()
-
-    def __getitem__(self, path: Path) -> RolloutIndex:
-        try:
-            found = path.stat()
-        except OSError:
-            raise RunError(f"the run has no file {path.name} with rollouts") from None
-        key = (path, found.st_size, found.st_mtime_ns)
-        with self._lock:
-            index = self._kept.pop(key, None) or RolloutIndex(path)
-            self._kept[key] = index
-            for old in list(self._kept)[:-KEPT]:
-                del self._kept[old]
-            return index
+@lru_cache(maxsize=KEPT)
+def _index(path: Path, size: int, changed: int) -> RolloutIndex:
+    return RolloutIndex(path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from covey.errors import RunError
 from covey.run.best import measured
-from covey.run.folder import RunFolder, settings_of
+from covey.run.folder import RunFolder, limit_of, settings_of
 from covey.run.metrics import current_name
 from covey.run.records import ENVIRONMENT, last_row, read_object
 
@@ -84,46 +84,35 @@ def _walk(path: Path, depth: int) -> Iterator[tuple[Path, str]]:
         yield from _walk(Path(each), depth - 1)
 
 
-def overview(place: Place, now: float | None = None) -> dict[str, Any]:
+def overview(place: Place) -> dict[str, Any]:
     """Return a run's row in the list of runs, without reading all steps of the run."""
     run, steps = RunFolder(place.path), place.path / "steps.jsonl"
-    last = _last(steps, _stamp(steps))
+    stamp, written = _stamp(steps), _stat(steps)
+    last = _last(steps, stamp)
     settings = settings_cached(run)
-    written = _written(steps)
+    metric, limit = limit_of(settings)
     evaluations = evaluations_cached(run)[0]
     return {
         "id": place.id,
         "comparison": _comparison_of(place),
-        "algorithm": _text(settings, "objective", "name"),
-        "task": _text(settings, "task", "name"),
-        "model": _text(settings, "model", "path"),
+        "algorithm": _text(settings.get("objective", {}).get("name")),
+        "task": _text(settings.get("task", {}).get("name")),
+        "model": _text(settings.get("model", {}).get("path")),
         "step": last["step"],
-        "steps": _wanted(settings),
+        "steps": limit if metric == "step" and limit else None,
         "reward": last["sft/loss"]
         if last["objective/scores"] is None
         else last["objective/scores"],
         "greedy_before": measured(evaluations[0], "greedy") if evaluations else None,
         "greedy_now": measured(evaluations[-1], "greedy") if evaluations else None,
-        "age": None if written is None else max(0.0, (now or time.time()) - written),
-        "changed": _stamp(steps),
+        "age": None if written is None else max(0.0, time.time() - written.st_mtime),
+        "changed": stamp,
         "missing": [name for name in SIGNS if not (place.path / name).is_file()],
     }
 
 
-def _text(settings: dict[str, Any], section: str, name: str) -> str | None:
-    table = settings.get(section)
-    value = table.get(name) if isinstance(table, dict) else None
+def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _wanted(settings: dict[str, Any]) -> int | None:
-    """Return the planned number of steps; None if train.stop_after sets another limit."""
-    train = settings.get("train")
-    if not isinstance(train, dict):
-        return None
-    budget, steps = train.get("stop_after"), train.get("steps")
-    by_budget = isinstance(budget, dict) and any(budget.values())
-    return steps if isinstance(steps, int) and not by_budget else None
 
 
 def _comparison_of(place: Place) -> str | None:
@@ -145,16 +134,13 @@ def _last(path: Path, stamp: str) -> dict[str, Any]:
 
 def _stamp(path: Path) -> str:
     """Return inode, size and modification time, as a string that changes with the file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return ""
-    return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+    found = _stat(path)
+    return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}" if found else ""
 
 
-def _written(path: Path) -> float | None:
+def _stat(path: Path) -> os.stat_result | None:
     try:
-        return path.stat().st_mtime
+        return path.stat()
     except OSError:
         return None
 

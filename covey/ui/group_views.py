@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from covey.embedded import MODELS
 from covey.errors import RunError
 from covey.run.folder import RunFolder
-from covey.run.rollout_index import Entry
+from covey.run.rollout_index import Entry, rollout_index
 from covey.ui.find_runs import settings_cached
 from covey.ui.processes import covey_json
 from covey.ui.views import (
@@ -28,13 +28,19 @@ PAGE = 40
 """Number of groups that the server sends at a time."""
 SHOWN = 64
 """Maximum number of rollouts of a group that the server sends with their text."""
+SORTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "reward": lambda row: (row["mean"] is None, row["mean"] or 0.0),
+    "spread": lambda row: -(row["spread"] or 0.0),
+    "length": lambda row: -row["length"],
+}
+"""Sort keys of groups: lowest mean reward, largest spread of rewards, longest completions."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
 """Token fields that are unknown until `covey explain` recomputes the training step."""
 
 
 def groups(site: Site, query: Query) -> dict[str, Any]:
     """Filter and sort the groups of a step, and return one page of groups."""
-    index = site.rollouts[rollouts_file(site, query)]
+    index = rollout_index(rollouts_file(site, query))
     index.update(READ_SECONDS)
     words = query.get("search", "").strip()
     lines, searched = index.search(words, SEARCHED_SECONDS) if words else (None, True)
@@ -44,7 +50,8 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
         if _kept(group, query.get("filter", "all"))
         and (lines is None or any(entry.line in lines for entry in group))
     ]
-    _sort(kept, query.get("sort", "order"))
+    if order := SORTS.get(query.get("sort", "")):
+        kept.sort(key=lambda group: order(summary(group)))
     start = max(0, int(query.get("start") or 0))
     return {
         "groups": [summary(group) for group in kept[start : start + PAGE]],
@@ -98,22 +105,9 @@ def _kept(group: Sequence[Entry], name: str) -> bool:
     }.get(name, True)
 
 
-def _sort(groups: list[list[Entry]], name: str) -> None:
-    """Sort groups by mean reward (lowest first), reward spread or length (largest first)."""
-    if name == "reward":
-        groups.sort(key=_mean_reward)
-    elif name in ("spread", "length"):
-        groups.sort(key=lambda group: -(summary(group)[name] or 0.0))
-
-
-def _mean_reward(group: Sequence[Entry]) -> tuple[bool, float]:
-    mean = summary(group)["mean"]
-    return mean is None, mean or 0.0
-
-
 def group(site: Site, query: Query) -> dict[str, Any]:
     """Return the rollouts of a group with their texts."""
-    index = site.rollouts[rollouts_file(site, query)]
+    index = rollout_index(rollouts_file(site, query))
     index.update(READ_SECONDS)
     while not index.done and query.get("prompt_id") not in index.groups:
         index.update(READ_SECONDS)
@@ -169,7 +163,7 @@ def _call(call: Mapping[str, Any]) -> str:
 def rollout(site: Site, query: Query) -> dict[str, Any]:
     """Return one rollout with its whole text and all known data of each token."""
     place, line = site.place(query), int(query.get("line") or 0)
-    index = site.rollouts[rollouts_file(site, query)]
+    index = rollout_index(rollouts_file(site, query))
     while not index.done and (not index.entries or index.entries[-1].line < line):
         index.update(READ_SECONDS)
     row = index.row(line)
@@ -237,8 +231,7 @@ def token_texts(
 
 
 def _tokenizers(run: RunFolder, settings: dict[str, Any]) -> Iterator[Path]:
-    model = settings.get("model")
-    named = model.get("path") if isinstance(model, dict) else None
+    named = settings.get("model", {}).get("path")
     folders = [folder for _, folder in reversed(run.checkpoints())]
     if isinstance(named, str) and named:
         folders.append(MODELS.get(named, Path(named)))

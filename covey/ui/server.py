@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from http.cookies import CookieError, SimpleCookie
@@ -112,8 +113,6 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore closed connections and timeouts; print other errors."""
-        import sys
-
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -264,12 +264,9 @@ class StepTables:
         with self._lock:
             table = self._tables.pop(run, None) or StepTable(run / "steps.jsonl")
             self._tables[run] = table  # last: the most recently used
-            self._drop(list(self._tables)[:-1])
+            total = sum(each.memory for each in self._tables.values())
+            for oldest in list(self._tables)[:-1]:
+                if total <= self.most_bytes:
+                    break
+                total -= self._tables.pop(oldest).memory
             return table
-
-    def _drop(self, oldest: Iterable[Path]) -> None:
-        total = sum(table.memory for table in self._tables.values())
-        for path in oldest:
-            if total <= self.most_bytes:
-                return
-            total -= self._tables.pop(path).memory

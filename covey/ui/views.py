@@ -15,7 +15,7 @@ from typing import Any
 from covey.errors import ConfigError, CoveyError, RunError
 from covey.run.folder import RunFolder
 from covey.run.metrics import METRICS
-from covey.run.rollout_index import RolloutIndexes
+from covey.run.records import unsaid
 from covey.run.settings import edited_settings, flat_settings
 from covey.ui.find_runs import (
     Place,
@@ -59,7 +59,6 @@ class Site:
 
     roots: Sequence[Path]
     tables: StepTables = field(default_factory=lambda: StepTables(TABLE_BYTES))
-    rollouts: RolloutIndexes = field(default_factory=RolloutIndexes)
     jobs: Jobs = field(default_factory=Jobs)
     explorer: Explorer = field(default_factory=Explorer)
     _found: tuple[float, dict[str, Place]] = (0.0, {})
@@ -153,7 +152,7 @@ def details(site: Site, query: Query) -> dict[str, Any]:
     """Return a run's settings, software versions, and steps with saved rollouts."""
     place = site.place(query)
     run, notes = RunFolder(place.path), problems(place)
-    environment = run.environment(lambda text: None)
+    environment = run.environment(unsaid)
     edited = edited_settings(run, environment)
     known = ("started", "command", "device", "seed", "platform", "packages", "git", "reward")
     return {

@@ -133,6 +133,8 @@ def test_one_line_and_nothing_written(
         (["train", "--resume", "nowhere", "--set", "seed=1"], 1, ["nowhere", "not a run"]),
         (["train", "arithmetic", "--resume", "nowhere"], 2, ["--resume"]),
         (["eval", "/no/such/model"], 1, ["/no/such/model"]),
+        (["doctor", "--out", "no/a.json"], 2, ["--out no/a.json: the folder no does not exist"]),
+        (["rewards", "score", "x", "--out", "no/a"], 2, ["--out no/a: the folder no does not"]),
         (["eval"], 2, ["RUN|MODEL"]),
         (["runs", "nowhere"], 1, ["no runs in nowhere"]),
         (["eval", ""], 2, ["model.path = ''"]),

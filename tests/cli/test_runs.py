@@ -164,3 +164,12 @@ def test_a_run_without_evaluations_is_shown_with_its_last_step(
     shown = capsys.readouterr().out
     assert "0.625" in shown
     assert "This run has no evaluations (evaluate.every)." in shown
+
+
+def test_a_run_with_a_section_that_is_not_a_table_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text("model = 'x'\ntrain = 5\n")
+    assert run(["runs", str(tmp_path), "--json"]) == 0
+    assert [row["model"] for row in json.loads(capsys.readouterr().out)] == ["-"]

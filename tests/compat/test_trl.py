@@ -242,6 +242,10 @@ def test_every_option_of_the_installed_trl_is_known() -> None:
         assert found[name] == value, name
     made = trl.GRPOConfig(output_dir="out", use_cpu=True, bf16=False, num_generations=4)
     assert from_grpo_config(made).settings["rollout.group_size"] == 4
+    made = trl.GRPOConfig(output_dir="out", use_cpu=True, bf16=False, lr_scheduler_type="cosine")
+    ported = from_grpo_config(made)  # TRL makes an enum of the schedule
+    assert ported.settings["optimizer.schedule"] == "cosine"
+    assert not any("lr_scheduler_type" in note for note in ported.notes)
 
 
 def test_the_command_prints_or_writes_a_configuration(

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from covey.errors import CoveyError, DiskError, RunError
-from covey.run.folder import RunFolder, check_new_run, list_runs, next_run_path, set_aside_failed
+from covey.run.folder import (
+    RunFolder,
+    check_new_run,
+    limit_of,
+    list_runs,
+    next_run_path,
+    set_aside_failed,
+    settings_of,
+)
 from covey.run.resume import put_aside_after, start_of
 from covey.types import Group, Prompt, Rollout
 
@@ -346,3 +354,22 @@ def test_every_file_is_read_by_any_json_reader(run: RunFolder) -> None:
     for path in (run.path / "steps.jsonl", run.path / "rollouts" / "000001.jsonl"):
         (line,) = path.read_text(encoding="ascii").splitlines()
         assert isinstance(json.loads(line, parse_constant=pytest.fail), dict)
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"train": {"steps": 7, "stop_after": {"tokens": 0, "epochs": 2.0}}}, ("step", 7)),
+        ({"train": {"steps": 7, "stop_after": {"updates": 30}}}, ("updates", 30)),
+        ({"train": {"steps": 7, "stop_after": {"tokens": 500}}}, ("tokens", 500)),
+        ({"train": {"steps": "many", "stop_after": 3}}, ("step", 0)),
+        ({}, ("step", 0)),
+    ],
+)
+def test_a_run_ends_at_one_limit(settings: dict[str, Any], limit: tuple[str, int]) -> None:
+    assert limit_of(settings) == limit
+
+
+def test_a_section_that_is_not_a_table_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("seed = 3\ntrain = 5\n[model]\npath = 'x'\n")
+    assert settings_of(RunFolder(tmp_path)) == {"seed": 3, "model": {"path": "x"}}

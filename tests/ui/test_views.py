@@ -22,7 +22,7 @@ import pytest
 
 from covey.cli.main import run as command
 from covey.run.folder import RunFolder
-from covey.run.rollout_index import RolloutIndex
+from covey.run.rollout_index import RolloutIndex, rollout_index
 from covey.ui import group_views, views
 from covey.ui.find_runs import find
 from covey.ui.server import POLICY, Server
@@ -192,7 +192,7 @@ def test_groups_are_sorted_and_filtered(tmp_path: Path) -> None:
     assert ids(filter="unscored") == ["3"]
     assert ids(search="3+3") == ["3"]
     assert (
-        group_views.summary([*site.rollouts[tmp_path / "run/rollouts/000001.jsonl"].entries[:4]])[
+        group_views.summary([*rollout_index(tmp_path / "run/rollouts/000001.jsonl").entries[:4]])[
             "mean"
         ]
         == 0.5

@@ -1,6 +1,5 @@
 """Trackers write the metrics of a run to files, to the console or to tools such as W&B."""
 
-from covey.run.trackers.jsonl import JsonlTracker
-from covey.run.trackers.protocol import Tracker, Trackers
+from covey.run.trackers.protocol import JsonlTracker, Tracker, Trackers
 
 __all__ = ["JsonlTracker", "Tracker", "Trackers"]

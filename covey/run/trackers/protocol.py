@@ -1,4 +1,6 @@
-"""The tracker interface: a tracker receives metrics, evaluations, tables and notes.
+"""The tracker interface, and the tracker that writes metrics and rollouts to the run folder.
+
+A tracker receives metrics, evaluations, tables and notes.
 
 To add a tracker, subclass `Tracker` and override the methods of the events that the tracker needs.
 The training loop reports every event to all trackers of a run, in order.
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
+    from covey.run.folder import RunFolder
 
 
 class Tracker:
@@ -58,3 +61,26 @@ def _to_each(event: str) -> Callable[..., None]:
 
 for _event in [name for name in vars(Tracker) if not name.startswith("_")]:
     setattr(Trackers, _event, _to_each(_event))
+
+
+class JsonlTracker(Tracker):
+    """Appends to steps.jsonl and eval.jsonl, and writes the rollouts of each step to a file."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Remove failure.txt, the traceback of an earlier failed attempt at this run."""
+        self.run.clear_failure()
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of a step to steps.jsonl."""
+        self.run.log_step(dict(metrics))
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Append an evaluation."""
+        self.run.log_evaluation({"step": step, **evaluation.row()})
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a table of a step, such as the step's rollouts, to a JSON Lines file."""
+        self.run.write_table(name, step, rows)
