@@ -43,7 +43,7 @@ from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel.gradients import GradientSums, sums_of
 from covey.training.parallel.join import check_alike
 from covey.training.parallel.shard import shard_model
-from covey.training.parallel.world import Ranks, World
+from covey.training.parallel.world import ALONE, Ranks, World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
 from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
@@ -86,7 +86,7 @@ class Components:
     sampling: Sampling
     interaction: Interaction | None = None
     """The environment and its limits; None for single-turn rollouts without an environment."""
-    world: World = field(default_factory=World)
+    world: World = ALONE
 
     def close(self) -> None:
         """Stop the worker processes of the scorers and of the environment."""
@@ -128,7 +128,7 @@ def assemble(
     config: Config,
     reward: Reward | None = None,
     task: Task | None = None,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
     environment: Factory | None = None,
 ) -> Parts:
     """Build all components of a run; arguments passed from Python override the configuration."""
@@ -210,7 +210,7 @@ def reference_of(
     config: Config,
     model: LanguageModel,
     objective: Objective,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> Reference | None:
     """Build the reference policy, if the objective needs a reference."""
     if "reference" not in objective.needs:
@@ -226,7 +226,7 @@ def teacher_of(
     config: Config,
     model: LanguageModel,
     objective: Objective,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> Reference | None:
     """Load the teacher model, if the objective needs a teacher."""
     if "teacher" not in objective.needs:
@@ -249,7 +249,7 @@ def critic_of(
     config: Config,
     model: LanguageModel,
     objective: Objective,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> Critic | None:
     """Load the critic, if the objective trains a critic."""
     if "values" not in objective.needs:
@@ -334,7 +334,7 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
 def policy_of(
     config: Config,
     model: LanguageModel,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> Policy:
     """Build the policy: the model with its optimizer, sharded (FSDP) or replicated (DDP)."""
     sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)

@@ -40,7 +40,7 @@ from covey.run.folder import RunFolder
 from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.optimizer import Optimizer
-from covey.training.parallel.world import World
+from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.schedule import Used
 
@@ -75,7 +75,7 @@ def save(
     *,
     keep: int,
     more: Callable[[Path], None] = lambda folder: None,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> None:
     """Write the checkpoint of a step atomically, and delete old checkpoints.
 
@@ -128,7 +128,7 @@ def resume(
     *,
     fresh: State,
     note: Note,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> State:
     """Load the checkpoint of `start` and return its state; return `fresh` if there is none.
 

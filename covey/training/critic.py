@@ -32,7 +32,7 @@ from covey.reference.fingerprint import tokenizer_digest
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.passes import rank_passes
-from covey.training.parallel.world import World
+from covey.training.parallel.world import ALONE, World
 from covey.types import Batch, Totals
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def critic_step(
     *,
     micro_batch_tokens: int,
     meter: Meter,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> Stepped:
     """Take one optimizer step of the critic on a mini-batch."""
     critic.model.model.train()

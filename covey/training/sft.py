@@ -36,7 +36,7 @@ from covey.training.collate import collate
 from covey.training.loop import run_loop
 from covey.training.make_engine import native_engine
 from covey.training.parallel.passes import rank_passes, without_weight
-from covey.training.parallel.world import World
+from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
@@ -73,7 +73,7 @@ class SftParts(Components):
 
 def build_sft(
     config: Config,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> SftParts:
     """Build the components of an SFT run from a resolved configuration."""
     task = task_of(config)
@@ -277,7 +277,7 @@ def learn(
     *,
     rate: float,
     micro_batch_tokens: int,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> SftLearned:
     """Take one optimizer step on a batch; each rank processes some of the rows."""
     policy.model.model.train()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ from covey.teacher_prompts import as_teacher_reads, taught_rows
 from covey.training.collate import collate
 from covey.training.critic import Critic, critic_metrics, critic_step
 from covey.training.parallel.passes import in_passes, rank_passes, whole_batch, without_weight
-from covey.training.parallel.world import World
+from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.types import Batch, Group, Totals
 
@@ -92,7 +92,7 @@ class Learner:
     teacher: Reference | None = None
     """The teacher model for distillation."""
     critic: Critic | None = None
-    world: World = field(default_factory=World)
+    world: World = ALONE
 
     @property
     def references(self) -> list[Reference]:

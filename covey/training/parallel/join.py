@@ -24,7 +24,7 @@ from covey.training.parallel.lifeline import (
     connect,
     listen,
 )
-from covey.training.parallel.world import Ranks, World
+from covey.training.parallel.world import ALONE, Ranks, World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
@@ -39,7 +39,7 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
     """
     here = place()
     if here.size == 1 and config.parallel.strategy == "ddp":
-        yield World()
+        yield ALONE
         return
     world = _join(here, config, say)
     try:

@@ -11,7 +11,7 @@ import torch
 from covey.accel.packing import to_device
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import micro_batches
-from covey.training.parallel.world import World
+from covey.training.parallel.world import ALONE, World
 from covey.types import Batch
 
 
@@ -61,7 +61,7 @@ def whole_batch(
     batch: Batch,
     micro_batch_tokens: int,
     logp: Callable[[Batch], LogProbs],
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> LogProbs:
     """Compute `logp` in micro-batches; return the results in the original row order."""
     return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
@@ -71,7 +71,7 @@ def in_passes(
     batch: Batch,
     micro_batch_tokens: int,
     compute: Callable[[Batch], Sequence[torch.Tensor]],
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
     count: int = 1,
 ) -> torch.Tensor:
     """Compute `count` tensors [B, T] in micro-batches, and return them stacked.

@@ -72,6 +72,10 @@ class World:
         return name
 
 
+ALONE = World()
+"""The world of a run with a single rank."""
+
+
 # Several ranks over torch.distributed.
 #
 # While a rank waits for other ranks, it still handles signals and notices failed ranks
