@@ -347,6 +347,7 @@ def policy_of(
         logits_megabytes=config.train.logits_megabytes,
         # A CUDA graph would replay the random numbers (dropout) that were drawn at capture time.
         graphs=config.records_passes and not sharded and not config.adapter.dropout,
+        dropout=config.seed if config.adapter.dropout else None,
         whole=whole if sharded else None,
         sums=sums_of(model, optimizer, world),
     )
@@ -378,7 +379,6 @@ def step_settings_of(
         sampled=sampled,
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,
-        dropout=config.adapter.dropout > 0,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
         stale=stale,

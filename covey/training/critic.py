@@ -10,7 +10,7 @@ time of the critic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,18 +25,17 @@ from covey.config import Config
 from covey.errors import ConfigError, RunError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import predicting_hidden
-from covey.objective import Objective, value_loss
+from covey.objective import value_loss
 from covey.objective.critic import explained_variance
 from covey.objective.diagnostics import Meter, observe_values
 from covey.reference.fingerprint import tokenizer_digest
-from covey.training.optimizer import Optimizer, Stepped
+from covey.training.optimizer import Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.passes import rank_passes
-from covey.training.parallel.world import ALONE, World
 from covey.types import Batch, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from covey.training.step import Learner
 
 WEIGHTS_FILE = "critic.safetensors"
 OPTIMIZER_FILE = "critic_optimizer.safetensors"
@@ -125,21 +124,14 @@ def make_critic(
 
 
 def critic_step(
-    critic: Critic,
-    objective: Objective,
-    mini: Batch,
-    totals: Totals,
-    *,
-    micro_batch_tokens: int,
-    meter: Meter,
-    world: World = ALONE,
-) -> Stepped:
+    learner: Learner, critic: Critic, mini: Batch, totals: Totals, meter: Meter
+) -> None:
     """Take one optimizer step of the critic on a mini-batch."""
     critic.model.model.train()
-    losses = []
-    for rows, counts in rank_passes(mini, micro_batch_tokens, world):
+    world, losses = learner.world, []
+    for rows, counts in rank_passes(mini, learner.settings.micro_batch_tokens, world):
         micro = mini.rows(rows)
-        output = value_loss(objective, micro, critic.values(micro), totals)
+        output = value_loss(learner.objective, micro, critic.values(micro), totals)
         (output.loss * counts).backward()
         if counts:
             observe_values(meter, micro, output)
@@ -150,12 +142,10 @@ def critic_step(
     # Each rank has computed only a part of the loss.
     loss = float(torch.stack(losses).sum()) if losses else 0.0
     meter.add("loss/value", loss, count=float(world.is_main))
-    if not world.is_main:
-        return stepped
-    meter.add("critic/skipped", float(stepped.skipped))
-    if not stepped.skipped:
+    if world.is_main:
+        meter.add("critic/skipped", float(stepped.skipped))
+    if world.is_main and not stepped.skipped:
         meter.add("critic/grad_norm", stepped.grad_norm)
-    return stepped
 
 
 def critic_metrics(batch: Batch) -> dict[str, float]:

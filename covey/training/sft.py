@@ -35,7 +35,7 @@ from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
 from covey.training.make_engine import native_engine
-from covey.training.parallel.passes import rank_passes, without_weight
+from covey.training.parallel.passes import training_passes
 from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
@@ -282,13 +282,8 @@ def learn(
     """Take one optimizer step on a batch; each rank processes some of the rows."""
     policy.model.model.train()
     batch = with_token_mean(batch)
-    passes = rank_passes(batch, micro_batch_tokens, world)
-    parts = []
-    for place, (rows, counts) in enumerate(passes, start=1):
-        micro = batch.rows(rows) if counts else without_weight(batch.rows(rows))
-        if place == len(passes):
-            policy.expect_last_pass()
-        parts.append(_backward(policy, micro))
+    passes = training_passes(policy, batch, micro_batch_tokens, world)
+    parts = [_backward(policy, micro) for _, micro in passes]
     stepped = policy.step(rate)
     # These values are read last, because the read waits until the device has finished its work.
     mine = [sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]

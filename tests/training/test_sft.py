@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -375,6 +376,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         assert f"covey sft --resume {path}" in output.read_text()
     assert covey(["sft", "--resume", str(path)]) == 0
     assert_same(path, whole)
+
+
+def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    lora = ("adapter.rank=2", "adapter.dropout=0.5", "sft.steps=4", "sft.evaluate_every=0")
+    assert covey(arguments(tmp_path / "whole", *lora)) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    torch.rand(3)  # random numbers that something else draws
+    assert covey(["sft", "--resume", str(tmp_path / "cut"), "--step", "2"]) == 0
+    assert rows(tmp_path / "cut/steps.jsonl") == rows(tmp_path / "whole/steps.jsonl")
 
 
 def test_reinforcement_goes_on_from_a_run_sft(whole: Path, tmp_path: Path) -> None:
