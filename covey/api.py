@@ -339,7 +339,7 @@ def _folder(parts: Parts, target: RunFolder | Path | None) -> tuple[RunFolder, b
         return target, False
     config = parts.config
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
-    about = {"reference": parts.reference.identity if parts.reference else None}
+    about = {"reference": parts.learner.reference.identity if parts.learner.reference else None}
     return created_run(parts, target or next_run_path(Path("runs"), name), about), True
 
 

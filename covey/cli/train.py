@@ -111,7 +111,7 @@ def _training(context: typer.Context, not_own: frozenset[str]) -> Training:
         command="train",
         build=_build,
         environment=lambda parts: {
-            "reference": parts.reference.identity if parts.reference else None
+            "reference": parts.learner.reference.identity if parts.learner.reference else None
         },
         loop=partial(_loop, not_own),
         arguments=context.obj,

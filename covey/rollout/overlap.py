@@ -33,7 +33,6 @@ from covey.rollout.prompts import prompts_by_id
 from covey.rollout.source import (
     RolloutSource,
     StepRollouts,
-    SynchronousSource,
     Ticket,
     collect_steps,
 )
@@ -164,19 +163,22 @@ class RolloutQueue:
 
     parts: Parts
     source: RolloutSource
+    choice: PromptChoice
+    """Chooses prompts by a curriculum, if the run has one."""
     held: dict[int, StepRollouts] = field(default_factory=dict)
     """Rollouts of the current step, and rollouts restored from a checkpoint, by step."""
     newest: int = 0
     """The last step whose rollouts were requested."""
-    choice: PromptChoice | None = None
-    """Chooses prompts by a curriculum; None if prompts depend only on seed and step."""
 
     def take(self, step: int, share: float) -> StepRollouts:
         """Request rollouts of `step` and perhaps of later steps; return the rollouts of `step`."""
-        policy = self.parts.policy
+        policy, config = self.parts.policy, self.parts.config
         self.newest = max(self.newest, step - 1, *self.held)
+        rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
+        count = config.rollout.prompts_per_step * rounds
         tickets = [
-            Ticket(each, policy.version, share, self._picks(each)) for each in self._to_start(step)
+            Ticket(each, policy.version, share, self.choice.picks(each, count))
+            for each in self._to_start(step)
         ]
         self.source.publish(policy.weights, policy.version)
         self.source.start(tickets)
@@ -184,13 +186,6 @@ class RolloutQueue:
         found = self.held.get(step) or self.source.take(step)
         self.held = {n: one for n, one in self.held.items() if n > step} | {step: found}
         return found
-
-    def _picks(self, step: int) -> tuple[int, ...]:
-        """Return a step's prompt indices from the curriculum, including refill rounds."""
-        config = self.parts.config
-        rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
-        count = config.rollout.prompts_per_step * rounds
-        return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
         """Return the steps whose rollouts the weights at the start of `step` generate."""
@@ -207,20 +202,6 @@ class RolloutQueue:
         held = [one for step, one in sorted(self.held.items()) if step > after]
         taken = {one.ticket.step for one in held}
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]
-
-
-def rollout_queue(
-    parts: Parts,
-    reporter: Tracker,
-    held: Sequence[StepRollouts],
-    choice: PromptChoice | None = None,
-) -> RolloutQueue:
-    """Return a run's rollout queue; `held` contains rollouts restored from a checkpoint."""
-    source: RolloutSource = SynchronousSource(parts, reporter)
-    if parts.config.overlap.mode == "copy":
-        source = CopySource(parts, reporter)
-    by_step = {one.ticket.step: one for one in held}
-    return RolloutQueue(parts=parts, source=source, held=by_step, choice=choice)
 
 
 # Save rollouts in flight, which are generated but not yet trained on, in a checkpoint.

@@ -35,7 +35,7 @@ from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.tasks.task import sampled_ids
-from covey.training.checkpoint import State
+from covey.training.checkpoint import Saved, State
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.critic import Critic, make_critic
 from covey.training.make_engine import check_engine, make_engine, ray_reference
@@ -79,13 +79,14 @@ class Components:
     baselines: Baselines | None = None
     """Scores of simple baselines on the held-out prompts, for comparison with evaluations."""
     policy: Policy
-    reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
     """A thread holds this lock while the engine loads weights and generates with them."""
     sampling: Sampling
     interaction: Interaction | None = None
     """The environment and its limits; None for single-turn rollouts without an environment."""
+    others: Sequence[Saved] = ()
+    """The models beside the policy, whose state belongs to a checkpoint."""
     world: World = ALONE
 
     def close(self) -> None:
@@ -103,25 +104,14 @@ class Parts(Components):
 
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
-    objective: Objective
-    step_settings: StepSettings
-    teacher: Reference | None = None
+    learner: Learner
+    """What a training step needs: policy, objective, settings, reference, teacher and critic."""
     privileged: Privileged | None = None
     """Builds the teacher prompts for self-distillation; None without self-distillation."""
-    critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
-        """Return the policy, objective and settings of the step that begins at `state`."""
-        base = Learner(
-            policy=self.policy,
-            objective=self.objective,
-            settings=self.step_settings,
-            reference=self.reference,
-            teacher=self.teacher,
-            critic=self.critic,
-            world=self.world,
-        )
-        return learner_at(base, self.config, state)
+        """Return the learner of the step that begins at `state`."""
+        return learner_at(self.learner, self.config, state)
 
 
 def assemble(
@@ -151,6 +141,15 @@ def assemble(
     scorer = scorer_of(config, reward, world.local_size)
     eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     interaction = interaction_of(config, model, environment)
+    learner = Learner(
+        policy=policy,
+        objective=objective,
+        settings=step_settings_of(config, objective, sampling, engine.info.exact_logp),
+        reference=reference,
+        teacher=teacher_of(config, policy.model, objective, world),
+        critic=critic_of(config, policy.model, objective, world),
+        world=world,
+    )
     return Parts(
         config=config,
         train_prompts=train_prompts,
@@ -162,16 +161,13 @@ def assemble(
         baselines=baselines_of(config, eval_scorer, held_out, reward),
         length_penalty=_length_penalty(config),
         policy=policy,
-        reference=reference,
-        teacher=teacher_of(config, policy.model, objective, world),
+        learner=learner,
+        others=learner.others,
         privileged=privileged_of(config.teacher, model, objective, train_prompts),
-        critic=critic_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
         sampling=with_stops(sampling, interaction),
         interaction=interaction,
-        objective=objective,
-        step_settings=step_settings_of(config, objective, sampling, engine.info.exact_logp),
     )
 
 

@@ -18,12 +18,12 @@ import copy
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -34,7 +34,6 @@ from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.models.from_pretrained import read_pretrained
 from covey.models.language_model import LanguageModel
 from covey.models.sharded_tensors import placed_like, whole_tensors
-from covey.reference import Reference
 from covey.run.best import best_step
 from covey.run.folder import RunFolder
 from covey.run.records import Note
@@ -67,10 +66,20 @@ class State:
         return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
+class Saved(Protocol):
+    """A model beside the policy whose state belongs to a checkpoint, such as a critic."""
+
+    def save(self, folder: Path, *, writes: bool = True) -> None:
+        """Add files to a checkpoint. All ranks call this method; one rank writes files."""
+
+    def load(self, folder: Path) -> None:
+        """Restore the state from a checkpoint."""
+
+
 def save(
     run: RunFolder,
     policy: Policy,
-    reference: Reference | None,
+    others: Sequence[Saved],
     state: State,
     *,
     keep: int,
@@ -89,8 +98,8 @@ def save(
             save_state(policy.optimizer, folder)
         if world.is_main or policy.whole is not None:
             save_policy(policy, folder, asdict(state), writes=world.is_main)
-        if reference is not None:
-            reference.save(folder, writes=world.is_main)
+        for other in others:
+            other.save(folder, writes=world.is_main)
         more(folder)
         world.barrier()
     if world.is_main:
@@ -98,14 +107,14 @@ def save(
     world.barrier()
 
 
-def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -> State:
-    """Restore policy and reference from the checkpoint of a step; return the saved state."""
+def load(policy: Policy, others: Sequence[Saved], folder: Path, step: int) -> State:
+    """Restore the models from the checkpoint of a step; return the saved state."""
     saved = load_policy(policy, folder)
     if saved["step"] != step:
         saved_step = saved["step"]
         raise RunError(f"{folder} contains the checkpoint of step {saved_step}, not of step {step}")
-    if reference is not None:
-        reference.load(folder)
+    for other in others:
+        other.load(folder)
     if saved.keys() == {"step", "version"}:  # older versions of SFT saved only these fields
         return State(step=step)
     try:
@@ -123,7 +132,7 @@ def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -
 def resume(
     run: RunFolder,
     policy: Policy,
-    reference: Reference | None,
+    others: Sequence[Saved],
     start: Start,
     *,
     fresh: State,
@@ -138,7 +147,7 @@ def resume(
     state = fresh
     if start.checkpoint is not None:
         try:
-            state = load(policy, reference, start.checkpoint, start.step)
+            state = load(policy, others, start.checkpoint, start.step)
         except RunError as error:
             raise RunError(f"{error}; {offer(run, before=start.step)}") from None
     aside = world.from_main(lambda: put_aside_after(run, start))

@@ -66,8 +66,10 @@ class Critic:
         blank = values.new_zeros(batch.mask.numel())
         return blank.index_copy(0, cells, values).view_as(batch.mask)
 
-    def save(self, folder: Path) -> None:
-        """Write the critic's weights and optimizer state into a checkpoint."""
+    def save(self, folder: Path, *, writes: bool = True) -> None:
+        """Write the critic's weights and optimizer state into a checkpoint, if `writes` is true."""
+        if not writes:
+            return
         masters = {k: v.detach().contiguous() for k, v in self.optimizer.masters.items()}
         moments = {k: v.contiguous() for k, v in self.optimizer.state().items()}
         try:

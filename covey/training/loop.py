@@ -30,7 +30,7 @@ from covey.training.garbage import freeze_garbage_collector
 from covey.training.model_evaluation import measure
 from covey.training.rl import Reinforcement
 from covey.training.run_start import resume_hint
-from covey.training.schedule import Used
+from covey.training.schedule import Budget, Used
 from covey.training.trainer import Trainer
 from covey.training.watch import Watch
 
@@ -43,7 +43,15 @@ def train(
     start: Start | None = None,
 ) -> int:
     """Train with RL until the run ends or a signal arrives; return the last saved step."""
-    return run_loop(Reinforcement(parts), run, trackers, stop, start)
+    config = parts.config
+    trainer = Reinforcement(
+        parts=parts,
+        budget=Budget(settings=config.train),
+        rollouts=config.rollout.prompts_per_step * config.rollout.group_size,
+        evaluate_every=config.evaluate.every,
+        fresh=State(beta=parts.learner.objective.beta),
+    )
+    return run_loop(trainer, run, trackers, stop, start)
 
 
 @freeze_garbage_collector()
@@ -63,9 +71,9 @@ def run_loop(
         state = checkpoint.resume(
             run,
             parts.policy,
-            parts.reference,
+            parts.others,
             start,
-            fresh=trainer.fresh(),
+            fresh=trainer.fresh,
             note=log.note,
             world=parts.world,
         )
@@ -180,7 +188,7 @@ class _Loop:
         checkpoint.save(
             self.run,
             parts.policy,
-            parts.reference,
+            parts.others,
             state,
             keep=parts.config.save.keep,
             more=partial(self.trainer.save, step=state.step),

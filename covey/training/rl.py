@@ -22,9 +22,9 @@ from covey.engines.protocol import News
 from covey.objective.masked import row_sum
 from covey.rollout.curriculum import PromptChoice
 from covey.rollout.metrics import rollout_metrics, selection_metrics
-from covey.rollout.overlap import RolloutQueue, read_in_flight, rollout_queue, write_in_flight
+from covey.rollout.overlap import CopySource, RolloutQueue, read_in_flight, write_in_flight
 from covey.rollout.replay import ReplayBuffer
-from covey.rollout.source import StepRollouts
+from covey.rollout.source import RolloutSource, StepRollouts, SynchronousSource
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning, with_open_instruct_names
 from covey.run.samples import samples_page
@@ -35,16 +35,16 @@ from covey.training.checkpoint import State
 from covey.training.make_engine import lost_note
 from covey.training.policy import Policy
 from covey.training.preferences import PairSource
-from covey.training.schedule import Budget
 from covey.training.step import training_step
+from covey.training.trainer import Trainer
 from covey.types import Batch, Group
 
 EARLY = 3
 """Number of steps at the start of a run in which an empty replay buffer is normal."""
 
 
-@dataclass(slots=True)
-class Reinforcement:
+@dataclass(slots=True, kw_only=True)
+class Reinforcement(Trainer):
     """The reinforcement learning step for the training loop."""
 
     parts: Parts
@@ -56,59 +56,34 @@ class Reinforcement:
     the run's steps.jsonl. Checkpoints contain no times, so that two runs with the same settings
     have identical checkpoints."""
 
-    @property
-    def budget(self) -> Budget:
-        """The limit at which the run ends, in training steps, tokens or optimizer steps."""
-        return Budget(settings=self.parts.config.train)
-
-    @property
-    def rollouts(self) -> int:
-        """Number of rollouts in a step, without the additional rounds of dynamic sampling."""
-        return self.parts.config.rollout.prompts_per_step * self.parts.config.rollout.group_size
-
-    @property
-    def evaluate_every(self) -> int:
-        """Steps between evaluations."""
-        return self.parts.config.evaluate.every
-
-    def fresh(self) -> State:
-        """Return the state of a new run, with the objective's initial KL weight."""
-        return State(beta=self.parts.objective.beta)
-
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare the first step; restore critic, teacher and rollouts from a checkpoint."""
-        if checkpoint is not None and self.parts.critic is not None:
-            self.parts.critic.load(checkpoint)
-        if checkpoint is not None and self.parts.teacher is not None:
-            self.parts.teacher.load(checkpoint)
-        prompts, config = self.parts.train_prompts, self.parts.config
-        count = config.rollout.prompts_per_step
-        held = (
-            []
-            if checkpoint is None
-            else read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
-        )
+        """Prepare the first step; restore rollouts, curriculum and replay from a checkpoint."""
+        parts, prompts, config = self.parts, self.parts.train_prompts, self.parts.config
+        count, held = config.rollout.prompts_per_step, list[StepRollouts]()
         self.choice = PromptChoice(settings=config.curriculum, prompts=prompts, seed=config.seed)
         self.replay = ReplayBuffer(settings=config.replay, seed=config.seed)
         if checkpoint is not None:
+            held = read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
             self.choice.load(checkpoint)
             self.replay.load(checkpoint)
-        self.queue = rollout_queue(self.parts, log, held, self.choice)
+        source: RolloutSource
         if config.preferences.file:
-            self.queue = RolloutQueue(parts=self.parts, source=PairSource(self.parts))
-        if checkpoint is None and self.parts.baselines is not None:
-            for found in self.parts.baselines.flagged():
+            source = PairSource(parts)
+        elif config.overlap.mode == "copy":
+            source = CopySource(parts, log)
+        else:
+            source = SynchronousSource(parts, log)
+        by_step = {one.ticket.step: one for one in held}
+        self.queue = RolloutQueue(parts=parts, source=source, choice=self.choice, held=by_step)
+        if checkpoint is None and parts.baselines is not None:
+            for found in parts.baselines.flagged():
                 log.note(f"task: {found}: {REMEDY}")
-        if self.parts.config.overlap.staleness:
-            log.note(overlap_note(self.parts))
+        if config.overlap.staleness:
+            log.note(overlap_note(parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Add critic, teacher, pending rollouts, curriculum and replay buffer to a checkpoint."""
-        if self.parts.critic is not None and self.parts.world.is_main:
-            self.parts.critic.save(folder)
+        """Add pending rollouts, curriculum and replay buffer to a checkpoint."""
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
-        if self.parts.teacher is not None:
-            self.parts.teacher.save(folder, writes=self.parts.world.is_main)
         if self.parts.world.is_main:
             write_in_flight(folder, held)
             self.choice.save(folder)
@@ -163,7 +138,7 @@ class Reinforcement:
         if parts.world.is_main:
             _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
-        if state.step == 1 and parts.config.engine.rounds and parts.step_settings.sampled:
+        if state.step == 1 and parts.config.engine.rounds and parts.learner.settings.sampled:
             log.note(lost_note(parts.config, metrics))
 
     def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
@@ -324,7 +299,7 @@ def overlap_note(parts: Parts) -> str:
     """Return a note about the maximum staleness of rollouts and how it is corrected."""
     overlap, options = parts.config.overlap, parts.config.objective.options
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
-    if parts.step_settings.old_logp_from_sampler:
+    if parts.learner.settings.old_logp_from_sampler:
         return f"{age}; the objective's ratio to the engine's log-probs corrects for their age"
     name, low, high = (options[f"correction{end}"] for end in ("", "_low", "_high"))
     known = f" ({NAMES[name]})" if name in NAMES else ""

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,9 +39,10 @@ from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
-from covey.training.schedule import Budget, sft_schedule_of
+from covey.training.schedule import Budget, learning_rate
 from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.sft_data import Example, Solutions, encode_example, solutions_of
+from covey.training.trainer import Trainer
 from covey.types import Batch, Group, Prompt, Rollout, Totals
 
 
@@ -125,42 +125,21 @@ def run_sft(
     start: Start | None = None,
 ) -> int:
     """Run SFT to its last step or until a stop signal; return the last saved step."""
-    return run_loop(Supervised(parts), run, trackers, stop, start)
+    trainer = Supervised(
+        parts=parts,
+        budget=Budget(settings=Train(steps=parts.steps)),
+        rollouts=parts.config.sft.solutions,
+        evaluate_every=parts.config.sft.evaluate_every,
+        fresh=State(),
+    )
+    return run_loop(trainer, run, trackers, stop, start)
 
 
-@dataclass(frozen=True, slots=True)
-class Supervised:
-    """The SFT trainer, whose methods the training loop calls."""
+@dataclass(slots=True, kw_only=True)
+class Supervised(Trainer):
+    """The SFT trainer, whose step the training loop calls."""
 
     parts: SftParts
-
-    @property
-    def budget(self) -> Budget:
-        """The length of the run, as a number of training steps."""
-        return Budget(settings=Train(steps=self.parts.steps))
-
-    @property
-    def rollouts(self) -> int:
-        """Number of solutions in a step."""
-        return self.parts.config.sft.solutions
-
-    @property
-    def evaluate_every(self) -> int:
-        """Steps between evaluations."""
-        return self.parts.config.sft.evaluate_every
-
-    def fresh(self) -> State:
-        """Return the state of a new run, at step 0."""
-        return State()
-
-    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Do nothing, because each step prepares its own data."""
-
-    def save(self, folder: Path, step: int) -> None:
-        """Do nothing, because supervised training adds no files to a checkpoint."""
-
-    def close(self) -> None:
-        """Do nothing, because SFT starts no background work."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Train on the solutions of a step, and log metrics."""
@@ -169,7 +148,14 @@ class Supervised:
         metrics: dict[str, Any] = {"step": state.step}
         if examples:
             policy = parts.policy
-            rate = sft_schedule_of(parts.config, parts.steps)(policy.version)
+            sft = parts.config.sft
+            rate = learning_rate(
+                policy.version,
+                peak=sft.learning_rate,
+                schedule=sft.schedule,
+                warmup_steps=sft.warmup_steps,
+                total_steps=parts.steps,
+            )
             learned = learn(
                 policy,
                 stack(examples, policy.model.device),

@@ -95,6 +95,11 @@ class Learner:
         return [other for other in (self.reference, self.teacher) if other is not None]
 
     @property
+    def others(self) -> list[Reference | Critic]:
+        """The models beside the policy, whose state belongs to a checkpoint."""
+        return [*self.references, *([] if self.critic is None else [self.critic])]
+
+    @property
     def skips_rows(self) -> bool:
         """Whether forward passes leave out rows with advantage 0.
 

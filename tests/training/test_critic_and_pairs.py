@@ -58,18 +58,20 @@ def test_a_resumed_run_has_the_same_critic_to_the_bit(tmp_path: Path) -> None:
     run_of(tmp_path / "parts", *PPO, "train.steps=4", "train.stop_after={steps=2}")
     again, resumed = run_of(tmp_path / "parts", *PPO, "train.steps=4")
     assert numbers(resumed) == numbers(at_once)
-    for one, other in zip(whole.critic.optimizer.masters.values(), again.critic.optimizer.masters.values(), strict=True):  # fmt: skip
+    for one, other in zip(whole.learner.critic.optimizer.masters.values(), again.learner.critic.optimizer.masters.values(), strict=True):  # fmt: skip
         assert torch.equal(one, other)
-    moments = whole.critic.optimizer.state()
-    assert moments.keys() == again.critic.optimizer.state().keys()
-    assert all(torch.equal(moments[k], v) for k, v in again.critic.optimizer.state().items())
+    moments = whole.learner.critic.optimizer.state()
+    assert moments.keys() == again.learner.critic.optimizer.state().keys()
+    assert all(
+        torch.equal(moments[k], v) for k, v in again.learner.critic.optimizer.state().items()
+    )
     for row in numbers(at_once):
         assert row["loss/value"] > 0
         assert row["critic/grad_norm"] > 0
     folder = at_once.checkpoints()[-1][1]
     (folder / WEIGHTS_FILE).unlink()
     with pytest.raises(RunError, match="cannot be read"):
-        again.critic.load(folder)
+        again.learner.critic.load(folder)
     assert (folder / OPTIMIZER_FILE).exists()
 
 
@@ -77,7 +79,7 @@ def test_the_policy_stays_as_it_is_while_the_critic_warms_up(tmp_path: Path) -> 
     settings_ = [*PPO, "critic.warmup_steps=2", "train.steps=3", "critic.initial_value=0.25"]
     parts = assemble(config_of(*settings_))
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
-    head = parts.critic.head.bias.item()
+    head = parts.learner.critic.head.bias.item()
     run = RunFolder.create(tmp_path / "run", "", {})
     train(parts, run, [Notes()], StopSignal())
     rows = run.steps()

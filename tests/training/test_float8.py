@@ -106,8 +106,8 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_measures_and_corrects_what_float8_rounds(tmp_path: Path) -> None:
     parts, notes = assemble(resolve(load_config("arithmetic", SMALL))), Notes()
     assert not parts.engine.info.exact_logp
-    assert not parts.step_settings.old_logp_from_sampler
-    state = State(beta=parts.objective.beta)
+    assert not parts.learner.settings.old_logp_from_sampler
+    state = State(beta=parts.learner.objective.beta)
     report = measure(parts, state, notes, updates=0, alone=1)
     gaps = {cause.name: cause.gap.mean for cause in report.causes}
     assert list(gaps).index("float8") == list(gaps).index("slots") + 1

@@ -49,7 +49,7 @@ def gradient_checks(
 ) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum of per-completion gradients."""
     clock = clock or Clock()
-    learner = parts.learner_at(State(beta=parts.objective.beta))
+    learner = parts.learner_at(State(beta=parts.learner.objective.beta))
     learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
     if skipped := clock.skips("gradient", 2 * clock.pace.update):

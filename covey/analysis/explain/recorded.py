@@ -222,10 +222,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     state, number, path = State(beta=objective.beta), 0, config.model.path
     if found.checkpoint is not None:
         number, path = found.step, str(found.checkpoint)
-        state = checkpoint.load(learner.policy, learner.reference, found.checkpoint, number)
-        for other in (learner.critic, learner.teacher):
-            if other is not None:
-                other.load(found.checkpoint)
+        state = checkpoint.load(learner.policy, learner.others, found.checkpoint, number)
     behind = max(0, step - 1 - number)
     origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
