@@ -139,7 +139,7 @@ class Training:
     def _start_ranks(self, config: Config) -> None:
         """If Ray must start the ranks, start them, wait for their end, and exit."""
         from covey.training.parallel.lifeline import Reported
-        from covey.training.ray_needs import ray_starts_ranks, run_in_ranks
+        from covey.training.ray_actors import ray_starts_ranks, run_in_ranks
 
         if not ray_starts_ranks(config):
             return

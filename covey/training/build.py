@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-
-from torch import nn
 
 from covey.config import Config
 from covey.config.schema import Adapter
@@ -18,12 +15,7 @@ from covey.environments import Factory, make_factory, make_host
 from covey.environments.calls import CALL_FORMATS
 from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
-from covey.models.adapter import add_adapter, load_adapter, set_dropout
-from covey.models.device import make_deterministic
-from covey.models.gguf import find_gguf
 from covey.models.language_model import LanguageModel
-from covey.models.load_model import load_language_model
-from covey.models.model_path import adapter_base
 from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher
@@ -36,17 +28,15 @@ from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.tasks.task import sampled_ids
 from covey.training.checkpoint import Saved, State
-from covey.training.compact_adamw import CompactAdamW
-from covey.training.critic import Critic, make_critic
-from covey.training.make_engine import check_engine, make_engine, ray_reference
-from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
-from covey.training.parallel.gradients import GradientSums, sums_of
+from covey.training.critic import critic_of
+from covey.training.make_engine import check_engine, make_engine
+from covey.training.models import load_frozen, load_model, policy_of, with_path
 from covey.training.parallel.join import check_alike
-from covey.training.parallel.shard import shard_model
-from covey.training.parallel.world import ALONE, Ranks, World
+from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
-from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
+from covey.training.prompt_limit import fitting_prompts
+from covey.training.ray_actors import ray_reference
 from covey.training.resolve import (
     held_out_of,
     objective_of,
@@ -54,7 +44,6 @@ from covey.training.resolve import (
     reward_of,
     sampling_of,
     task_of,
-    template_of,
 )
 from covey.training.schedule import Used, schedule_of
 from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
@@ -137,7 +126,7 @@ def assemble(
     config = over_epochs(config, len(train_prompts))
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
-    engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
+    engine, sampling = make_engine(config, policy), sampling_of(config)
     scorer = scorer_of(config, reward, world.local_size)
     eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     interaction = interaction_of(config, model, environment)
@@ -203,150 +192,35 @@ def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
 
 
 def reference_of(
-    config: Config,
-    model: LanguageModel,
-    objective: Objective,
-    world: World = ALONE,
+    config: Config, model: LanguageModel, objective: Objective, world: World = ALONE
 ) -> Reference | None:
     """Build the reference policy, if the objective needs a reference."""
     if "reference" not in objective.needs:
         return None
     if config.cluster.address and config.cluster.reference_actor:
-        return ray_reference(config, load_model)
+        return ray_reference(config)
     offload = config.reference.kind == "offloaded"
-    load = partial(_load_frozen, config, model, world, offload=offload)
+    load = partial(load_frozen, config, model, world, offload=offload)
     return make_reference(config, policy=model, load=load)
 
 
 def teacher_of(
-    config: Config,
-    model: LanguageModel,
-    objective: Objective,
-    world: World = ALONE,
+    config: Config, model: LanguageModel, objective: Objective, world: World = ALONE
 ) -> Reference | None:
     """Load the teacher model, if the objective needs a teacher."""
     if "teacher" not in objective.needs:
         return None
     offload = config.teacher.offload
     if "privileged" in objective.needs:
-        own = partial(_load_frozen, config, model, world, offload=offload)
+        own = partial(load_frozen, config, model, world, offload=offload)
         return make_self_teacher(config, policy=model, load=own)
 
     def load(path: str) -> LanguageModel:
         # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
-        section = config.model.model_copy(update={"path": path})
-        alone = config.model_copy(update={"model": section, "adapter": Adapter()})
-        return _load_frozen(alone, model, world, offload=offload)
+        alone = with_path(config, path).model_copy(update={"adapter": Adapter()})
+        return load_frozen(alone, model, world, offload=offload)
 
     return make_teacher(config, policy=model, load=load)
-
-
-def critic_of(
-    config: Config,
-    model: LanguageModel,
-    objective: Objective,
-    world: World = ALONE,
-) -> Critic | None:
-    """Load the critic, if the objective trains a critic."""
-    if "values" not in objective.needs:
-        return None
-
-    def load(path: str) -> LanguageModel:
-        section = config.model.model_copy(update={"path": path})
-        device = world.device(config.model.device)
-        return load_model(config.model_copy(update={"model": section}), device)
-
-    critic = make_critic(config, policy=model, load=load, optimizer=partial(adamw_of, config))
-    if not isinstance(world, Ranks):
-        return critic
-    return replace(critic, sums=GradientSums(world, critic.optimizer))
-
-
-def _load_frozen(
-    config: Config, policy: LanguageModel, world: World, *, offload: bool
-) -> LanguageModel:
-    """Load a frozen model such as a reference; shard this model if the policy is sharded."""
-    found = load_model(config, world.device(config.model.device))
-    if not policy.sharded:
-        return found
-    found.model.requires_grad_(False)
-    offload = offload and found.device.type != "cpu"
-    return shard_model(found, config.parallel, world, offload=offload)
-
-
-def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model that the config sections [model] and [adapter] describe."""
-    if config.model.deterministic:
-        make_deterministic()
-    path = config.model.path
-    base = adapter_base(path)
-    model = load_language_model(
-        path if base is None else base,
-        dtype=config.model.dtype,
-        device=device or config.model.device,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        offload_activations=config.model.offload_activations,
-        template=template_of(config),
-        four_bit=config.adapter.load_in_4bit,
-    )
-    model = with_prompt_limit(config, model)
-    if base is not None:
-        model = load_adapter(model, Path(path))
-    model = _with_adapter(config, model)
-    if config.adapter.dropout:
-        set_dropout(model, config.adapter.dropout)
-    return model
-
-
-def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Add the adapter that [adapter] describes, unless the model already has an adapter."""
-    wanted = config.adapter
-    if model.adapter is not None:
-        if wanted.rank not in (0, model.adapter.r):
-            raise ConfigError(
-                f"config: adapter.rank = {wanted.rank}, but the adapter {config.model.path} has "
-                f"rank {model.adapter.r}; leave adapter.rank out, or merge the adapter first"
-            )
-        return model
-    if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
-        raise ConfigError(
-            f"config: model.path = {config.model.path!r} contains both an adapter and a model; "
-            "give a folder with only adapter_config.json and adapter_model.safetensors"
-        )
-    for name in ("also_train", "dropout", "load_in_4bit"):
-        if wanted.rank == 0 and getattr(wanted, name):
-            raise ConfigError(
-                f"config: adapter.{name} has no effect without an adapter; set adapter.rank, or "
-                f"leave adapter.{name} out to train all weights"
-            )
-    if wanted.rank == 0:
-        return model
-    settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})
-    # For a GGUF file or `smollm2`, the adapter names the imported folder, which peft can load.
-    base = config.model.path if find_gguf(config.model.path) is None else ""
-    return add_adapter(model, **settings, seed=config.seed, base=base)
-
-
-def policy_of(
-    config: Config,
-    model: LanguageModel,
-    world: World = ALONE,
-) -> Policy:
-    """Build the policy: the model with its optimizer, sharded (FSDP) or replicated (DDP)."""
-    sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
-    whole, model = model, shard_model(model, config.parallel, world) if sharded else model
-    optimizer = optimizer_of(config, model)
-    return Policy(
-        model=model,
-        optimizer=optimizer,
-        temperature=config.rollout.temperature,
-        logits_megabytes=config.train.logits_megabytes,
-        # A CUDA graph would replay the random numbers (dropout) that were drawn at capture time.
-        graphs=config.records_passes and not sharded and not config.adapter.dropout,
-        dropout=config.seed if config.adapter.dropout else None,
-        whole=whole if sharded else None,
-        sums=sums_of(model, optimizer, world),
-    )
 
 
 def step_settings_of(
@@ -389,28 +263,6 @@ def learner_at(base: Learner, config: Config, state: State) -> Learner:
         objective=replace(base.objective, beta=state.beta),
         settings=replace(base.settings, learning_rate=rate),
     )
-
-
-# Build an optimizer from the [optimizer] section of the configuration.
-
-
-def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
-    """Build the optimizer of a model's trained parameters."""
-    return adamw_of(config, model.model.named_parameters())
-
-
-def adamw_of(config: Config, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Build an AdamW optimizer for named parameters."""
-    settings = config.optimizer
-    options: AdamWSettings = {
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-    }
-    if settings.state == "compact":
-        return CompactAdamW(parameters, **options, seed=config.seed)
-    return MasterAdamW(parameters, **options)
 
 
 # Build the interaction of rollouts with an environment from the configuration.

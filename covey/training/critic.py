@@ -10,7 +10,6 @@ time of the critic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,13 +24,15 @@ from covey.config import Config
 from covey.errors import ConfigError, RunError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import predicting_hidden
-from covey.objective import value_loss
+from covey.objective import Objective, value_loss
 from covey.objective.critic import explained_variance
 from covey.objective.diagnostics import Meter, observe_values
 from covey.reference.fingerprint import tokenizer_digest
+from covey.training.models import adamw_of, load_model, with_path
 from covey.training.optimizer import Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.passes import rank_passes
+from covey.training.parallel.world import ALONE, Ranks, World
 from covey.types import Batch, Totals
 
 if TYPE_CHECKING:
@@ -89,19 +90,15 @@ class Critic:
             raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
 
 
-def make_critic(
-    config: Config,
-    *,
-    policy: LanguageModel,
-    load: Callable[[str], LanguageModel],
-    optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
-) -> Critic:
-    """Build the critic.
-
-    The function `load` loads the critic's model, which must have the policy's tokenizer.
-    """
+def critic_of(
+    config: Config, policy: LanguageModel, objective: Objective, world: World = ALONE
+) -> Critic | None:
+    """Load the critic, if the objective trains a critic."""
+    if "values" not in objective.needs:
+        return None
     section = config.critic
-    model = load(section.path or config.model.path)
+    chosen = with_path(config, section.path or config.model.path)
+    model = load_model(chosen, world.device(config.model.device))
     if section.path and tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
             f"config: critic.path = {section.path!r} has a different tokenizer than model.path = "
@@ -116,12 +113,14 @@ def make_critic(
     nn.init.zeros_(head.weight)
     nn.init.constant_(head.bias, section.initial_value)
     named = ((f"{HEAD}.{name}", weight) for name, weight in head.named_parameters())
+    optimizer = adamw_of(config, chain(model.model.named_parameters(), named))
     return Critic(
         model=model,
         head=head,
-        optimizer=optimizer(chain(model.model.named_parameters(), named)),
+        optimizer=optimizer,
         learning_rate=section.learning_rate,
         warmup_steps=section.warmup_steps,
+        sums=GradientSums(world, optimizer) if isinstance(world, Ranks) else None,
     )
 
 

@@ -32,7 +32,6 @@ from covey.run.trackers import Tracker
 from covey.scoring.baselines import REMEDY
 from covey.training.build import Parts
 from covey.training.checkpoint import State
-from covey.training.make_engine import lost_note
 from covey.training.policy import Policy
 from covey.training.preferences import PairSource
 from covey.training.step import training_step
@@ -345,3 +344,16 @@ def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
     if scoring:
         metrics["scoring/restarts"] = len(scoring)
     return [*engine, *scoring], metrics
+
+
+def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
+    """Return a one-line note on how much the log-probs of engine and trainer differ in a step."""
+    gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
+    by = f"objective.correction = {config.objective.options.get('correction')!r}"
+    if config.train.old_logp == "sampler":
+        by = "the ratio to the engine's log-probs"
+    return (
+        f"engine.{config.engine.rounds} = 'float8': mean |logp - sampler_logp| {gap:.2g}, "
+        f"effective sample size {1 / (1 + chi2):.1%}; {by} corrects for this, and `covey numerics` "
+        "shows the causes"
+    )

@@ -14,7 +14,7 @@ from covey.rewards.user import FUNCTIONS, own_name, with_none
 from covey.scoring import Scorer, make_scorer
 from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
 from covey.scoring.build import check_timeout
-from covey.training.make_engine import ray_scorer
+from covey.training.ray_actors import ray_scorer
 from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt
 

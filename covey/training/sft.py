@@ -29,11 +29,12 @@ from covey.run.resume import Start
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
-from covey.training.build import Components, load_model, policy_of
+from covey.training.build import Components
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
 from covey.training.make_engine import native_engine
+from covey.training.models import load_model, policy_of
 from covey.training.parallel.passes import training_passes
 from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy

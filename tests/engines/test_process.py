@@ -25,8 +25,9 @@ from covey.run.folder import RunFolder
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks.arithmetic import Arithmetic
-from covey.training.build import Parts, assemble, load_model
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
+from covey.training.models import load_model
 from covey.training.resolve import resolve
 from covey.types import Group
 from tests.trackers import Notes

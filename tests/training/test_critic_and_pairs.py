@@ -17,8 +17,8 @@ from covey.objective import with_advantage
 from covey.reference import FrozenReference
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
-from covey.training.build import assemble, critic_of
-from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE
+from covey.training.build import assemble
+from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE, critic_of
 from covey.training.loop import train
 from covey.training.preferences import read_pairs
 from covey.training.resolve import resolve

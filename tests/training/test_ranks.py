@@ -21,14 +21,9 @@ from covey.objective import ALGORITHMS
 from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rollout.episode import encode_prompts, generate
-from covey.training.build import (
-    critic_of,
-    load_model,
-    policy_of,
-    reference_of,
-    step_settings_of,
-    teacher_of,
-)
+from covey.training.build import reference_of, step_settings_of, teacher_of
+from covey.training.critic import critic_of
+from covey.training.models import load_model, policy_of
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.join import joined_world
 from covey.training.parallel.world import World

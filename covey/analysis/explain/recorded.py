@@ -20,16 +20,10 @@ from covey.run.folder import RunFolder
 from covey.run.records import read_episode, to_stderr
 from covey.run.resume import last_good
 from covey.training import checkpoint
-from covey.training.build import (
-    critic_of,
-    learner_at,
-    load_model,
-    policy_of,
-    reference_of,
-    step_settings_of,
-    teacher_of,
-)
+from covey.training.build import learner_at, reference_of, step_settings_of, teacher_of
 from covey.training.checkpoint import State
+from covey.training.critic import critic_of
+from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of, sampling_of
 from covey.training.step import Learner, training_step

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from covey.config import load_config
 from covey.engines.vllm.sync import AdapterSync, FileSync
-from covey.training.build import load_model
+from covey.training.models import load_model
 from covey.training.resolve import resolve
 
 
