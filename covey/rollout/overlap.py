@@ -18,10 +18,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -71,12 +72,10 @@ class CopySource:
                 f"config: overlap.in_flight = true does not work with engine.kind = "
                 f"{parts.config.engine.kind!r}, which cannot load weights while it generates"
             )
-        self.changed = threading.Condition()
         self.weights: WeightSource = tuple
-        self.queue: deque[tuple[Ticket, Snapshot]] = deque()
-        self.working: Ticket | None = None
-        self.done: dict[int, StepRollouts] = {}
-        self.failure: BaseException | None = None
+        self.queue: SimpleQueue[tuple[Ticket, Snapshot] | None] = SimpleQueue()
+        self.started: dict[int, Future[StepRollouts]] = {}
+        """The rollouts of each requested step that the training loop has not taken yet."""
         self.closed = False
         self.thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
         self.thread.start()
@@ -94,59 +93,40 @@ class CopySource:
         snapshot: Snapshot = {}
         if not self.in_flight:
             snapshot = {name: weight.clone() for name, weight in self.weights()}
-        with self.changed:
-            self.queue.extend((ticket, snapshot) for ticket in tickets)
-            self.changed.notify_all()
+        for ticket in tickets:
+            self.started[ticket.step] = Future()
+            self.queue.put((ticket, snapshot))
 
     def take(self, step: int) -> StepRollouts:
         """Wait for the rollouts of a step."""
-        with self.changed, may_be_given_up():
-            self._wait_for([step])
-            return self.done.pop(step)
+        with may_be_given_up():
+            found = self.started[step].result()
+        del self.started[step]
+        return found
 
     def pending(self, after: int) -> list[StepRollouts]:
         """Wait for the rollouts of all started steps, and return them."""
-        with self.changed:
-            queued = [ticket.step for ticket, _ in self.queue]
-            working = [] if self.working is None else [self.working.step]
-            steps = sorted(step for step in (*self.done, *working, *queued) if step > after)
-            self._wait_for(steps)
-            return [self.done[step] for step in steps]
-
-    def _wait_for(self, steps: Sequence[int]) -> None:
-        self.changed.wait_for(lambda: self.failure or all(step in self.done for step in steps))
-        if self.failure is not None:
-            raise self.failure
+        return [self.started[step].result() for step in sorted(self.started) if step > after]
 
     def close(self) -> None:
         """Let the rollout thread end after its current request."""
-        with self.changed:
-            self.closed = True
-            self.queue.clear()
-            self.changed.notify_all()
+        self.closed = True
+        self.queue.put(None)
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Process queued requests for rollouts until the source is closed."""
-        while True:
-            idle = time.perf_counter()
-            with self.changed:
-                self.changed.wait_for(lambda: self.queue or self.closed)
-                if self.closed:
-                    return
-                self.working, snapshot = self.queue.popleft()
+        """Process queued requests for rollouts until one fails or the source is closed."""
+        idle = time.perf_counter()
+        while (asked := self.queue.get()) is not None and not self.closed:
+            ticket, snapshot = asked
             waited = time.perf_counter() - idle
             try:
-                found = self._collect(self.working, snapshot)
+                found = replace(self._collect(ticket, snapshot), engine_waited=waited)
             except BaseException as error:  # `take` raises this error in the trainer
-                with self.changed:
-                    self.failure = error
-                    self.changed.notify_all()
+                self.started[ticket.step].set_exception(error)
                 return
-            with self.changed:
-                self.done[found.ticket.step] = replace(found, engine_waited=waited)
-                self.working = None
-                self.changed.notify_all()
+            self.started[ticket.step].set_result(found)
+            idle = time.perf_counter()
 
     def _collect(self, ticket: Ticket, snapshot: Snapshot) -> StepRollouts:
         # An evaluation may use the engine in between, with other weights.
