@@ -12,7 +12,7 @@ from covey.types import EQUAL_REWARDS, Batch, Group
 class Selected:
     """The groups to train on, and the number of groups dropped for each reason."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
     unscored: int = 0
     """Number of groups dropped because fewer than two of their rollouts were scored."""
     stale: int = 0

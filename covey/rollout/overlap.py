@@ -154,8 +154,7 @@ class RolloutQueue:
         """Request rollouts of `step` and perhaps of later steps; return the rollouts of `step`."""
         policy, config = self.parts.policy, self.parts.config
         self.newest = max(self.newest, step - 1, *self.held)
-        rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
-        count = config.rollout.prompts_per_step * rounds
+        count = config.rollout.prompts_per_step * config.filter.rounds
         tickets = [
             Ticket(each, policy.version, share, self.choice.picks(each, count))
             for each in self._to_start(step)
