@@ -44,9 +44,10 @@ from covey.training.resolve import (
     reward_of,
     sampling_of,
     task_of,
+    truncates_unseen,
 )
 from covey.training.schedule import Used, schedule_of
-from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
+from covey.training.scorers import scorers_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
 
@@ -120,42 +121,32 @@ def assemble(
         check_columns(reward, prompt)
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
-        check_ranks(config, world, _digest(model, train_prompts, held_out))
+        _check_ranks(config, world, model, train_prompts, held_out)
     train_prompts, notes = fitting_prompts(config, model, train_prompts, "training")
     held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
     config = over_epochs(config, len(train_prompts))
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
-    engine, sampling = make_engine(config, policy), sampling_of(config)
-    scorer = scorer_of(config, reward, world.local_size)
-    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
+    engine = make_engine(config, policy)
+    scorers = scorers_of(config, held_out, world.local_size, reward)
     interaction = interaction_of(config, model, environment)
-    learner = Learner(
-        policy=policy,
-        objective=objective,
-        settings=step_settings_of(config, objective, sampling, engine.info.exact_logp),
-        reference=reference,
-        teacher=teacher_of(config, policy.model, objective, world),
-        critic=critic_of(config, policy.model, objective, world),
-        world=world,
-    )
+    exact, penalty = engine.info.exact_logp, config.length_penalty
+    learner = learner_of(config, policy, objective, reference, exact_logp=exact, world=world)
     return Parts(
         config=config,
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         notes=(*notes, *more_notes),
-        scorer=scorer,
-        eval_scorer=eval_scorer,
-        baselines=baselines_of(config, eval_scorer, held_out, reward),
-        length_penalty=_length_penalty(config),
+        **scorers,
+        length_penalty=LENGTH_PENALTIES[penalty.name](**penalty.options),
         policy=policy,
         learner=learner,
         others=learner.others,
         privileged=privileged_of(config.teacher, model, objective, train_prompts),
         engine=engine,
         world=world,
-        sampling=with_stops(sampling, interaction),
+        sampling=with_stops(sampling_of(config), interaction),
         interaction=interaction,
     )
 
@@ -170,25 +161,42 @@ def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Pro
     return train_prompts, held_out
 
 
-def _length_penalty(config: Config) -> LengthPenalty:
-    return LENGTH_PENALTIES[config.length_penalty.name](**config.length_penalty.options)
-
-
-def check_ranks(config: Config, world: World, digest: str) -> None:
+def _check_ranks(
+    config: Config, world: World, model: LanguageModel, *prompts: Sequence[Prompt]
+) -> None:
     """Raise ConfigError if ranks differ in weights or data, or if a setting needs a single rank."""
     if config.overlap.staleness and config.overlap.mode == "copy":
         raise ConfigError(
             "config: overlap.mode = 'copy' works only on one rank; set overlap.mode = 'ahead' or "
             "overlap.staleness = 0"
         )
-    check_alike(world, "weights or data", digest)
-
-
-def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
-    """Return a digest of weights and prompts. The digest must be equal on all ranks."""
     ids = hashlib.sha256(repr([sampled_ids(some) for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
-    return f"{ids} {size!r}"
+    check_alike(world, "weights or data", f"{ids} {size!r}")
+
+
+def learner_of(
+    config: Config,
+    policy: Policy,
+    objective: Objective,
+    reference: Reference | None,
+    *,
+    exact_logp: bool,
+    world: World = ALONE,
+) -> Learner:
+    """Build what a training step needs, with the teacher and the critic.
+
+    `exact_logp` says whether the engine's log-probs are exact enough to serve as old_logp.
+    """
+    return Learner(
+        policy=policy,
+        objective=objective,
+        settings=step_settings_of(config, objective, exact_logp=exact_logp),
+        reference=reference,
+        teacher=teacher_of(config, policy.model, objective, world),
+        critic=critic_of(config, policy.model, objective, world),
+        world=world,
+    )
 
 
 def reference_of(
@@ -223,18 +231,15 @@ def teacher_of(
     return make_teacher(config, policy=model, load=load)
 
 
-def step_settings_of(
-    config: Config, objective: Objective, sampling: Sampling, exact_logp: bool
-) -> StepSettings:
+def step_settings_of(config: Config, objective: Objective, *, exact_logp: bool) -> StepSettings:
     """Return the settings of a training step, such as its mini-batches and the source of old_logp.
 
-    `exact_logp` says whether the engine's log-probs are exact enough to serve as old_logp. If
-    rollouts may be stale and the objective has no importance correction, the engine's log-probs
+    If rollouts may be stale and the objective has no importance correction, the engine's log-probs
     serve as old_logp, so that the ratio corrects for staleness.
     """
     source, stale = config.train.old_logp, config.stale
     sampled = not config.preferences.file
-    exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
+    exact = exact_logp and not truncates_unseen(config)
     if stale:
         exact = not objective.corrects
     from_sampler = sampled and (source == "sampler" or (source == "auto" and exact))

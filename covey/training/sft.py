@@ -41,7 +41,7 @@ from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import Budget, learning_rate
-from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
+from covey.training.scorers import scorers_of
 from covey.training.sft_data import Example, Solutions, encode_example, solutions_of
 from covey.training.trainer import Trainer
 from covey.types import Batch, Group, Prompt, Rollout, Totals
@@ -84,17 +84,13 @@ def build_sft(
     policy = policy_of(config, model, world)
     # Cross-entropy uses temperature 1, whatever the sampling temperature is.
     policy.temperature = 1.0
-    scorer = scorer_of(config, ranks=world.local_size)
-    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     parts = SftParts(
         config=config,
         solutions=solutions,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         notes=tuple(notes),
-        scorer=scorer,
-        eval_scorer=eval_scorer,
-        baselines=baselines_of(config, eval_scorer, held_out),
+        **scorers_of(config, held_out, world.local_size),
         policy=policy,
         engine=native_engine(policy),
         sampling=sampling_of(config),

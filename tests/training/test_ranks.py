@@ -207,7 +207,7 @@ class Trainer:
         learner = Learner(
             policy=policy,
             objective=objective,
-            settings=step_settings_of(config, objective, sampling_of(config), exact_logp=True),
+            settings=step_settings_of(config, objective, exact_logp=True),
             reference=self.references[kind],
             teacher=teacher_of(config, policy.model, objective, self.world),
             world=self.world,
@@ -322,7 +322,7 @@ def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
 def updated(world: World, config: Config, groups: Sequence[Group], dtype: torch.dtype) -> Weights:
     """Take twenty optimizer steps with every option; return the weights."""
     policy, objective = policy_of(config, build("gpt2", dtype), world), objective_of(config)
-    settings = step_settings_of(config, objective, sampling_of(config), exact_logp=True)
+    settings = step_settings_of(config, objective, exact_logp=True)
     reference = FrozenReference(
         model=changed(build("gpt2", dtype), 0.01), temperature=1.0, logits_megabytes=8.0
     )
