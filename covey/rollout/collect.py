@@ -142,22 +142,8 @@ class Collector:
             interaction=self.interaction,
         )
         sampled = time.perf_counter()
-        groups, errors, trace = [], [], ""
-        for number, group in enumerate(generated):
-            pairs = list(zip(group.rollouts, scoring.results(number), strict=True))
-            scored = [_scored(rollout, result, self.scorer.identity) for rollout, result in pairs]
-            groups.append(replace(group, rollouts=tuple(scored)))
-            failed = (
-                f"{rollout.prompt_id} sample {rollout.sample}: {result.error}"
-                for rollout, result in pairs
-                if result.score is None and result.error
-            )
-            errors.append(tuple(failed))
-            trace = trace or next((result.trace for _, result in pairs if result.trace), "")
-        collected = Collected(
-            groups=tuple(groups),
-            errors=tuple(errors),
-            trace=trace,
+        collected = replace(
+            scoring.collected(generated),
             rollout_seconds=sampled - started,
             score_seconds=time.perf_counter() - sampled,
         )
@@ -210,7 +196,24 @@ class _Scoring:
         texts = tuple(rollout.text for rollout in rollouts)
         return Job(prompt=prompt.prompt, texts=texts, progress=self.share, call=call)
 
-    def results(self, number: int) -> list[ScoreResult]:
+    def collected(self, generated: Sequence[Group]) -> Collected:
+        """Wait for the scores of all groups, and return the scored groups."""
+        groups, errors, trace = [], [], ""
+        for number, group in enumerate(generated):
+            pairs = list(zip(group.rollouts, self._results(number), strict=True))
+            identity = self.collector.scorer.identity
+            scored = tuple(_scored(rollout, result, identity) for rollout, result in pairs)
+            groups.append(replace(group, rollouts=scored))
+            failed = (
+                f"{rollout.prompt_id} sample {rollout.sample}: {result.error}"
+                for rollout, result in pairs
+                if result.score is None and result.error
+            )
+            errors.append(tuple(failed))
+            trace = trace or next((result.trace for _, result in pairs if result.trace), "")
+        return Collected(groups=tuple(groups), errors=tuple(errors), trace=trace)
+
+    def _results(self, number: int) -> list[ScoreResult]:
         """Wait for the scores of a group."""
         jobs, samples = self.jobs.get(number, {}), range(self.group_size)
         with may_be_given_up():
