@@ -27,8 +27,8 @@ from covey.embedded.recipe import BATCH, Stage, build_model, build_tokenizer, tr
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.tasks.products import factors
-from covey.training.collate import collate
-from covey.types import Batch, Group, Prompt, Rollout
+from covey.training.sft import stack
+from covey.types import Batch, Rollout
 
 SEED, DIGITS = 0, 3
 CALLS, WRONG_CALLS = 0.125, 0.2
@@ -82,9 +82,8 @@ def rollout_of(model: LanguageModel, stage: Stage, index: int) -> Rollout:
 
 def batch_of(model: LanguageModel, stage: Stage, random: Random) -> Batch:
     """Draw the batch of one optimizer step."""
-    blank = Prompt(id="", task="", messages=(), target="")
     rollouts = [rollout_of(model, stage, random.randrange(10**6)) for _ in range(BATCH)]
-    return collate([Group(prompt=blank, rollouts=(r,)) for r in rollouts], model.device)
+    return stack(rollouts, model.device)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -234,7 +234,8 @@ def train_stage(
         learned = learn(policy, batch, rate=rate, micro_batch_tokens=MICRO_BATCH_TOKENS)
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start
-            print(f"step {step + 1}/{stage.steps}  loss {learned.loss:.3f}  {seconds:.0f} s")
+            loss = learned["loss/cross_entropy"]
+            print(f"step {step + 1}/{stage.steps}  loss {loss:.3f}  {seconds:.0f} s")
 
 
 def train_embedded(seed: int = SEED) -> LanguageModel:

@@ -42,7 +42,7 @@ from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import Budget, learning_rate
 from covey.training.scorers import scorers_of
-from covey.training.sft_data import Example, Solutions, encode_example, solutions_of
+from covey.training.sft_data import Solutions, encode_example, solutions_of
 from covey.training.trainer import Trainer
 from covey.types import Batch, Group, Prompt, Rollout, Totals
 
@@ -153,22 +153,15 @@ class Supervised(Trainer):
                 warmup_steps=sft.warmup_steps,
                 total_steps=parts.steps,
             )
-            learned = learn(
+            metrics |= learn(
                 policy,
                 stack(examples, policy.model.device),
                 rate=rate,
                 micro_batch_tokens=parts.config.train.micro_batch_tokens,
                 world=parts.world,
             )
-            metrics |= {
-                "loss/cross_entropy": learned.loss,
-                "policy/entropy_avg": learned.entropy,
-                "lr": rate,
-                "optim/grad_norm": learned.grad_norm,
-                "optim/skipped": int(learned.skipped),
-                "sft/tokens": learned.tokens,
-                "time/tokens_per_second": learned.tokens / (time.perf_counter() - started),
-            }
+            taken = time.perf_counter() - started
+            metrics["time/tokens_per_second"] = metrics["sft/tokens"] / taken
         metrics |= {
             "sft/epoch": min(state.step * self.rollouts, parts.total) / len(parts.solutions),
             "sft/examples": len(examples),
@@ -179,7 +172,7 @@ class Supervised(Trainer):
         log.step(metrics)
 
 
-def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
+def step_examples(parts: SftParts, step: int) -> tuple[list[Rollout], list[int]]:
     """Return the SFT examples of a step, and the token counts of solutions left out.
 
     Solutions that are too long are left out, so a step may have no examples.
@@ -203,55 +196,10 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]
     return examples, left_out
 
 
-def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """Stack SFT examples into a batch. The loss covers every solution token."""
+def stack(examples: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
+    """Collate written completions into a batch, each as a group of its own."""
     blank = Prompt(id="", task="", messages=(), target="")
-    rollouts = [
-        Rollout.single_turn(
-            prompt_id="",
-            sample=0,
-            prompt_tokens=example.prompt_tokens,
-            tokens=example.tokens,
-            sampler_logp=(0.0,) * len(example.tokens),
-            text="",
-            finish="stop",
-            policy_version=0,
-        )
-        for example in examples
-    ]
-    return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in rollouts], device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftLearned:
-    """The metrics of one SFT optimizer step."""
-
-    loss: float
-    """Mean cross-entropy of the solution tokens, before this step's weight update."""
-    entropy: float
-    """Mean entropy of the next-token distributions, before this step's weight update."""
-    tokens: int
-    grad_norm: float
-    skipped: bool
-
-
-def with_token_mean(batch: Batch) -> Batch:
-    """Set the token weights of one optimizer step, so that the loss is a mean over tokens."""
-    return replace(batch, weight=token_mean(batch, Totals.of(batch)))
-
-
-def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
-    """Return how much the given rows add to the step's mean cross-entropy."""
-    assert batch.weight is not None, "weights come from the whole step"
-    return -(logp * batch.weight.to(logp.dtype)).sum()
-
-
-def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
-    """Run backward on a micro-batch; return what it adds to mean loss and entropy, [2]."""
-    now = policy.logp(micro)
-    part = cross_entropy(micro, now.logp)
-    part.backward()
-    return torch.stack([part.detach(), -cross_entropy(micro, now.entropy.detach())])
+    return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in examples], device)
 
 
 def learn(
@@ -261,20 +209,34 @@ def learn(
     rate: float,
     micro_batch_tokens: int,
     world: World = ALONE,
-) -> SftLearned:
-    """Take one optimizer step on a batch; each rank processes some of the rows."""
+) -> dict[str, float]:
+    """Take one optimizer step on a batch, of which each rank processes some rows.
+
+    Return metrics. Loss and entropy are means over the solution tokens, before the weight update.
+    """
     policy.model.model.train()
-    batch = with_token_mean(batch)
+    batch = replace(batch, weight=token_mean(batch, Totals.of(batch)))
     passes = training_passes(policy, batch, micro_batch_tokens, world)
     parts = [_backward(policy, micro) for _, micro in passes]
     stepped = policy.step(rate)
     # These values are read last, because the read waits until the device has finished its work.
     mine = [sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
     loss, entropy = (sum(column) for column in zip(*world.gather(mine), strict=True))
-    return SftLearned(
-        loss=loss,
-        entropy=entropy,
-        tokens=int(batch.mask.sum()),
-        grad_norm=stepped.grad_norm,
-        skipped=stepped.skipped,
-    )
+    return {
+        "loss/cross_entropy": loss,
+        "policy/entropy_avg": entropy,
+        "lr": rate,
+        "optim/grad_norm": stepped.grad_norm,
+        "optim/skipped": int(stepped.skipped),
+        "sft/tokens": int(batch.mask.sum()),
+    }
+
+
+def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
+    """Run backward on a micro-batch; return what it adds to mean loss and entropy, [2]."""
+    assert micro.weight is not None, "weights come from the whole step"
+    now, weight = policy.logp(micro), micro.weight
+    loss = -(now.logp * weight.to(now.logp.dtype)).sum()
+    loss.backward()
+    entropy = (now.entropy.detach() * weight.to(now.entropy.dtype)).sum()
+    return torch.stack([loss.detach(), entropy])
