@@ -31,7 +31,7 @@ def final_answer(text: str) -> str:
     ('8', '1008', 'no.')
     """
     tail = text[-TAIL:]
-    marked = [match for match in _MARKED.finditer(tail)]
+    marked = list(_MARKED.finditer(tail))
     if marked:
         answer = next((group for group in marked[-1].groups() if group is not None), "")
     else:
@@ -45,22 +45,6 @@ def target_counts(targets: Sequence[str]) -> AnswerCounts | None:
     if any(not target.strip() or len(target) > LONGEST_TARGET for target in targets):
         return None
     return AnswerCounts.of([target.strip() for target in targets])
-
-
-def best_constant(targets: Sequence[str]) -> float | None:
-    """Return the accuracy of the best constant answer, which is the most frequent target.
-
-    >>> best_constant(["1", "1", "2", "3"]), best_constant(["a long text " * 9])
-    (0.5, None)
-    """
-    counts = target_counts(targets)
-    return None if counts is None else counts.top_share
-
-
-def spaced(items: Sequence[str], most: int) -> list[str]:
-    """Return evenly spaced items of a sequence, no more than `most` items."""
-    step = max(1, math.ceil(len(items) / most))
-    return list(items[::step])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,23 @@
-"""Metrics of a step's rollouts, and of the filters that drop groups."""
+"""Metrics of a step's rollouts, of the filters that drop groups, and of overlap."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from covey.objective.advantage import zero_variance
-from covey.rollout.answers import AnswerCounts, final_answer, spaced, target_counts
+from covey.rollout.answers import AnswerCounts, final_answer, target_counts
 from covey.rollout.collect import Collected
 from covey.rollout.source import StepRollouts
 from covey.types import Group, Rollout
+
+if TYPE_CHECKING:
+    from covey.config.schema import Overlap
 
 MOST_READ = 128
 """For speed, final answers and repetitions are counted in at most this many completions."""
@@ -48,12 +52,11 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
 def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return metrics of answer variety, and the accuracy of the best constant answer."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    texts = spaced([rollout.text for rollout in rollouts], MOST_READ)
-    answers = AnswerCounts.of([final_answer(text) for text in texts])
+    some = rollouts[:: math.ceil(len(rollouts) / MOST_READ)]
+    answers = AnswerCounts.of([final_answer(rollout.text) for rollout in some])
     targets = target_counts([group.prompt.target for group in groups])
-    every = math.ceil(len(rollouts) / MOST_READ)
     metrics = {
-        "rollout/repetition": repetition([r.tokens for r in rollouts[::every]]),
+        "rollout/repetition": repetition([rollout.tokens for rollout in some]),
         "rollout/distinct_answers": answers.distinct,
         "rollout/effective_answers": answers.effective,
         "rollout/top_answer_share": answers.top_share,
@@ -96,6 +99,33 @@ def selection_metrics(rollouts: StepRollouts) -> dict[str, float]:
         "rollout/trained_groups": len(selected.groups),
         "rollout/rounds": rollouts.rounds,
     }
+
+
+def overlap_metrics(
+    rollouts: StepRollouts, overlap: Overlap, waited: float, version: int
+) -> dict[str, float]:
+    """Return a step's staleness and waiting times; `version` is the policy's version.
+
+    `waited` are the seconds that training waited for the rollouts.
+    """
+    if not overlap.staleness:
+        return {}
+    spans = [
+        span for rollout in rollouts.collected.rollouts for s in rollout.segments
+        for span in s.versions
+    ]  # fmt: skip
+    sizes, versions = [span.stop - span.start for span in spans], [span.version for span in spans]
+    mean = sum(s * v for s, v in zip(sizes, versions, strict=True)) / max(1, sum(sizes))
+    metrics = {
+        "overlap/staleness": version - mean,
+        "overlap/staleness_max": version - min(versions),
+        "overlap/version_min": min(versions),
+        "overlap/version_max": max(versions),
+    }
+    if overlap.mode == "copy":
+        metrics["time/wait_rollouts"] = waited
+        metrics["time/wait_training"] = rollouts.engine_waited
+    return metrics
 
 
 def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import News
 from covey.objective.masked import row_sum
 from covey.rollout.curriculum import PromptChoice
-from covey.rollout.metrics import rollout_metrics, selection_metrics
+from covey.rollout.metrics import overlap_metrics, rollout_metrics, selection_metrics
 from covey.rollout.overlap import CopySource, RolloutQueue, read_in_flight, write_in_flight
 from covey.rollout.replay import ReplayBuffer
 from covey.rollout.source import RolloutSource, StepRollouts, SynchronousSource
@@ -100,8 +100,8 @@ class Reinforcement(Trainer):
         learner = parts.learner_at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
         rollouts = self.queue.take(state.step, share)
-        waited = time.perf_counter() - started
-        overlap = overlap_metrics(parts, rollouts, waited, parts.policy.version)
+        waited, version = time.perf_counter() - started, parts.policy.version
+        overlap = overlap_metrics(rollouts, parts.config.overlap, waited, version)
         collected, deaths = rollouts.collected, self._note_events(state.step, rollouts, log)
         replayed, data = self._replayed(state.step, rollouts, log)
         groups = (*rollouts.selected.groups, *replayed)
@@ -132,8 +132,9 @@ class Reinforcement(Trainer):
         metrics |= reference_rewards(metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
-            rows = _rollout_rows(run, collected.groups, replayed, groups, batch)
-            log.table("rollouts", state.step, rows)
+            every = (*collected.groups, *replayed)
+            means = _mean_advantages(every, groups, batch)
+            log.table("rollouts", state.step, run.rollout_rows(every, means, len(replayed)))
         if parts.world.is_main:
             _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
@@ -178,18 +179,6 @@ def _progress(parts: Parts, state: State) -> dict[str, Any]:
         "epoch": prompts / len(parts.train_prompts),
         "reward_id": parts.scorer.identity,
     }
-
-
-def _rollout_rows(
-    run: RunFolder,
-    collected: Sequence[Group],
-    replayed: Sequence[Group],
-    trained: Sequence[Group],
-    batch: Batch | None,
-) -> list[dict[str, Any]]:
-    """Return one table row per rollout of a step. Replayed rollouts come last."""
-    every = (*collected, *replayed)
-    return run.rollout_rows(every, _mean_advantages(every, trained, batch), len(replayed))
 
 
 def _mean_advantages(
@@ -283,7 +272,7 @@ def utilisation(device: str, weights: int, tokens: int, seconds: float) -> float
     return None if peak is None else 6 * weights * tokens / (seconds * peak)
 
 
-# Notes and metrics about overlapped generation: staleness, waiting times and restarts.
+# Notes about overlapped generation, float8, and restarts of processes.
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -304,31 +293,6 @@ def overlap_note(parts: Parts) -> str:
     known = f" ({NAMES[name]})" if name in NAMES else ""
     more = f" and objective.veto = {options['veto']:g}" if options["veto"] else ""
     return f"{age}; correction: objective.correction = {name!r}{known}, {low:g} to {high:g}{more}"
-
-
-def overlap_metrics(
-    parts: Parts, rollouts: StepRollouts, waited: float, version: int
-) -> dict[str, float]:
-    """Return a step's staleness and waiting times; `version` is the policy's version."""
-    overlap, metrics = parts.config.overlap, {}
-    if not overlap.staleness:
-        return {}
-    spans = [
-        span for rollout in rollouts.collected.rollouts for s in rollout.segments
-        for span in s.versions
-    ]  # fmt: skip
-    sizes, versions = [span.stop - span.start for span in spans], [span.version for span in spans]
-    mean = sum(s * v for s, v in zip(sizes, versions, strict=True)) / max(1, sum(sizes))
-    metrics = {
-        "overlap/staleness": version - mean,
-        "overlap/staleness_max": version - min(versions),
-        "overlap/version_min": min(versions),
-        "overlap/version_max": max(versions),
-    }
-    if overlap.mode == "copy":
-        metrics["time/wait_rollouts"] = waited
-        metrics["time/wait_training"] = rollouts.engine_waited
-    return metrics
 
 
 def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
