@@ -145,19 +145,23 @@ class Rollout:
         prompt_tokens: tuple[int, ...],
         tokens: tuple[int, ...],
         sampler_logp: tuple[float, ...],
-        policy_version: int,
+        policy_version: int = 0,
+        versions: tuple[VersionSpan, ...] | None = None,
         trained: tuple[bool, ...] | None = None,
         kept: tuple[str, ...] = (),
         **fields: Any,
     ) -> Rollout:
-        """Return a single-turn rollout; one policy version sampled the whole completion."""
+        """Return a single-turn rollout.
+
+        Without `versions`, the version `policy_version` sampled the whole completion.
+        """
         size = len(tokens)
         segment = Segment(
             prompt_tokens=prompt_tokens,
             tokens=tokens,
             trained=(True,) * size if trained is None else trained,
             sampler_logp=sampler_logp,
-            versions=(VersionSpan(0, size, policy_version),),
+            versions=(VersionSpan(0, size, policy_version),) if versions is None else versions,
             kept=kept,
         )
         turn = Turn(role="assistant", start=0, stop=size)

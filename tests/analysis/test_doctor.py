@@ -87,13 +87,12 @@ def test_a_wrong_denominator(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_shifted_log_probs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = episode._rollout
+    own = episode.SingleTurnEpisodes.done
 
-    def shifted(encoded: Any, completion: Any, text: str) -> Any:
-        moved = (*completion.logp[1:], completion.logp[0])
-        return own(encoded, replace(completion, logp=moved), text)
+    def shifted(source: Any, completions: Any) -> None:
+        own(source, [replace(c, logp=(*c.logp[1:], c.logp[0])) for c in completions])
 
-    monkeypatch.setattr(episode, "_rollout", shifted)
+    monkeypatch.setattr(episode.SingleTurnEpisodes, "done", shifted)
     assert failed(engine_checks(parts, groups_of(parts))) == ["engine: log-probs"]
 
 
