@@ -32,7 +32,6 @@ from safetensors.torch import load_file, save_file
 from covey.errors import RunError
 from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.models.from_pretrained import read_pretrained
-from covey.models.language_model import LanguageModel
 from covey.models.sharded_tensors import placed_like, whole_tensors
 from covey.run.best import best_step
 from covey.run.folder import RunFolder
@@ -164,17 +163,22 @@ def save_policy(
     If the policy is sharded, all ranks must call this function, but only the rank that passes
     `writes=True` creates files. The state of a sharded optimizer must already be in the folder.
     """
+    model = policy.whole or policy.model
+    if model.adapter is None:
+        weights = master_state_dict(policy, keep=writes)
+    else:
+        weights = whole_tensors(policy.optimizer.masters, keep=writes)
+    if not writes:
+        return
     try:
-        if policy.model.adapter is None:
-            weights = master_state_dict(policy, keep=writes)
-            if writes:
-                _write_model(policy.whole or policy.model, weights, folder)
+        if model.adapter is None:
+            config = copy.deepcopy(model.model.config)
+            config.dtype = torch.float32
+            model.model.save_pretrained(folder, state_dict=weights)
+            config.save_pretrained(folder)
+            model.tokenizer.save_pretrained(folder)
         else:
-            masters = whole_tensors(policy.optimizer.masters, keep=writes)
-            if writes:
-                save_adapter(policy.model, masters, folder)
-        if not writes:
-            return
+            save_adapter(policy.model, weights, folder)
         if policy.whole is None:
             tensors = {k: v.contiguous() for k, v in policy.optimizer.state().items()}
             save_file(tensors, folder / OPTIMIZER_FILE)
@@ -182,14 +186,6 @@ def save_policy(
         # safetensors reports a full disk with its own error; callers expect an OSError.
         raise OSError(str(error)) from None
     (folder / STATE_FILE).write_text(json.dumps({**state, "version": policy.version}, indent=2))
-
-
-def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    config = copy.deepcopy(model.model.config)
-    config.dtype = torch.float32
-    model.model.save_pretrained(folder, state_dict=dict(weights))
-    config.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
 
 
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -212,26 +208,19 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
     """Restore policy and optimizer in place; return the saved state."""
     try:
         state = _read_state(folder / STATE_FILE)
-        if has_state(folder):
+        if (folder / STATE_FOLDER / METADATA_FILE).is_file():
             load_state(policy.optimizer, folder, sharded=policy.model.sharded)
         else:
-            weights = read_weights(policy, folder)
+            weights, masters = read_weights(policy, folder), policy.optimizer.masters
             moments = load_file(folder / OPTIMIZER_FILE)
-            _load_whole(policy.optimizer, weights, moments)
+            policy.optimizer.load(
+                {name: placed_like(weights[name].detach(), masters[name]) for name in masters},
+                {k: placed_like(v, masters[k.split(".", 1)[1]]) for k, v in moments.items()},
+            )
         policy.version = state["version"]
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
     return state
-
-
-def _load_whole(
-    optimizer: Optimizer, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
-) -> None:
-    """Copy full tensors into the optimizer, whose master weights may be sharded."""
-    masters = optimizer.masters
-    placed = {name: placed_like(weights[name].detach(), masters[name]) for name in masters}
-    state = {k: placed_like(v, masters[k.split(".", 1)[1]]) for k, v in moments.items()}
-    optimizer.load(placed, state)
 
 
 def _read_state(file: Path) -> dict[str, Any]:
@@ -268,7 +257,7 @@ def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
 # read the folder. Torch describes the folder in the pickle `.metadata`. A checkpoint may come
 # from a stranger, so this module reads the pickle without running code in it.
 
-STATE_FOLDER = "state"
+STATE_FOLDER, METADATA_FILE = "state", ".metadata"
 WEIGHT = "weight"
 METADATA: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -295,11 +284,6 @@ def save_state(optimizer: Optimizer, folder: Path) -> None:
     save(tensors, checkpoint_id=folder / STATE_FOLDER)
 
 
-def has_state(folder: Path) -> bool:
-    """Return whether a checkpoint contains the state of a sharded optimizer."""
-    return (folder / STATE_FOLDER / ".metadata").is_file()
-
-
 def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     """Load weights and moments into the optimizer.
 
@@ -309,16 +293,17 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = _reader(folder)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = [(key, *key.split(".", 1)) for key in reader.read_metadata().state_dict_metadata]
     masters = optimizer.masters
-    named = {key.split(".", 1)[1] for key in saved}
-    if named != set(masters):
-        name = min(named ^ set(masters))
+    if lacking := {name for _, _, name in saved} ^ set(masters):
         raise RunError(
-            f"checkpoint {folder} belongs to another model: the tensor {name} is missing in the "
-            "checkpoint or in the model"
+            f"checkpoint {folder} belongs to another model: the tensor {min(lacking)} is missing "
+            "in the checkpoint or in the model"
         )
-    tensors = {key: _blank(key, masters) for key in saved}
+    tensors = {
+        key: torch.zeros(()) if kind == "step" else torch.empty_like(masters[name].detach())
+        for key, kind, name in saved
+    }
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
@@ -326,8 +311,8 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     except CheckpointException as error:
         why = next(iter(error.failures.values()), (error, None))[0]
         raise RunError(f"checkpoint {folder} cannot be read: {why}") from None
-    weights = {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{WEIGHT}.")}
-    optimizer.load(weights, {k: v for k, v in tensors.items() if not k.startswith(f"{WEIGHT}.")})
+    weights = {name: tensors.pop(key) for key, kind, name in saved if kind == WEIGHT}
+    optimizer.load(weights, tensors)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -352,7 +337,7 @@ def _reader(folder: Path) -> Any:
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
             """Read `.metadata`; refuse non-tensor entries, as torch would unpickle them."""
             try:
-                with (folder / STATE_FOLDER / ".metadata").open("rb") as file:
+                with (folder / STATE_FOLDER / METADATA_FILE).open("rb") as file:
                     found: Metadata = _Unpickler(file).load()
                 tensors = found.state_dict_metadata.values()
                 if not all(isinstance(entry, TensorStorageMetadata) for entry in tensors):
@@ -364,10 +349,3 @@ def _reader(folder: Path) -> Any:
             return found
 
     return Reader(folder / STATE_FOLDER)
-
-
-def _blank(key: str, masters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    kind, name = key.split(".", 1)
-    if kind == "step":
-        return torch.zeros(())
-    return torch.empty_like(masters[name].detach())
