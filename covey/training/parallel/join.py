@@ -14,7 +14,6 @@ from typing import Any
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, CoveyError
 from covey.run.settings import changed_settings
-from covey.training.parallel.environment import Place, place
 from covey.training.parallel.lifeline import (
     Lifeline,
     Loss,
@@ -24,7 +23,7 @@ from covey.training.parallel.lifeline import (
     connect,
     listen,
 )
-from covey.training.parallel.world import ALONE, Ranks, World
+from covey.training.parallel.world import ALONE, Place, Ranks, World, place
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
