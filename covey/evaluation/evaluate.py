@@ -10,9 +10,9 @@ from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import Item, ItemCompletion, estimates, is_graded
-from covey.rollout.answers import final_answer
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
+from covey.rollout.metrics import final_answer
 from covey.scoring.baselines import Baselines, constant_by_targets
 from covey.types import Prompt
 
