@@ -20,7 +20,6 @@ from pathlib import Path
 from random import Random
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from covey.embedded import CALCULATOR
 from covey.embedded.recipe import BATCH, Stage, build_model, build_tokenizer, train_stage
@@ -86,26 +85,14 @@ def batch_of(model: LanguageModel, stage: Stage, random: Random) -> Batch:
     return stack(rollouts, model.device)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return the byte-level tokenizer, which has one token for each tag such as <answer>."""
-    return build_tokenizer(TAGS, CHAT_TEMPLATE)
-
-
-def train_calculator(seed: int = SEED) -> LanguageModel:
-    """Build the model and train it on both stages of SFT."""
-    torch.manual_seed(seed)
-    random = Random(seed)
-    vocabulary = tokenizer()
-    model = wrap(build_model(vocabulary, size=96, heads=6), vocabulary, name="calculator")
-    for stage in (COPYING, HASTY):
-        train_stage(model, stage, random, batch_of)
-    return model
-
-
 def main() -> None:
     """Train the model and save its checkpoint, in bfloat16, as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CALCULATOR
-    model = train_calculator()
+    torch.manual_seed(SEED)
+    random, tokenizer = Random(SEED), build_tokenizer(TAGS, CHAT_TEMPLATE)
+    model = wrap(build_model(tokenizer, size=96, heads=6), tokenizer, name="calculator")
+    for stage in (COPYING, HASTY):
+        train_stage(model, stage, random, batch_of)
     model.model.bfloat16().save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
 

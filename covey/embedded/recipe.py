@@ -221,21 +221,14 @@ def train_stage(
             print(f"step {step + 1}/{stage.steps}  loss {loss:.3f}  {seconds:.0f} s")
 
 
-def train_embedded(seed: int = SEED) -> LanguageModel:
-    """Build the model and train it on all stages of SFT."""
-    torch.manual_seed(seed)
-    random = Random(seed)
-    tokenizer = build_tokenizer()
-    model = wrap(build_model(tokenizer), tokenizer, name="embedded")
-    for stage in STAGES:
-        train_stage(model, stage, random)
-    return model
-
-
 def main() -> None:
     """Train the model and save its checkpoint as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT
-    model = train_embedded()
+    torch.manual_seed(SEED)
+    random, tokenizer = Random(SEED), build_tokenizer()
+    model = wrap(build_model(tokenizer), tokenizer, name="embedded")
+    for stage in STAGES:
+        train_stage(model, stage, random)
     model.model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
 
