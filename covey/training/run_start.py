@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from covey.config import Config, load_config, to_toml
-from covey.environments.registry import PASSED
 from covey.errors import ConfigError
-from covey.rewards.user import FUNCTIONS
 from covey.run.files import append_line, write_text
 from covey.run.folder import CHANGES, RunFolder, set_aside_failed
 from covey.run.provenance import describe_environment
@@ -21,9 +19,9 @@ from covey.run.records import to_stderr
 from covey.run.resume import resume_command
 from covey.run.reward_changes import record_change
 from covey.run.settings import changed_settings
-from covey.tasks.dataset import NAME as DATASET
 from covey.training.build import Components
 from covey.training.parallel.world import World
+from covey.training.passed_objects import OBJECTS
 from covey.training.resolve import resolve
 
 
@@ -55,12 +53,8 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
 
 def resume_hint(run: RunFolder, config: Config) -> str:
     """Return the shell command or the Python call that resumes a run."""
-    passed = {
-        "dataset": config.task.name == DATASET,
-        "rewards": config.reward.name == FUNCTIONS,
-        "environment": config.environment.name == PASSED,
-    }
-    again = "".join(f", {name}=..." for name, given in passed.items() if given)
+    passed = (arg for where, arg, name in OBJECTS if getattr(config, where).name == name)
+    again = "".join(f", {argument}=..." for argument in passed)
     return f"covey.train(resume={str(run.path)!r}{again})" if again else resume_command(run)
 
 
