@@ -380,7 +380,10 @@ class MultiTurnEpisodes(Episodes):
             for key, reply in replies:
                 request = self._continue(self.waiting.pop(key), reply)
                 ready += [] if request is None else [request]
-        return _sharing(ready)
+        # Requests with equal prompts, such as a group's first turns, share a prompt number.
+        numbers: dict[tuple[int, ...], int] = {}
+        shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in ready]
+        return sorted(shared, key=lambda request: request.prompt)
 
     def done(self, completions: Sequence[Completion]) -> None:
         """Pass the finished turns of the policy to the environment."""
@@ -464,13 +467,6 @@ class MultiTurnEpisodes(Episodes):
         if not episode.segments:  # the episode ended before the policy had a turn
             episode.segments.append(_Growing(self.model.encode(episode.prompt.messages)))
         self.add(episode.number, episode.rollout(reply))
-
-
-def _sharing(requests: Sequence[Request]) -> list[Request]:
-    """Give requests with equal prompts, such as a group's first turns, the same prompt number."""
-    numbers: dict[tuple[int, ...], int] = {}
-    shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
-    return sorted(shared, key=lambda request: request.prompt)
 
 
 def completion_texts(model: LanguageModel, completions: Sequence[Completion]) -> list[str]:

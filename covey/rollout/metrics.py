@@ -46,8 +46,15 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
         )
     if "objective/parts/format" in metrics:
         metrics["val/format_scores"] = metrics["objective/parts/format"]
-    metrics |= _length_metrics(rollouts) | _episode_metrics(rollouts)
-    return metrics | _stop_metrics(rollouts, stop_ids) | answer_metrics(collected.groups)
+    stops = [sum(r.tokens.count(stop) for stop in stop_ids) for r in rollouts]
+    return {
+        **metrics,
+        **_length_metrics(rollouts),
+        **_episode_metrics(rollouts),
+        "val/stop_token_rate": _mean([float(count > 0) for count in stops]),
+        "val/num_stop_token_ids": sum(stops),
+        **answer_metrics(collected.groups),
+    }
 
 
 def repetition(rows: Sequence[Sequence[int]]) -> float:
@@ -139,14 +146,6 @@ def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/segments": _mean([len(r.segments) for r in rollouts]),
         "rollout/limit_rate": _mean([float(e.finish in limits) for e in episodes]),
         "rollout/environment_errors": sum(e.finish == "error" for e in episodes),
-    }
-
-
-def _stop_metrics(rollouts: Sequence[Rollout], stop_ids: Sequence[int]) -> dict[str, float]:
-    counts = [sum(r.tokens.count(stop) for stop in stop_ids) for r in rollouts]
-    return {
-        "val/stop_token_rate": _mean([float(count > 0) for count in counts]),
-        "val/num_stop_token_ids": sum(counts),
     }
 
 

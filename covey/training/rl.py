@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from covey.config.schema import Config, Save
+from covey.config.schema import Config
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import News
 from covey.objective.masked import row_sum
@@ -135,8 +135,10 @@ class Reinforcement(Trainer):
             every = (*collected.groups, *replayed)
             means = _mean_advantages(every, groups, batch)
             log.table("rollouts", state.step, run.rollout_rows(every, means, len(replayed)))
-        if parts.world.is_main:
-            _write_samples(run, parts.config.save, state.step, collected.groups)
+        save = parts.config.save
+        if parts.world.is_main and save.samples_every and state.step % save.samples_every == 0:
+            page = samples_page(state.step, collected.groups, save.samples_shown)
+            run.write_samples(state.step, page)
         log.step(with_open_instruct_names(metrics))
         if state.step == 1 and parts.config.engine.rounds and parts.learner.settings.sampled:
             log.note(lost_note(parts.config, metrics))
@@ -218,12 +220,6 @@ def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str
             "another prompt than those of the step"
         )
     return notes
-
-
-def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:
-    """Write a page of best and worst completions every `save.samples_every` steps."""
-    if save.samples_every and step % save.samples_every == 0:
-        run.write_samples(step, samples_page(step, groups, save.samples_shown))
 
 
 # Metrics of a step: reward minus the KL penalty, GPU memory and GPU utilisation.

@@ -96,22 +96,18 @@ def build_sft(
         sampling=sampling_of(config),
         world=world,
     )
-    try:
-        _check_lengths(parts)  # before the run folder is created
+    try:  # before the run folder is created
+        examples, left_out = step_examples(parts, 1)
+        if not examples:
+            raise DataError(
+                f"sft: all {len(left_out)} solutions of step 1 are longer than sft.max_tokens = "
+                f"{parts.max_tokens}; raise sft.max_tokens (the shortest solution has "
+                f"{min(left_out)} tokens)"
+            )
     except BaseException:
         parts.close()
         raise
     return parts
-
-
-def _check_lengths(parts: SftParts) -> None:
-    examples, left_out = step_examples(parts, 1)
-    if not examples:
-        raise DataError(
-            f"sft: all {len(left_out)} solutions of step 1 are longer than sft.max_tokens = "
-            f"{parts.max_tokens}; raise sft.max_tokens (the shortest solution has {min(left_out)} "
-            "tokens)"
-        )
 
 
 def run_sft(

@@ -77,22 +77,18 @@ def solutions_of(config: Config, task: Task) -> Solutions:
     settings = config.sft
     prefill = config.model.prefill
     if settings.file:
-        return Solutions(prompts=_from_file(settings.file), template=AS_IT_IS, prefill=prefill)
+        reader = RowReader(target="completion", name="sft")
+        prompts = reader.read("train", json_lines(Path(settings.file)), settings.file)
+        return Solutions(prompts=prompts, template=AS_IT_IS, prefill=prefill)
     if not _PLACE.search(settings.template):
         raise ConfigError(
             f"config: sft.template = {settings.template!r} contains none of the fields {{worked}}, "
             "{solution} and {answer}, so all solutions would be the same"
         )
-    prompts = task.train()
-    if not prompts:
+    train_prompts = task.train()
+    if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
-    return Solutions(prompts=prompts, template=settings.template, prefill=prefill)
-
-
-def _from_file(file: str) -> list[Prompt]:
-    """Read a JSON Lines file; each row has a prompt (text or messages) and a completion."""
-    reader = RowReader(target="completion", name="sft")
-    return reader.read("train", json_lines(Path(file)), file)
+    return Solutions(prompts=train_prompts, template=settings.template, prefill=prefill)
 
 
 def encode_example(

@@ -312,7 +312,10 @@ def optimize(
     """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
     objective, critic, meter = learner.objective, learner.critic, Meter()
     facts = RowFacts.of(batch, skip=learner.skips_rows, whole_groups=objective.pairs)
-    more: dict[str, float] = facts.pair_counts() if objective.pairs else {}
+    more: dict[str, float] = {}
+    if objective.pairs:  # rows of groups without a pair have advantage 0, and are left out
+        groups, paired = len(facts.group.unique()), len(facts.group[facts.useful].unique())
+        more = {"pairs/count": paired, "pairs/ties": groups - paired}
     if critic is not None:  # trained on the same mini-batches as the policy
         for index in facts.mini_batches(learner.settings, step):
             critic_step(learner, critic, batch.rows(index), facts.totals(index), meter)
@@ -470,14 +473,6 @@ class RowFacts:
         """Count the groups, rollouts and trained tokens of the given rows."""
         rollout = None if self.one_row_each else self.rollout[index]
         return Totals.counted(self.group[index], self.tokens[index], rollout)
-
-    def pair_counts(self) -> dict[str, float]:
-        """Return two metrics: the numbers of groups with and without a preference pair.
-
-        Call this method only if rows with advantage 0 are left out.
-        """
-        groups, paired = len(self.group.unique()), len(self.group[self.useful].unique())
-        return {"pairs/count": paired, "pairs/ties": groups - paired}
 
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
         """Return the positions in `index` of the rows that go through the forward pass.

@@ -55,7 +55,9 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
     except BaseException as error:
         _fail(world, f"{type(error).__name__}: {error}".strip(": "), 1)
         raise
-    _leave(world)
+    if world.lifeline is not None:
+        world.lifeline.close()
+    _distributed().destroy_process_group()
 
 
 def check_alike(world: World, what: str, mine: str) -> None:
@@ -201,11 +203,3 @@ def _lifeline(store: Any, here: Place) -> Lifeline:
 def _fail(world: World, text: str, code: int) -> None:
     if isinstance(world, Ranks) and world.lifeline is not None:
         world.lifeline.fail(text, code)
-
-
-def _leave(world: Ranks) -> None:
-    import torch.distributed as dist
-
-    if world.lifeline is not None:
-        world.lifeline.close()
-    dist.destroy_process_group()
