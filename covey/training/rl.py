@@ -32,7 +32,6 @@ from covey.run.trackers import Tracker
 from covey.scoring.baselines import REMEDY
 from covey.training.build import Parts
 from covey.training.checkpoint import State
-from covey.training.policy import Policy
 from covey.training.preferences import PairSource
 from covey.training.step import training_step
 from covey.training.trainer import Trainer
@@ -102,7 +101,9 @@ class Reinforcement(Trainer):
         rollouts = self.queue.take(state.step, share)
         waited, version = time.perf_counter() - started, parts.policy.version
         overlap = overlap_metrics(rollouts, parts.config.overlap, waited, version)
-        collected, deaths = rollouts.collected, self._note_events(state.step, rollouts, log)
+        collected, (events, deaths) = rollouts.collected, restarts(parts)
+        for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
+            log.note(note)
         replayed, data = self._replayed(state.step, rollouts, log)
         groups = (*rollouts.selected.groups, *replayed)
         state.episode += len(collected.rollouts)
@@ -112,7 +113,6 @@ class Reinforcement(Trainer):
         ended = time.perf_counter()
         self.choice.add(collected.groups, rollouts.used_picks)
         self.replay.add(rollouts.selected.groups, parts.policy.version)
-
         metrics: dict[str, Any] = {
             **_progress(parts, state),
             **rollout_metrics(collected, parts.policy.model.stop_ids),
@@ -127,7 +127,7 @@ class Reinforcement(Trainer):
             "time/total": ended - started,
             "time/from_scratch": self._so_far(run, ended - started),
             "time/tokens_per_second": collected.tokens / (ended - started),
-            **usage_metrics(parts.policy, groups, parts.config.train.epochs, ended - training),
+            **usage_metrics(parts, groups, ended - training),
         }
         metrics |= reference_rewards(metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
@@ -142,13 +142,6 @@ class Reinforcement(Trainer):
         log.step(with_open_instruct_names(metrics))
         if state.step == 1 and parts.config.engine.rounds and parts.learner.settings.sampled:
             log.note(lost_note(parts.config, metrics))
-
-    def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
-        """Log events of engine and scorer; return the numbers of restarts and preemptions."""
-        events, deaths = restarts(self.parts)
-        for note in (*rollouts.notes, *(f"step {step}: {event}" for event in events)):
-            log.note(note)
-        return deaths
 
     def _replayed(
         self, step: int, rollouts: StepRollouts, log: Tracker
@@ -243,29 +236,21 @@ def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def usage_metrics(
-    policy: Policy, groups: Sequence[Group], epochs: int, seconds: float
-) -> dict[str, float]:
-    """Return the peak GPU memory and the GPU utilization of training; {} without a GPU."""
-    device = policy.model.device
-    if device.type != "cuda":
+def usage_metrics(parts: Parts, groups: Sequence[Group], seconds: float) -> dict[str, float]:
+    """Return the peak GPU memory and the FLOPs utilization of training; {} without a GPU."""
+    model = parts.policy.model
+    if model.device.type != "cuda":
         return {}
-    metrics = {"memory/peak": torch.cuda.max_memory_allocated(device) / 2**30}
-    weights = sum(p.numel() for p in policy.model.model.parameters())
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tokens = epochs * sum(len(r.prompt_tokens) + len(r.tokens) for r in rollouts)
-    share = utilisation(torch.cuda.get_device_name(device), weights, tokens, seconds)
-    return metrics if share is None else {**metrics, "time/mfu": share}
-
-
-def utilisation(device: str, weights: int, tokens: int, seconds: float) -> float | None:
-    """Return the model FLOPs utilization; None if the GPU's peak FLOP/s is unknown.
-
-    >>> round(utilisation("NVIDIA H200", weights=10**9, tokens=164_834, seconds=2.0), 4)
-    0.5
-    """
+    metrics = {"memory/peak": torch.cuda.max_memory_allocated(model.device) / 2**30}
+    device = torch.cuda.get_device_name(model.device)
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
-    return None if peak is None else 6 * weights * tokens / (seconds * peak)
+    if peak is not None:
+        weights = sum(p.numel() for p in model.model.parameters())
+        rollouts = (rollout for group in groups for rollout in group.rollouts)
+        tokens = sum(len(r.prompt_tokens) + len(r.tokens) for r in rollouts)
+        flops = 6 * weights * tokens * parts.config.train.epochs
+        metrics["time/mfu"] = flops / (seconds * peak * parts.world.size)  # a GPU for each rank
+    return metrics
 
 
 # Notes about overlapped generation, float8, and restarts of processes.
