@@ -31,12 +31,7 @@ from covey.errors import ConfigError, RunError
 from covey.rollout.collect import Collected
 from covey.rollout.filter import Selected
 from covey.rollout.prompts import prompts_by_id
-from covey.rollout.source import (
-    RolloutSource,
-    StepRollouts,
-    Ticket,
-    collect_steps,
-)
+from covey.rollout.source import RolloutSource, StepRollouts, Ticket, collect_steps
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 
@@ -59,9 +54,9 @@ class CopySource:
     """Collects groups in a thread, with an engine that has its own copy of the weights.
 
     The thread processes requests for rollouts, called tickets, one by one. A ticket requests the
-    rollouts of one step. A step's rollouts are generated with the last weights that were published
-    before the step's ticket was queued. Snapshots store published weights until the engine loads
-    them. At most `overlap.staleness` + 1 snapshots exist at a time.
+    rollouts of one step. A step's rollouts are generated with the trainer's weights at the time
+    when the step's ticket was queued. Snapshots store these weights until the engine loads them. At
+    most `overlap.staleness` + 1 snapshots exist at a time.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -72,7 +67,6 @@ class CopySource:
                 f"config: overlap.in_flight = true does not work with engine.kind = "
                 f"{parts.config.engine.kind!r}, which cannot load weights while it generates"
             )
-        self.weights: WeightSource = tuple
         self.queue: SimpleQueue[tuple[Ticket, Snapshot] | None] = SimpleQueue()
         self.started: dict[int, Future[StepRollouts]] = {}
         """The rollouts of each requested step that the training loop has not taken yet."""
@@ -80,19 +74,16 @@ class CopySource:
         self.thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
         self.thread.start()
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """Store new weights; with `in_flight`, the engine loads them at once, during generation."""
-        self.weights = weights
+    def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
+        """Queue requests for rollouts; all requests use one copy of the current weights.
+
+        With `in_flight`, the engine loads the weights at once, during generation.
+        """
+        snapshot: Snapshot = {}
         if self.in_flight:
             self.parts.engine.load_weights(weights, version)
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
-        """Queue requests for rollouts; all requests use one copy of the current weights."""
-        if not tickets:
-            return
-        snapshot: Snapshot = {}
-        if not self.in_flight:
-            snapshot = {name: weight.clone() for name, weight in self.weights()}
+        elif tickets:
+            snapshot = {name: weight.clone() for name, weight in weights()}
         for ticket in tickets:
             self.started[ticket.step] = Future()
             self.queue.put((ticket, snapshot))
@@ -159,8 +150,7 @@ class RolloutQueue:
             Ticket(each, policy.version, share, self.choice.picks(each, count))
             for each in self._to_start(step)
         ]
-        self.source.publish(policy.weights, policy.version)
-        self.source.start(tickets)
+        self.source.start(tickets, policy.weights, policy.version)
         self.newest += len(tickets)
         found = self.held.get(step) or self.source.take(step)
         self.held = {n: one for n, one in self.held.items() if n > step} | {step: found}

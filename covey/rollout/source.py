@@ -62,23 +62,17 @@ class RolloutSource(Protocol):
 
     In each step, the training loop calls the following methods:
 
-        publish(weights, version) -> start(tickets up to k steps ahead) -> take(step) -> train
+        start(tickets up to k steps ahead, weights, version) -> take(step) -> train
 
     If the source works k steps ahead of training, the groups of step s + k are generated with the
     weights after training step s - 1. The training loop takes the rollouts of every step once, in
     the order of the steps.
     """
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """Give the trainer's current weights to the source, which loads them into the engine.
+    def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
+        """Request rollouts of the given steps with the trainer's current weights.
 
-        After `publish` returns, the trainer may change its weights.
-        """
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
-        """Request rollouts of the given steps from the weights that were published last.
-
-        Does not wait.
+        Does not wait. After `start` returns, the trainer may change its weights.
         """
 
     def take(self, step: int) -> StepRollouts:
@@ -104,20 +98,14 @@ class SynchronousSource:
 
     parts: Parts
     reporter: Tracker
-    weights: WeightSource = field(init=False, default=tuple)
-    version: int = field(init=False, default=0)
     started: list[Ticket] = field(init=False, default_factory=list)
     done: dict[int, StepRollouts] = field(init=False, default_factory=dict)
     """Collected rollouts that the training loop has not taken yet, by step."""
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """Store the new weights, which the engine loads before it generates."""
-        self.weights, self.version = weights, version
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
+    def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
         """Load the weights into the engine, and store the requests for rollouts."""
         if tickets:
-            self.parts.engine.load_weights(self.weights, self.version)
+            self.parts.engine.load_weights(weights, version)
         self.started = [*tickets]
 
     def take(self, step: int) -> StepRollouts:
@@ -141,8 +129,7 @@ class SynchronousSource:
         """Collect a step's groups with the policy's current weights, and log the notes."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
-        self.publish(policy.weights, policy.version)
-        self.start([Ticket(step, policy.version, share)])
+        self.start([Ticket(step, policy.version, share)], policy.weights, policy.version)
         rollouts = self.take(step)
         for note in rollouts.notes:
             self.reporter.note(note)

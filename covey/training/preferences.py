@@ -50,10 +50,7 @@ class PairSource:
     parts: Parts
     started: dict[int, Ticket] = field(init=False, default_factory=dict)
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """Do nothing, because no completions are generated."""
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
+    def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
         """Store the requests for rollouts until `take` is called for their steps."""
         self.started |= {ticket.step: ticket for ticket in tickets}
 
