@@ -18,12 +18,12 @@ import copy
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -38,9 +38,11 @@ from covey.run.folder import RunFolder
 from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.optimizer import Optimizer
-from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.schedule import Used
+
+if TYPE_CHECKING:
+    from covey.training.trainer import Trainer
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -75,34 +77,25 @@ class Saved(Protocol):
         """Restore the state from a checkpoint."""
 
 
-def save(
-    run: RunFolder,
-    policy: Policy,
-    others: Sequence[Saved],
-    state: State,
-    *,
-    keep: int,
-    more: Callable[[Path], None] = lambda folder: None,
-    world: World = ALONE,
-) -> None:
+def save(run: RunFolder, trainer: Trainer, state: State) -> None:
     """Write the checkpoint of a step atomically, and delete old checkpoints.
 
-    Keep the best checkpoint and the newest `keep` checkpoints. Rank 0 writes the checkpoint. With
-    sharded parameters, each rank writes its own shards into the same folder. Every rank calls the
-    function `more`, which adds files to the checkpoint.
+    Keep the best checkpoint and the newest `save.keep` checkpoints. Rank 0 writes the checkpoint.
+    With sharded parameters, each rank writes its own shards into the same folder.
     """
+    parts, policy, world = trainer.parts, trainer.parts.policy, trainer.parts.world
     with ExitStack() as stack:
         folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
         if policy.whole is not None:
             save_state(policy.optimizer, folder)
         if world.is_main or policy.whole is not None:
             save_policy(policy, folder, asdict(state), writes=world.is_main)
-        for other in others:
+        for other in parts.others:
             other.save(folder, writes=world.is_main)
-        more(folder)
+        trainer.save(folder, state.step)
         world.barrier()
     if world.is_main:
-        run.prune_checkpoints(keep, best_step(run))
+        run.prune_checkpoints(parts.config.save.keep, best_step(run))
     world.barrier()
 
 
@@ -128,28 +121,19 @@ def load(policy: Policy, others: Sequence[Saved], folder: Path, step: int) -> St
         raise RunError(f"checkpoint {folder} cannot be read: {STATE_FILE}: {error!r}") from None
 
 
-def resume(
-    run: RunFolder,
-    policy: Policy,
-    others: Sequence[Saved],
-    start: Start,
-    *,
-    fresh: State,
-    note: Note,
-    world: World = ALONE,
-) -> State:
-    """Load the checkpoint of `start` and return its state; return `fresh` if there is none.
+def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
+    """Load the checkpoint of `start` and return its state; return a fresh state if there is none.
 
     Move the logs and checkpoints of steps after `start` to another folder, because the resumed run
     repeats these steps.
     """
-    state = fresh
+    parts, state = trainer.parts, trainer.fresh
     if start.checkpoint is not None:
         try:
-            state = load(policy, others, start.checkpoint, start.step)
+            state = load(parts.policy, parts.others, start.checkpoint, start.step)
         except RunError as error:
             raise RunError(f"{error}; {offer(run, before=start.step)}") from None
-    aside = world.from_main(lambda: put_aside_after(run, start))
+    aside = parts.world.from_main(lambda: put_aside_after(run, start))
     if aside is not None:
         note(f"steps after {start.step} are computed again; their old records are in {aside}")
     return state
