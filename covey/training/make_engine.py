@@ -49,27 +49,25 @@ def check_engine(config: Config) -> None:
 
 def make_engine(config: Config, policy: Policy) -> Engine:
     """Build the engine that generates completions with the policy's weights."""
-    if config.engine.kind == "native" and not config.cluster.engine_actors:
-        return native_engine(policy, precision_of(config))
-    engine = _engine_elsewhere(config, policy)
-    return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
-
-
-def _engine_elsewhere(config: Config, policy: Policy) -> Engine:
-    """Build an engine with its own copy of the weights."""
-    model = policy.model if policy.whole is None else policy.whole
+    model, kind = policy.whole or policy.model, config.engine.kind
+    cuda = model.device.type == "cuda"
+    engine: Engine
     if config.cluster.engine_actors:
-        return ray_engine(config, model)
-    if config.engine.kind == "vllm":
+        engine = ray_engine(config, model)
+    elif kind == "native":
+        return native_engine(policy, precision_of(config))
+    elif kind == "vllm":
         from covey.engines.vllm.build import vllm_engine
 
-        return vllm_engine(config, model, cuda=model.device.type == "cuda")
-    here = model.device.type == "cuda" and config.engine.device != "cpu"
-    shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
-    shared.write(policy.weights())
-    device = config.model.device if config.engine.device == "auto" else config.engine.device
-    settings = settings_of_copy(config, device=device)
-    return ProcessEngine("covey.training.engine_worker", settings, shared)
+        engine = vllm_engine(config, model, cuda=cuda)
+    else:
+        own = config.engine.device
+        shared = SharedWeights.allocate(policy.weights(), on_gpu=cuda and own != "cpu")
+        shared.write(policy.weights())
+        device = config.model.device if own == "auto" else own
+        settings = settings_of_copy(config, device=device)
+        engine = ProcessEngine("covey.training.engine_worker", settings, shared)
+    return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
 
 
 def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> NativeEngine:
