@@ -72,10 +72,7 @@ class SftParts(Components):
         return math.ceil(self.total / self.config.sft.solutions)
 
 
-def build_sft(
-    config: Config,
-    world: World = ALONE,
-) -> SftParts:
+def build_sft(config: Config, world: World = ALONE) -> SftParts:
     """Build the components of an SFT run from a resolved configuration."""
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
@@ -140,8 +137,7 @@ class Supervised(Trainer):
         examples, left_out = step_examples(parts, state.step)
         metrics: dict[str, Any] = {"step": state.step}
         if examples:
-            policy = parts.policy
-            sft = parts.config.sft
+            policy, sft = parts.policy, parts.config.sft
             rate = learning_rate(
                 policy.version,
                 peak=sft.learning_rate,
@@ -199,12 +195,7 @@ def stack(examples: Sequence[Rollout], device: torch.device | str = "cpu") -> Ba
 
 
 def learn(
-    policy: Policy,
-    batch: Batch,
-    *,
-    rate: float,
-    micro_batch_tokens: int,
-    world: World = ALONE,
+    policy: Policy, batch: Batch, *, rate: float, micro_batch_tokens: int, world: World = ALONE
 ) -> dict[str, float]:
     """Take one optimizer step on a batch, of which each rank processes some rows.
 
