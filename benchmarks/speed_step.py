@@ -162,7 +162,7 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
     started = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch("covey.training.build.load_language_model", load),
+        mock.patch("covey.training.models.load_language_model", load),
         mock.patch.object(checkpoint, "save"),
     ):
         parts = assemble(config, EvenWords())

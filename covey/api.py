@@ -266,11 +266,12 @@ def _train(
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> TrainResult:
-    from covey.cli.training_run import check_kind, console_with_notes, opened_run
+    from covey.cli.training_run import check_kind, console_with_notes
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.loop import train as run_loop
     from covey.training.resolve import resolve
+    from covey.training.run_start import opened_run
     from covey.training.run_start import resumed_config as resumed
 
     passed = objects.keys()

@@ -227,7 +227,9 @@ def _batch(
 ) -> Batch:
     """Check the shapes of the tensors, and return a Batch whose prompts are empty."""
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
-    _check_needs(objective, optional)
+    for need, (name, why) in ARGUMENTS.items():
+        if need in objective.needs and optional[name] is None:
+            raise ConfigError(f"this objective needs {name}, because {why}")
     if "groups" in objective.needs:
         _check_groups(objective, group)
     mask, rewards = mask.bool(), rewards.detach().double()
@@ -273,12 +275,6 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
             raise ConfigError(
                 f"{name} must have the shape {list(expected)}, not {list(tensor.shape)}"
             )
-
-
-def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None]) -> None:
-    for need, (name, why) in ARGUMENTS.items():
-        if need in objective.needs and given[name] is None:
-            raise ConfigError(f"this objective needs {name}, because {why}")
 
 
 def _check_groups(objective: Objective, group: torch.Tensor) -> None:

@@ -101,9 +101,7 @@ def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
 
 def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[int]:
     """Return the order in which a refill round of dynamic sampling takes the prompts."""
-    generator = np.random.Generator(_philox(seed, step, _REFILL, index=round_number))
-    order: list[int] = generator.permutation(size).tolist()
-    return order
+    return _permutation(_philox(seed, step, _REFILL, index=round_number), size)
 
 
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
@@ -123,12 +121,14 @@ def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
 
 def replay_order(*, seed: int, step: int, size: int) -> list[int]:
     """Return a random order of the groups of a replay buffer."""
-    generator = np.random.Generator(_philox(seed, step, _REPLAY))
-    order: list[int] = generator.permutation(size).tolist()
-    return order
+    return _permutation(_philox(seed, step, _REPLAY), size)
 
 
 def mini_batch_order(*, seed: int, step: int, epoch: int, groups: int) -> list[int]:
     """Return the order of groups in one epoch over a rollout batch."""
-    generator = np.random.Generator(_philox(seed, step, _MINI_BATCHES, index=epoch))
-    return [int(i) for i in generator.permutation(groups)]
+    return _permutation(_philox(seed, step, _MINI_BATCHES, index=epoch), groups)
+
+
+def _permutation(bits: np.random.Philox, size: int) -> list[int]:
+    order: list[int] = np.random.Generator(bits).permutation(size).tolist()
+    return order

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from covey.kept_sets import KeptSets
-    from covey.teacher_prompts import TeacherPrompts
 
 
 _T = TypeVar("_T")
@@ -146,19 +145,23 @@ class Rollout:
         prompt_tokens: tuple[int, ...],
         tokens: tuple[int, ...],
         sampler_logp: tuple[float, ...],
-        policy_version: int,
+        policy_version: int = 0,
+        versions: tuple[VersionSpan, ...] | None = None,
         trained: tuple[bool, ...] | None = None,
         kept: tuple[str, ...] = (),
         **fields: Any,
     ) -> Rollout:
-        """Return a single-turn rollout; one policy version sampled the whole completion."""
+        """Return a single-turn rollout.
+
+        Without `versions`, the version `policy_version` sampled the whole completion.
+        """
         size = len(tokens)
         segment = Segment(
             prompt_tokens=prompt_tokens,
             tokens=tokens,
             trained=(True,) * size if trained is None else trained,
             sampler_logp=sampler_logp,
-            versions=(VersionSpan(0, size, policy_version),),
+            versions=(VersionSpan(0, size, policy_version),) if versions is None else versions,
             kept=kept,
         )
         turn = Turn(role="assistant", start=0, stop=size)
@@ -348,6 +351,15 @@ class Batch:
             changes[name] = picked
         return replace(self, **changes)
 
+    def as_teacher_reads(self) -> Batch:
+        """Return the batch with the teacher's prompts in place of the rollouts' prompts."""
+        given = self.teacher_prompts
+        assert given is not None, "the rows have teacher prompts"
+        changes: dict[str, Any] = {"prompt_tokens": given.tokens, "prompt_lengths": given.lengths}
+        host = None if self.host is None else replace(self.host, **changes)
+        changes = {name: value.to(self.tokens.device) for name, value in changes.items()}
+        return replace(self, **changes, host=host, teacher_prompts=None)
+
     def to(self, device: torch.device | str) -> Batch:
         """Copy the batch to a device; if the device is a GPU, also set the CPU copy `host`."""
         moved: dict[str, Any] = {
@@ -458,6 +470,22 @@ class HostRows:
             mask=self.mask[index, :width],
             rollout=None if self.rollout is None else self.rollout[index],
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPrompts:
+    """The prompts of a batch that only a self-teacher sees, one prompt per row, on the CPU."""
+
+    tokens: torch.Tensor
+    """[B, Q] int64: the tokens of the teacher's prompts, left-aligned."""
+    lengths: torch.Tensor
+    """[B] int64: the lengths of the teacher's prompts. A length of 0 means that the row has no
+    teacher prompt, so the teacher skips the row."""
+
+    def rows(self, index: torch.Tensor) -> TeacherPrompts:
+        """Return the prompts of the given rows, padded only to the longest of these prompts."""
+        lengths = self.lengths[index]
+        return TeacherPrompts(tokens=self.tokens[index, : int(lengths.max())], lengths=lengths)
 
 
 # The episode of a multi-turn rollout, which rewards may read in addition to its text.

@@ -18,7 +18,6 @@ LAYERS: dict[str, set[str]] = {
     "_version": set(),
     "errors": PLAIN,
     "kept_sets": set(),
-    "teacher_prompts": set(),
     "escape": set(),
     "types": PLAIN,
     "hub_access": set(),

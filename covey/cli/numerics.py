@@ -107,10 +107,10 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
     say(f"loading {config.model.path}")
     parts = assemble(config)
     with closing(parts):
-        state = State(beta=parts.objective.beta)
+        state = State(beta=parts.learner.objective.beta)
         found = None if run is None else last_good(run, note=to_stderr)
         if found is not None and found.checkpoint is not None:
-            state = load(parts.policy, parts.reference, found.checkpoint, found.step)
+            state = load(parts.policy, parts.others, found.checkpoint, found.step)
         wanted = default_updates(config) if updates is None else updates
         completions = config.rollout.prompts_per_step * config.rollout.group_size
         return measure(parts, state, _Notes(say, completions), updates=wanted)

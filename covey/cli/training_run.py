@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -16,24 +13,17 @@ from covey.cli.screen import Screen, echo
 from covey.cli.startup import STARTING, tell_defaults, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
-from covey.run.folder import RunFolder, check_new_run, next_run_path
-from covey.run.resume import Start, start_of
+from covey.run.folder import RunFolder, check_new_run
 from covey.run.reward_changes import read_change
 from covey.run.settings import edited_settings
 from covey.run.trackers import Tracker
-from covey.stopping import StopSignal, stop_signal
 
 if TYPE_CHECKING:
     from covey.run.trackers.console import ConsoleTracker
     from covey.training.build import Components, Parts
     from covey.training.parallel.world import World
+    from covey.training.run_start import Change, OpenRun
     from covey.training.sft import SftParts
-
-REPEATS_SECONDS = 2.0
-"""Seconds in which a second signal is ignored: Ctrl-C arrives directly and via torchrun."""
-P = TypeVar("P", bound="Components")
-Change = tuple[Any, Any]
-"""The old and the new value of a setting."""
 
 NewRun = Annotated[
     Path | None,
@@ -63,69 +53,6 @@ ResumeStep = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRun(Generic[P]):
-    """A run that is ready to train: its components are built, and its folder is locked."""
-
-    parts: P
-    folder: RunFolder
-    start: Start
-    stop: StopSignal
-
-
-@contextmanager
-def opened_run(
-    config: Config,
-    build: Callable[[Config, World], P],
-    target: RunFolder | Path | str,
-    *,
-    sft: bool = False,
-    step: int | None = None,
-    changed: Mapping[str, Change] | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Iterator[OpenRun[P]]:
-    """Join the other ranks, build the components of a run, and create or lock its folder.
-
-    `target` is the run to resume, or the folder of a new run. If `target` is a text, the folder of
-    the new run is runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, by
-    default from the newest checkpoint, and `changed` are the settings that changed.
-    """
-    from covey.training.parallel.join import joined_world
-    from covey.training.run_start import (
-        check_length,
-        created_run,
-        locked_by_main,
-        record_changes,
-    )
-
-    with ExitStack() as stack:
-        world = stack.enter_context(joined_world(config, say))
-        start = Start()
-        if isinstance(target, RunFolder):
-            folder = target
-            stack.enter_context(locked_by_main(folder, world))
-            start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
-            check_length(config, start.step, sft=sft)
-        parts = stack.enter_context(closing(build(config, world)))
-        if isinstance(target, RunFolder):
-            if world.is_main:
-                record_changes(folder, parts.config, start.step, changed or {})
-        else:  # building may fail, so the folder is created only now
-            path = next_run_path(Path("runs"), target) if isinstance(target, str) else target
-            reference = parts.reference.identity if parts.reference else None
-            folder = created_run(parts, path, {"kind": "sft"} if sft else {"reference": reference})
-            stack.enter_context(locked_by_main(folder, world))
-        stop = stack.enter_context(_signals(several=world.size > 1))
-        yield OpenRun(parts=parts, folder=folder, start=start, stop=stop)
-
-
-def _signals(*, several: bool) -> AbstractContextManager[StopSignal]:
-    """Turn Ctrl-C and SIGTERM into a stop request; only the main thread receives signals."""
-    if threading.current_thread() is not threading.main_thread():
-        return nullcontext(StopSignal())
-    return stop_signal(repeats=REPEATS_SECONDS if several else 0.0)
-
-
 def train_run(
     config: Config,
     target: RunFolder | Path | str,
@@ -146,7 +73,7 @@ def train_run(
     _start_ranks(config, arguments)
     from covey.training.build import assemble
     from covey.training.loop import train
-    from covey.training.run_start import changes_note
+    from covey.training.run_start import changes_note, opened_run
     from covey.training.sft import SftParts, build_sft, run_sft
 
     def build(config: Config, world: World) -> Parts | SftParts:
@@ -154,7 +81,7 @@ def train_run(
             return build_sft(config, world) if sft else assemble(config, world=world)
 
     say = partial(echo, err=True)
-    opened = opened_run(config, build, target, sft=sft, step=step, changed=changed, say=say)
+    opened = opened_run(config, build, target, step=step, changed=changed, say=say)
     with opened as run:
         parts, stop, main = run.parts, run.stop, run.parts.world.is_main
         if main and changed:
@@ -215,7 +142,7 @@ def check_kind(folder: RunFolder, *, sft: bool) -> None:
 def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
     """If Ray must start the ranks, start them, wait for their end, and exit."""
     from covey.training.parallel.lifeline import Reported
-    from covey.training.ray_needs import ray_starts_ranks, run_in_ranks
+    from covey.training.ray_actors import ray_starts_ranks, run_in_ranks
 
     if not ray_starts_ranks(config):
         return

@@ -622,6 +622,11 @@ class Filter(Section):
     """Skip completions with advantage 0. Skipping changes no gradients, but token metrics do not
     count skipped completions."""
 
+    @property
+    def rounds(self) -> int:
+        """Maximum number of sampling rounds in a training step."""
+        return self.max_rounds if self.dynamic_sampling else 1
+
 
 class Overlap(Section):
     """[overlap]"""

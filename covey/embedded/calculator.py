@@ -20,15 +20,14 @@ from pathlib import Path
 from random import Random
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from covey.embedded import CALCULATOR
 from covey.embedded.recipe import BATCH, Stage, build_model, build_tokenizer, train_stage
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.tasks.products import factors
-from covey.training.collate import collate
-from covey.types import Batch, Group, Prompt, Rollout
+from covey.training.sft import stack
+from covey.types import Batch, Rollout
 
 SEED, DIGITS = 0, 3
 CALLS, WRONG_CALLS = 0.125, 0.2
@@ -82,31 +81,18 @@ def rollout_of(model: LanguageModel, stage: Stage, index: int) -> Rollout:
 
 def batch_of(model: LanguageModel, stage: Stage, random: Random) -> Batch:
     """Draw the batch of one optimizer step."""
-    blank = Prompt(id="", task="", messages=(), target="")
     rollouts = [rollout_of(model, stage, random.randrange(10**6)) for _ in range(BATCH)]
-    return collate([Group(prompt=blank, rollouts=(r,)) for r in rollouts], model.device)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return the byte-level tokenizer, which has one token for each tag such as <answer>."""
-    return build_tokenizer(TAGS, CHAT_TEMPLATE)
-
-
-def train_calculator(seed: int = SEED) -> LanguageModel:
-    """Build the model and train it on both stages of SFT."""
-    torch.manual_seed(seed)
-    random = Random(seed)
-    vocabulary = tokenizer()
-    model = wrap(build_model(vocabulary, size=96, heads=6), vocabulary, name="calculator")
-    for stage in (COPYING, HASTY):
-        train_stage(model, stage, random, batch_of)
-    return model
+    return stack(rollouts, model.device)
 
 
 def main() -> None:
     """Train the model and save its checkpoint, in bfloat16, as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CALCULATOR
-    model = train_calculator()
+    torch.manual_seed(SEED)
+    random, tokenizer = Random(SEED), build_tokenizer(TAGS, CHAT_TEMPLATE)
+    model = wrap(build_model(tokenizer, size=96, heads=6), tokenizer, name="calculator")
+    for stage in (COPYING, HASTY):
+        train_stage(model, stage, random, batch_of)
     model.model.bfloat16().save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
 

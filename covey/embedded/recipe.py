@@ -62,6 +62,9 @@ STAGES = (
     Stage(steps=150, operations=(1, 4), peak_rate=5e-4, careless=True, warmup_steps=10),
 )
 
+Worked = tuple[Sum, int]
+"""A sum, and the result that a solution states for this sum; the result may be wrong."""
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -108,19 +111,6 @@ def build_model(
     return LlamaForCausalLM(config)
 
 
-@dataclass(frozen=True, slots=True)
-class Worked:
-    """A sum, and the result that a solution states for this sum; the result may be wrong."""
-
-    sum: Sum
-    result: int
-
-
-def correct_working(sums: Sequence[Sum]) -> list[Worked]:
-    """Return each sum with its correct result."""
-    return [Worked(s, s.result) for s in sums]
-
-
 def careless_result(sum: Sum, random: Random) -> int:
     """Return the result of a sum, computed carelessly: the carry may be missing.
 
@@ -150,23 +140,21 @@ def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None
         if step.held_out or not 0 <= step.result < 100:
             return None
         left = careless_result(step, random)
-        working.append(Worked(step, left))
+        working.append((step, left))
     return working
 
 
-def write_solution(working: Sequence[Worked]) -> str:
-    """Write a solution in the correct format.
+def write_solution(working: Sequence[Worked], broken: Random | None = None) -> str:
+    """Write a solution; with `broken`, leave out a tag or the final answer at random.
 
-    >>> write_solution(correct_working([Sum(47, "+", 8), Sum(55, "-", 6)]))
+    >>> write_solution([(Sum(47, "+", 8), 55), (Sum(55, "-", 6), 49)])
     '<think>47+8=55;55-6=49</think><answer>49</answer>'
     """
-    return f"<think>{_steps(working)}</think><answer>{working[-1].result:02d}</answer>"
-
-
-def write_broken(working: Sequence[Worked], random: Random) -> str:
-    """Write a solution in which a tag or the final answer is missing."""
-    steps, answer = _steps(working), f"{working[-1].result:02d}"
-    return random.choice(
+    steps = ";".join(format_sum(step, result) for step, result in working)
+    answer = f"{working[-1][1]:02d}"
+    if broken is None:
+        return f"<think>{steps}</think><answer>{answer}</answer>"
+    return broken.choice(
         (
             f"<think>{steps}<answer>{answer}</answer>",
             f"<think>{steps}</think>{answer}",
@@ -177,21 +165,16 @@ def write_broken(working: Sequence[Worked], random: Random) -> str:
     )
 
 
-def _steps(working: Sequence[Worked]) -> str:
-    return ";".join(format_sum(w.sum, w.result) for w in working)
-
-
 def example(stage: Stage, random: Random) -> tuple[str, str]:
     """Draw a prompt and its solution."""
     while True:
         sums = chain(random, random.randint(*stage.operations), held_out=False)
         if not stage.careless:
-            return prompt_text(sums), write_solution(correct_working(sums))
+            return prompt_text(sums), write_solution([(each, each.result) for each in sums])
         working = careless_working(sums, random)
         if working is not None:
-            broken = random.random() < BROKEN_FORMAT
-            text = write_broken(working, random) if broken else write_solution(working)
-            return prompt_text(sums), text
+            broken = random if random.random() < BROKEN_FORMAT else None
+            return prompt_text(sums), write_solution(working, broken)
 
 
 def stage_batch(model: LanguageModel, stage: Stage, random: Random) -> Batch:
@@ -234,24 +217,18 @@ def train_stage(
         learned = learn(policy, batch, rate=rate, micro_batch_tokens=MICRO_BATCH_TOKENS)
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start
-            print(f"step {step + 1}/{stage.steps}  loss {learned.loss:.3f}  {seconds:.0f} s")
-
-
-def train_embedded(seed: int = SEED) -> LanguageModel:
-    """Build the model and train it on all stages of SFT."""
-    torch.manual_seed(seed)
-    random = Random(seed)
-    tokenizer = build_tokenizer()
-    model = wrap(build_model(tokenizer), tokenizer, name="embedded")
-    for stage in STAGES:
-        train_stage(model, stage, random)
-    return model
+            loss = learned["loss/cross_entropy"]
+            print(f"step {step + 1}/{stage.steps}  loss {loss:.3f}  {seconds:.0f} s")
 
 
 def main() -> None:
     """Train the model and save its checkpoint as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT
-    model = train_embedded()
+    torch.manual_seed(SEED)
+    random, tokenizer = Random(SEED), build_tokenizer()
+    model = wrap(build_model(tokenizer), tokenizer, name="embedded")
+    for stage in STAGES:
+        train_stage(model, stage, random)
     model.model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
 

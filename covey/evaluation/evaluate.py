@@ -10,10 +10,10 @@ from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import Item, ItemCompletion, estimates, is_graded
-from covey.rollout.answers import best_constant, final_answer
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
-from covey.scoring.baselines import Baselines
+from covey.rollout.metrics import final_answer
+from covey.scoring.baselines import Baselines, constant_by_targets
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
@@ -83,12 +83,20 @@ def evaluate(
         settings = replace(sampling, group_size=group_size, distribution=distribution)
         return collector.collect(encoded, sampling=settings, step=EVALUATION_STEP)
 
-    greedy = complete(Distribution(temperature=0.0), 1)
-    sampled = None
+    greedy, sampled = complete(Distribution(temperature=0.0), 1), Collected()
     if samples:
         sampled = complete(replace(sampling.distribution, temperature=temperature), samples)
-    items = _items(greedy, sampled)
-    failures = [*greedy.failures, *(sampled.failures if sampled else ())]
+    more = [group.rollouts for group in sampled.groups] or [()] * len(prompts)
+    items = tuple(
+        Item(
+            prompt=group.prompt,
+            greedy=ItemCompletion.of(group.rollouts[0]),
+            samples=tuple(ItemCompletion.of(rollout) for rollout in rollouts),
+        )
+        for group, rollouts in zip(greedy.groups, more, strict=True)
+    )
+    constant = (baselines and baselines.constant) or constant_by_targets(prompts)
+    failures = [*greedy.failures, *sampled.failures]
     rollouts = greedy.rollouts
     names = sorted({name for r in rollouts for name in r.parts})
     return Evaluation(
@@ -98,30 +106,12 @@ def evaluate(
         mean_tokens=greedy.tokens / len(rollouts),
         unscored=len(failures),
         first_failure=failures[0] if failures else None,
-        best_constant=_best_constant(greedy, baselines),
+        best_constant=constant.success if constant else None,
         baselines=baselines,
         distinct_answers=len({final_answer(rollout.text) for rollout in rollouts}),
         items=items,
     )
 
 
-def _best_constant(greedy: Collected, baselines: Baselines | None) -> float | None:
-    if baselines is not None and baselines.constant is not None:
-        return baselines.constant.success
-    return best_constant([group.prompt.target for group in greedy.groups])
-
-
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _items(greedy: Collected, sampled: Collected | None) -> tuple[Item, ...]:
-    more = [group.rollouts for group in sampled.groups] if sampled else [()] * len(greedy.groups)
-    return tuple(
-        Item(
-            prompt=group.prompt,
-            greedy=ItemCompletion.of(group.rollouts[0]),
-            samples=tuple(ItemCompletion.of(rollout) for rollout in rollouts),
-        )
-        for group, rollouts in zip(greedy.groups, more, strict=True)
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
@@ -13,26 +13,10 @@ from covey.models.language_model import LanguageModel
 from covey.rollout.episode import EncodedPrompt, Interaction, generate, step_of
 from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
-from covey.types import Group, Prompt, Rollout
+from covey.types import Group, Rollout
 
-_T = TypeVar("_T")
-
-
-class Sharing(Protocol):
-    """The interface that divides the prompts of a step among ranks."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return the items that this rank processes."""
-
-    def gather(self, item: _T) -> list[_T]:
-        """Gather one item from every rank, and return all items."""
-
-    def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Gather the results of all ranks, in the order of the items given to `share`."""
+if TYPE_CHECKING:
+    from covey.training.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +56,7 @@ class Collected:
             score_seconds=self.score_seconds + more.score_seconds,
         )
 
-    def of_all(self, ranks: Sharing) -> Collected:
+    def of_all(self, ranks: World) -> Collected:
         """Return the groups that all ranks collected, in the order of the prompts."""
         seconds = ranks.gather((self.rollout_seconds, self.score_seconds))
         traces = ranks.gather(self.trace)
@@ -92,78 +76,16 @@ class Collected:
         parts, start = [], 0
         for count in counts:
             share, here = count / len(self.groups), slice(start, start + count)
-            part = Collected(
+            part = replace(
+                self,
                 groups=self.groups[here],
                 errors=self.errors[here],
-                trace=self.trace,
                 rollout_seconds=self.rollout_seconds * share,
                 score_seconds=self.score_seconds * share,
             )
             parts.append(part)
             start += count
         return parts
-
-
-@dataclass(slots=True)
-class _Scoring:
-    """Submits rollouts for scoring, and collects their scores."""
-
-    prompts: Sequence[Prompt]
-    group_size: int
-    scorer: Scorer
-    share: float
-    global_steps: Sequence[int | None]
-    """For each prompt, the number of optimizer steps before its training step. None in evaluations.
-    """
-    max_steps: int
-    rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
-    """Rollouts that are collected to score whole groups, by prompt index and sample index."""
-    pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
-    """Submitted scoring jobs; the key is (prompt index, sample index). A scoring job for a whole
-    group has sample index 0."""
-    errors: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Errors of environments; the key is (prompt index, sample index). A rollout with an error is
-    not scored."""
-
-    def add(self, number: int, rollout: Rollout) -> None:
-        """Submit a finished rollout for scoring, or its group once the group is complete."""
-        if rollout.finish == "error":
-            self.errors[number, rollout.sample] = _failure(rollout)
-        elif not self.scorer.whole_groups:
-            self._submit(number, rollout.sample, (rollout,))
-            return
-        rollouts = self.rollouts.setdefault(number, {})
-        rollouts[rollout.sample] = rollout
-        if len(rollouts) == self.group_size and self.scorer.whole_groups:
-            scored = tuple(rollouts[sample] for sample in self._samples(number))
-            if scored:
-                self._submit(number, 0, scored)
-
-    def _samples(self, number: int) -> list[int]:
-        """Return the indices of a prompt's rollouts that have no environment error."""
-        return [s for s in range(self.group_size) if (number, s) not in self.errors]
-
-    def _submit(self, number: int, sample: int, rollouts: tuple[Rollout, ...]) -> None:
-        call = Call(
-            completion_ids=tuple(rollout.tokens for rollout in rollouts),
-            global_step=self.global_steps[number],
-            max_steps=self.max_steps,
-        )
-        texts = tuple(rollout.text for rollout in rollouts)
-        job = Job(prompt=self.prompts[number], texts=texts, progress=self.share, call=call)
-        self.pending[number, sample] = self.scorer.submit(job)
-
-    def results(self, number: int) -> list[ScoreResult]:
-        """Wait for the scores of a group."""
-        samples = self._samples(number)
-        jobs = [0] * bool(samples) if self.scorer.whole_groups else samples
-        with may_be_given_up():
-            scores = [r for sample in jobs for r in self.pending[number, sample].result()]
-        found = dict(zip(samples, scores, strict=True))
-        return [
-            found.get(sample) or ScoreResult(error=self.errors[number, sample])
-            for sample in range(self.group_size)
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +100,7 @@ class Collector:
     """A function that is called with the number of completions that have just ended."""
     interaction: Interaction | None = None
     """The environment and its limits; None for single-turn rollouts without an environment."""
-    ranks: Sharing | None = None
+    ranks: World | None = None
     """The ranks that share the work; None with a single rank. Each rank collects some groups, and
     then receives the groups of all ranks."""
     updates: int = 0
@@ -201,24 +123,8 @@ class Collector:
         groups are in the order of the prompts, not in the order in which generation ends. `share`
         is the fraction of the run that is done, 0 to 1; reward weights may depend on this fraction.
         """
-        if self.ranks is None or self.ranks.size == 1:
-            return self._collect(prompts, sampling, step, share)
-        mine = self._collect(self.ranks.share(prompts), sampling, step, share)
-        return mine.of_all(self.ranks)
-
-    def _collect(
-        self, prompts: Sequence[EncodedPrompt], sampling: Sampling, step: int, share: float
-    ) -> Collected:
-        scoring = _Scoring(
-            [p.prompt for p in prompts],
-            sampling.group_size,
-            self.scorer,
-            share,
-            global_steps=[
-                self.updates * (step_of(p, step) - 1) if self.updates else None for p in prompts
-            ],
-            max_steps=self.max_steps,
-        )
+        mine = prompts if self.ranks is None else self.ranks.share(prompts)
+        scoring = _Scoring(self, mine, sampling.group_size, step, share)
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
@@ -227,7 +133,7 @@ class Collector:
 
         started = time.perf_counter()
         generated = generate(
-            prompts,
+            mine,
             engine=self.engine,
             model=self.model,
             sampling=sampling,
@@ -236,11 +142,68 @@ class Collector:
             interaction=self.interaction,
         )
         sampled = time.perf_counter()
+        collected = replace(
+            scoring.collected(generated),
+            rollout_seconds=sampled - started,
+            score_seconds=time.perf_counter() - sampled,
+        )
+        if self.ranks is None or self.ranks.size == 1:
+            return collected
+        return collected.of_all(self.ranks)
+
+
+@dataclass(slots=True)
+class _Scoring:
+    """Submits the rollouts of one call of `collect` for scoring, and collects their scores."""
+
+    collector: Collector
+    prompts: Sequence[EncodedPrompt]
+    group_size: int
+    step: int
+    share: float
+    ended: dict[int, dict[int, Rollout]] = field(default_factory=dict)
+    """Rollouts that are collected to score whole groups, by prompt index and sample index."""
+    jobs: dict[int, dict[int, Pending]] = field(default_factory=dict)
+    """Submitted scoring jobs, by prompt index and the sample index of the job's first rollout."""
+    errors: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Errors of environments; the key is (prompt index, sample index). A rollout with an error is
+    not scored."""
+
+    def add(self, number: int, rollout: Rollout) -> None:
+        """Submit a finished rollout for scoring, or its group once the group is complete."""
+        if rollout.finish == "error":
+            why = "" if rollout.episode is None else rollout.episode.error
+            self.errors[number, rollout.sample] = f"environment: {why}"
+        ready = {rollout.sample: rollout}
+        if self.collector.scorer.whole_groups:
+            ready = self.ended.setdefault(number, {})
+            ready[rollout.sample] = rollout
+            if len(ready) < self.group_size:
+                return
+        scored = [ready[s] for s in sorted(ready) if (number, s) not in self.errors]
+        if scored:
+            job = self._job(self.prompts[number], scored)
+            jobs = self.jobs.setdefault(number, {})
+            jobs[scored[0].sample] = self.collector.scorer.submit(job)
+
+    def _job(self, prompt: EncodedPrompt, rollouts: Sequence[Rollout]) -> Job:
+        updates = self.collector.updates
+        call = Call(
+            completion_ids=tuple(rollout.tokens for rollout in rollouts),
+            global_step=updates * (step_of(prompt, self.step) - 1) if updates else None,
+            max_steps=self.collector.max_steps,
+        )
+        texts = tuple(rollout.text for rollout in rollouts)
+        return Job(prompt=prompt.prompt, texts=texts, progress=self.share, call=call)
+
+    def collected(self, generated: Sequence[Group]) -> Collected:
+        """Wait for the scores of all groups, and return the scored groups."""
         groups, errors, trace = [], [], ""
         for number, group in enumerate(generated):
-            pairs = list(zip(group.rollouts, scoring.results(number), strict=True))
-            scored = [_scored(rollout, result, self.scorer.identity) for rollout, result in pairs]
-            groups.append(replace(group, rollouts=tuple(scored)))
+            pairs = list(zip(group.rollouts, self._results(number), strict=True))
+            identity = self.collector.scorer.identity
+            scored = tuple(_scored(rollout, result, identity) for rollout, result in pairs)
+            groups.append(replace(group, rollouts=scored))
             failed = (
                 f"{rollout.prompt_id} sample {rollout.sample}: {result.error}"
                 for rollout, result in pairs
@@ -248,31 +211,33 @@ class Collector:
             )
             errors.append(tuple(failed))
             trace = trace or next((result.trace for _, result in pairs if result.trace), "")
-        return Collected(
-            groups=tuple(groups),
-            errors=tuple(errors),
-            trace=trace,
-            rollout_seconds=sampled - started,
-            score_seconds=time.perf_counter() - sampled,
-        )
+        return Collected(groups=tuple(groups), errors=tuple(errors), trace=trace)
 
-
-def _failure(rollout: Rollout) -> str:
-    what = "" if rollout.episode is None else rollout.episode.error
-    return f"environment: {what}"
+    def _results(self, number: int) -> list[ScoreResult]:
+        """Wait for the scores of a group."""
+        jobs, samples = self.jobs.get(number, {}), range(self.group_size)
+        with may_be_given_up():
+            scores = [result for sample in sorted(jobs) for result in jobs[sample].result()]
+        scored = (sample for sample in samples if (number, sample) not in self.errors)
+        found = dict(zip(scored, scores, strict=True))
+        return [
+            found.get(sample) or ScoreResult(error=self.errors[number, sample])
+            for sample in samples
+        ]
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
     """Return a rollout with its score. If scoring failed, its reward stays None."""
-    if result.score is None:
+    score = result.score
+    if score is None:
         return replace(rollout, reward_id=identity)
     return replace(
         rollout,
         reward_id=identity,
-        reward=float(result.score.reward),
-        success=bool(result.score.success),
-        parts=dict(result.score.parts),
-        feedback=result.score.feedback,
+        reward=float(score.reward),
+        success=bool(score.success),
+        parts=dict(score.parts),
+        feedback=score.feedback,
     )
 
 

@@ -172,15 +172,14 @@ class PromptChoice:
         if not self.settings.active:
             return {}
         records = list(self.records.values())
-        by_number = {record.number: record.rate for record in records}
-        drawn = [by_number.get(pick, NEW) for pick in picks]
-        dropped = sum(self._dropped(record) for record in records)
+        rates = {record.number: record.rate for record in records}
+        dropped = {record.number for record in records if self._dropped(record)}
         found = {
             "data/seen_prompts": len(records),
-            "data/pass_rate": float(np.mean([r.rate for r in records])) if records else NEW,
-            "data/drawn_pass_rate": float(np.mean(drawn)),
-            "data/dropped_prompts": dropped,
-            "data/drawn_again": sum(self._dropped(r) for r in records if r.number in set(picks)),
+            "data/pass_rate": float(np.mean(list(rates.values()))) if records else NEW,
+            "data/drawn_pass_rate": float(np.mean([rates.get(pick, NEW) for pick in picks])),
+            "data/dropped_prompts": len(dropped),
+            "data/drawn_again": len(dropped & set(picks)),
         }
         return found | {f"data/parts/{name}": share for name, share in self.shares().items()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
@@ -61,9 +62,33 @@ def encode_prompts(
     ]
 
 
+def step_of(encoded: EncodedPrompt, usual: int) -> int:
+    """Return the training step of a prompt, or `usual` if the prompt's step is None."""
+    return usual if encoded.step is None else encoded.step
+
+
+def generate(
+    prompts: Sequence[EncodedPrompt],
+    *,
+    engine: Engine,
+    model: LanguageModel,
+    sampling: Sampling,
+    step: int,
+    finished: Callable[[int, Rollout], None] = lambda number, rollout: None,
+    interaction: Interaction | None = None,
+) -> list[Group]:
+    """Return a group of `sampling.group_size` unscored rollouts for each prompt, in order."""
+    kind: Callable[..., SingleTurnEpisodes | MultiTurnEpisodes] = SingleTurnEpisodes
+    if interaction is not None:
+        kind = partial(MultiTurnEpisodes, interaction=interaction)
+    episodes = kind(prompts=prompts, model=model, sampling=sampling, step=step, finished=finished)
+    engine.run(episodes)
+    return episodes.groups()
+
+
 @dataclass(slots=True, kw_only=True)
 class Episodes:
-    """A source of engine requests for single-turn episodes."""
+    """The base class of sources of engine requests: a group of episodes for each prompt."""
 
     prompts: Sequence[EncodedPrompt]
     model: LanguageModel
@@ -71,9 +96,28 @@ class Episodes:
     step: int
     finished: Callable[[int, Rollout], None]
     """Called with the prompt's index and the rollout as soon as the rollout ends."""
-    ready: list[Request] = field(init=False)
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     """Finished rollouts; the key is (prompt index, sample index)."""
+
+    def add(self, number: int, rollout: Rollout) -> None:
+        """Add a finished rollout of the prompt with index `number`."""
+        self.rollouts[number, rollout.sample] = rollout
+        self.finished(number, rollout)
+
+    def groups(self) -> list[Group]:
+        """Return the group of each prompt. All episodes must have ended."""
+        samples = range(self.sampling.group_size)
+        return [
+            Group(prompt=p.prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
+            for number, p in enumerate(self.prompts)
+        ]
+
+
+@dataclass(slots=True, kw_only=True)
+class SingleTurnEpisodes(Episodes):
+    """A source of engine requests for single-turn episodes."""
+
+    ready: list[Request] = field(init=False)
 
     def __post_init__(self) -> None:
         size, seed = self.sampling.group_size, self.sampling.seed
@@ -108,68 +152,19 @@ class Episodes:
         texts = completion_texts(self.model, completions)
         for completion, text in zip(completions, texts, strict=True):
             number = completion.request.prompt
-            rollout = _rollout(self.prompts[number], completion, text)
-            self.rollouts[number, rollout.sample] = rollout
-            self.finished(number, rollout)
-
-    def groups(self) -> list[Group]:
-        """Return the group of each prompt. All episodes must have ended."""
-        samples = range(self.sampling.group_size)
-        return [
-            Group(prompt=p.prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
-            for number, p in enumerate(self.prompts)
-        ]
-
-
-def step_of(encoded: EncodedPrompt, usual: int) -> int:
-    """Return the training step of a prompt, or `usual` if the prompt's step is None."""
-    return usual if encoded.step is None else encoded.step
-
-
-def _rollout(encoded: EncodedPrompt, completion: Completion, text: str) -> Rollout:
-    size = len(completion.tokens)
-    segment = Segment(
-        prompt_tokens=encoded.tokens,
-        tokens=completion.tokens,
-        trained=(True,) * size,
-        sampler_logp=completion.logp,
-        versions=completion.versions,
-        kept=(completion.kept,) if completion.kept else (),
-    )
-    return Rollout(
-        prompt_id=encoded.prompt.id,
-        sample=completion.request.address.sample,
-        segments=(segment,),
-        turns=(Turn(role="assistant", start=0, stop=size),),
-        text=encoded.prefill + text,
-        finish=completion.finish,
-    )
-
-
-def generate(
-    prompts: Sequence[EncodedPrompt],
-    *,
-    engine: Engine,
-    model: LanguageModel,
-    sampling: Sampling,
-    step: int,
-    finished: Callable[[int, Rollout], None] = lambda number, rollout: None,
-    interaction: Interaction | None = None,
-) -> list[Group]:
-    """Return a group of `sampling.group_size` unscored rollouts for each prompt, in order."""
-    episodes: Episodes | MultiTurnEpisodes
-    if interaction is None:
-        episodes = Episodes(
-            prompts=prompts, model=model, sampling=sampling, step=step, finished=finished
-        )
-    else:
-        episodes = MultiTurnEpisodes(
-            prompts=[p.prompt for p in prompts],
-            steps=[step_of(p, step) for p in prompts],
-            model=model, sampling=sampling, finished=finished, interaction=interaction,
-        )  # fmt: skip
-    engine.run(episodes)
-    return episodes.groups()
+            encoded = self.prompts[number]
+            rollout = Rollout.single_turn(
+                prompt_id=encoded.prompt.id,
+                sample=completion.request.address.sample,
+                prompt_tokens=encoded.tokens,
+                tokens=completion.tokens,
+                sampler_logp=completion.logp,
+                versions=completion.versions,
+                kept=(completion.kept,) if completion.kept else (),
+                text=encoded.prefill + text,
+                finish=completion.finish,
+            )
+            self.add(number, rollout)
 
 
 # Multi-turn episodes: concurrent conversations between the policy and an environment.
@@ -244,10 +239,13 @@ class _Growing:
 class _Conversation:
     """One episode in progress."""
 
+    key: int
+    """The number by which the environment's host knows the episode."""
     number: int
     """Index of the prompt."""
     sample: int
     prompt: Prompt
+    step: int
     messages: list[Message] = field(default_factory=list)
     tools: tuple[Mapping[str, Any], ...] = ()
     state: str = ""
@@ -287,10 +285,6 @@ class _Conversation:
         )  # fmt: skip
         self.turns.append(turn)
 
-    def rewarded(self, reward: float) -> None:
-        """Set the reward of the policy's last turn."""
-        self.turns[-1] = replace(self.turns[-1], reward=reward)
-
     def add_context(self, context: Context, messages: Sequence[Message]) -> None:
         """Append the next turn's prompt to the last segment, or begin a new segment with it."""
         self.context = context
@@ -329,17 +323,10 @@ class _Conversation:
 
 
 @dataclass(slots=True, kw_only=True)
-class MultiTurnEpisodes:
+class MultiTurnEpisodes(Episodes):
     """A source of engine requests for multi-turn episodes with an environment."""
 
-    prompts: Sequence[Prompt]
-    steps: Sequence[int]
-    """The training step of each prompt."""
     interaction: Interaction
-    model: LanguageModel
-    sampling: Sampling
-    finished: Callable[[int, Rollout], None]
-    """Called with the prompt's index and the rollout as soon as the rollout ends."""
     conversations: Conversations = field(init=False)
     waiting: dict[int, _Conversation] = field(default_factory=dict)
     """Episodes that wait for the environment, by the key of the episode."""
@@ -347,24 +334,21 @@ class MultiTurnEpisodes:
     """Episodes that wait for the engine, by the index of their request."""
     numbers: int = 0
     """Number of requests that were made so far."""
-    rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        renderer = self.model.renderer
+        renderer, size = self.model.renderer, self.sampling.group_size
         assert renderer is not None
         self.conversations = Conversations(
             renderer=renderer, instruction=self.interaction.call_format.instruction
         )
         self.interaction.host.clear()
-        for number, prompt in enumerate(self.prompts):
-            seed = world_seed(seed=self.sampling.seed, step=self.steps[number], prompt=prompt.id)
-            for sample in range(self.sampling.group_size):
-                episode = _Conversation(number, sample, prompt)
-                self.waiting[self._key(episode)] = episode
-                self.interaction.host.start(self._key(episode), prompt, seed)
-
-    def _key(self, episode: _Conversation) -> int:
-        return episode.number * self.sampling.group_size + episode.sample
+        for number, encoded in enumerate(self.prompts):
+            step, prompt = step_of(encoded, self.step), encoded.prompt
+            seed = world_seed(seed=self.sampling.seed, step=step, prompt=prompt.id)
+            for sample in range(size):
+                key = number * size + sample
+                self.waiting[key] = _Conversation(key, number, sample, prompt, step)
+                self.interaction.host.start(key, prompt, seed)
 
     @property
     def limits(self) -> Limits:
@@ -396,7 +380,10 @@ class MultiTurnEpisodes:
             for key, reply in replies:
                 request = self._continue(self.waiting.pop(key), reply)
                 ready += [] if request is None else [request]
-        return _sharing(ready)
+        # Requests with equal prompts, such as a group's first turns, share a prompt number.
+        numbers: dict[tuple[int, ...], int] = {}
+        shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in ready]
+        return sorted(shared, key=lambda request: request.prompt)
 
     def done(self, completions: Sequence[Completion]) -> None:
         """Pass the finished turns of the policy to the environment."""
@@ -406,24 +393,24 @@ class MultiTurnEpisodes:
             episode = self.running.pop(completion.request.number)
             message = assistant_message(prefill + text, form, episode.tool_names)
             episode.add_turn(completion, message)
-            self._hand_over(episode, message, completion.finish)
+            if completion.finish != "stop":
+                self._stop(episode, completion.finish)
+            elif episode.calls > self.interaction.max_calls:
+                self._stop(episode, "tool_limit")
+            else:
+                self.waiting[episode.key] = episode
+                self.interaction.host.step(episode.key, message)
 
-    def _hand_over(self, episode: _Conversation, message: Message, finish: Finish) -> None:
-        host, key = self.interaction.host, self._key(episode)
-        self.waiting[key] = episode
-        if finish != "stop":
-            episode.finish = finish
-        elif episode.calls > self.interaction.max_calls:
-            episode.finish = "tool_limit"
-        else:
-            host.step(key, message)
-            return
-        host.end(key)
+    def _stop(self, episode: _Conversation, finish: Finish) -> None:
+        """End an episode that reached a limit; ask the environment for the final reward."""
+        episode.finish = finish
+        self.waiting[episode.key] = episode
+        self.interaction.host.end(episode.key)
 
     def _continue(self, episode: _Conversation, reply: Reply) -> Request | None:
         """Process the environment's reply; return the next request, or None at the end."""
-        if reply.reward is not None:
-            episode.rewarded(reply.reward)
+        if reply.reward is not None:  # of the policy's last turn
+            episode.turns[-1] = replace(episode.turns[-1], reward=reply.reward)
         episode.messages += reply.messages
         episode.tools = reply.tools or episode.tools
         if reply.done:
@@ -446,11 +433,24 @@ class MultiTurnEpisodes:
             self._stop(episode, "token_limit")
             return None
         episode.add_context(context, reply.messages)
-        return self._request(episode, context)
+        number, self.numbers = self.numbers, self.numbers + 1
+        self.running[number] = episode
+        seed, prompt = self.sampling.seed, episode.prompt.id
+        address = Address(seed, episode.step, prompt, episode.sample, episode.taken)
+        return Request(number=number, prompt=number, tokens=context.tokens, address=address)
 
     def _fitting(self, episode: _Conversation) -> Context | None:
         """Return the next turn's prompt; None if another turn might exceed a token limit."""
-        context = self._context(episode)
+        if episode.context is None:
+            context = self.conversations.first(episode.messages, episode.tools)
+        else:
+            turn = next(turn for turn in reversed(episode.turns) if turn.role == "assistant")
+            context = self.conversations.following(
+                episode.context,
+                episode.segments[turn.segment].tokens[turn.start : turn.stop],
+                episode.messages,
+                episode.tools,
+            )
         size = len(context.tokens)
         if size <= self.longest:
             return context
@@ -463,51 +463,10 @@ class MultiTurnEpisodes:
             f"context of {self.model.context} tokens"
         )
 
-    def _context(self, episode: _Conversation) -> Context:
-        """Return the prompt of the policy's next turn."""
-        before = episode.context
-        if before is None:
-            return self.conversations.first(episode.messages, episode.tools)
-        turn = next(turn for turn in reversed(episode.turns) if turn.role == "assistant")
-        sampled = episode.segments[turn.segment].tokens[turn.start : turn.stop]
-        return self.conversations.following(before, sampled, episode.messages, episode.tools)
-
-    def _stop(self, episode: _Conversation, finish: Finish) -> None:
-        """End an episode that reached a limit; ask the environment for the final reward."""
-        episode.finish = finish
-        self.waiting[self._key(episode)] = episode
-        self.interaction.host.end(self._key(episode))
-
-    def _request(self, episode: _Conversation, context: Context) -> Request:
-        number, self.numbers = self.numbers, self.numbers + 1
-        self.running[number] = episode
-        step = self.steps[episode.number]
-        address = Address(
-            self.sampling.seed, step, episode.prompt.id, episode.sample, episode.taken
-        )
-        return Request(number=number, prompt=number, tokens=context.tokens, address=address)
-
     def _end(self, episode: _Conversation, reply: Reply) -> None:
         if not episode.segments:  # the episode ended before the policy had a turn
             episode.segments.append(_Growing(self.model.encode(episode.prompt.messages)))
-        rollout = episode.rollout(reply)
-        self.rollouts[episode.number, episode.sample] = rollout
-        self.finished(episode.number, rollout)
-
-    def groups(self) -> list[Group]:
-        """Return the group of each prompt. All episodes must have ended."""
-        samples = range(self.sampling.group_size)
-        return [
-            Group(prompt=prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
-            for number, prompt in enumerate(self.prompts)
-        ]
-
-
-def _sharing(requests: Sequence[Request]) -> list[Request]:
-    """Give requests with equal prompts, such as a group's first turns, the same prompt number."""
-    numbers: dict[tuple[int, ...], int] = {}
-    shared = [replace(r, prompt=numbers.setdefault(r.tokens, r.number)) for r in requests]
-    return sorted(shared, key=lambda request: request.prompt)
+        self.add(episode.number, episode.rollout(reply))
 
 
 def completion_texts(model: LanguageModel, completions: Sequence[Completion]) -> list[str]:

@@ -12,7 +12,7 @@ from covey.types import EQUAL_REWARDS, Batch, Group
 class Selected:
     """The groups to train on, and the number of groups dropped for each reason."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
     unscored: int = 0
     """Number of groups dropped because fewer than two of their rollouts were scored."""
     stale: int = 0
@@ -45,7 +45,7 @@ def select(
     is dropped if fewer than `fewest` of its rollouts are scored.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
-    fresh = [g for g in scored if not max_age or _age(g, version) <= max_age]
+    fresh = [g for g in scored if not max_age or age(g, version) <= max_age]
     mixed = [g for g in fresh if (is_mixed(g) or not dynamic) and not (drop_flat and is_flat(g))]
     kept = mixed[:most]
     return Selected(
@@ -70,7 +70,8 @@ def is_flat(group: Group) -> bool:
     return max(rewards) - min(rewards) <= EQUAL_REWARDS * size
 
 
-def _age(group: Group, version: int) -> int:
+def age(group: Group, version: int) -> int:
+    """Return how many optimizer steps before `version` the oldest token of a group was sampled."""
     return version - min(r.policy_version for r in group.rollouts)
 
 

@@ -1,19 +1,24 @@
-"""Metrics of a step's rollouts, and of the filters that drop groups."""
+"""Metrics of a step's rollouts, of the filters that drop groups, and of overlap."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from covey.objective.advantage import zero_variance
-from covey.rollout.answers import AnswerCounts, final_answer, spaced, target_counts
 from covey.rollout.collect import Collected
 from covey.rollout.source import StepRollouts
 from covey.types import Group, Rollout
+
+if TYPE_CHECKING:
+    from covey.config.schema import Overlap
 
 MOST_READ = 128
 """For speed, final answers and repetitions are counted in at most this many completions."""
@@ -41,27 +46,15 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
         )
     if "objective/parts/format" in metrics:
         metrics["val/format_scores"] = metrics["objective/parts/format"]
-    metrics |= _length_metrics(rollouts) | _episode_metrics(rollouts)
-    return metrics | _stop_metrics(rollouts, stop_ids) | answer_metrics(collected.groups)
-
-
-def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return metrics of answer variety, and the accuracy of the best constant answer."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    texts = spaced([rollout.text for rollout in rollouts], MOST_READ)
-    answers = AnswerCounts.of([final_answer(text) for text in texts])
-    targets = target_counts([group.prompt.target for group in groups])
-    every = math.ceil(len(rollouts) / MOST_READ)
-    metrics = {
-        "rollout/repetition": repetition([r.tokens for r in rollouts[::every]]),
-        "rollout/distinct_answers": answers.distinct,
-        "rollout/effective_answers": answers.effective,
-        "rollout/top_answer_share": answers.top_share,
+    stops = [sum(r.tokens.count(stop) for stop in stop_ids) for r in rollouts]
+    return {
+        **metrics,
+        **_length_metrics(rollouts),
+        **_episode_metrics(rollouts),
+        "val/stop_token_rate": _mean([float(count > 0) for count in stops]),
+        "val/num_stop_token_ids": sum(stops),
+        **answer_metrics(collected.groups),
     }
-    if targets is not None:
-        metrics["rollout/effective_targets"] = targets.effective
-        metrics["rollout/best_constant"] = targets.top_share
-    return metrics
 
 
 def repetition(rows: Sequence[Sequence[int]]) -> float:
@@ -98,6 +91,33 @@ def selection_metrics(rollouts: StepRollouts) -> dict[str, float]:
     }
 
 
+def overlap_metrics(
+    rollouts: StepRollouts, overlap: Overlap, waited: float, version: int
+) -> dict[str, float]:
+    """Return a step's staleness and waiting times; `version` is the policy's version.
+
+    `waited` are the seconds that training waited for the rollouts.
+    """
+    if not overlap.staleness:
+        return {}
+    spans = [
+        span for rollout in rollouts.collected.rollouts for s in rollout.segments
+        for span in s.versions
+    ]  # fmt: skip
+    sizes, versions = [span.stop - span.start for span in spans], [span.version for span in spans]
+    mean = sum(s * v for s, v in zip(sizes, versions, strict=True)) / max(1, sum(sizes))
+    metrics = {
+        "overlap/staleness": version - mean,
+        "overlap/staleness_max": version - min(versions),
+        "overlap/version_min": min(versions),
+        "overlap/version_max": max(versions),
+    }
+    if overlap.mode == "copy":
+        metrics["time/wait_rollouts"] = waited
+        metrics["time/wait_training"] = rollouts.engine_waited
+    return metrics
+
+
 def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     lengths = [r.sampled for r in rollouts]
     metrics = {
@@ -129,14 +149,6 @@ def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def _stop_metrics(rollouts: Sequence[Rollout], stop_ids: Sequence[int]) -> dict[str, float]:
-    counts = [sum(r.tokens.count(stop) for stop in stop_ids) for r in rollouts]
-    return {
-        "val/stop_token_rate": _mean([float(count > 0) for count in counts]),
-        "val/num_stop_token_ids": sum(counts),
-    }
-
-
 def _deviation(group: Group) -> float:
     rewards = [r.reward for r in group.rollouts if r.reward is not None]
     return float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
@@ -156,3 +168,67 @@ def _signal_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+# Statistics of final answers, which reveal a policy that ignores the prompt.
+#
+# The reward also rises if a policy learns to answer every prompt with the most frequent target.
+# Only the variety of the answers shows whether a policy learns the task or ignores the prompt.
+
+LONGEST_TARGET = 64
+"""Maximum target length, in characters, for which statistics of targets are computed."""
+TAIL = 400
+"""The final answer is searched for in this many characters at the end of a completion."""
+
+_MARKED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)|\\boxed\{([^{}]*)\}|#### *([^\n]*)", re.DOTALL)
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
+
+
+def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return metrics of answer variety, and the accuracy of the best constant answer."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    some = rollouts[:: math.ceil(len(rollouts) / MOST_READ)]
+    answers = [final_answer(rollout.text) for rollout in some]
+    targets = [group.prompt.target for group in groups]
+    effective, top_share = variety(answers)
+    metrics = {
+        "rollout/repetition": repetition([rollout.tokens for rollout in some]),
+        "rollout/distinct_answers": len(set(answers)),
+        "rollout/effective_answers": effective,
+        "rollout/top_answer_share": top_share,
+    }
+    if all(target.strip() and len(target) <= LONGEST_TARGET for target in targets):
+        effective, top_share = variety([target.strip() for target in targets])
+        metrics["rollout/effective_targets"] = effective
+        metrics["rollout/best_constant"] = top_share
+    return metrics
+
+
+def variety(answers: Sequence[str]) -> tuple[float, float]:
+    """Return the effective number of different answers, and the share of the most frequent one.
+
+    The effective number of answers is exp of the entropy of their frequencies.
+    """
+    counts = Counter(answers)
+    shares = [count / len(answers) for count in counts.values()]
+    effective = math.exp(-math.fsum(share * math.log(share) for share in shares))
+    return effective, max(counts.values()) / len(answers)
+
+
+def final_answer(text: str) -> str:
+    r"""Return the final answer of a completion, for statistics of answers and not for rewards.
+
+    The final answer is the last answer in `<answer>` or `\boxed{}` or after `####`. Without such an
+    answer, it is the last number, or else the last line.
+
+    >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
+    ('8', '1008', 'no.')
+    """
+    tail = text[-TAIL:]
+    marked = list(_MARKED.finditer(tail))
+    if marked:
+        answer = next((group for group in marked[-1].groups() if group is not None), "")
+    else:
+        numbers = _NUMBER.findall(tail)
+        answer = numbers[-1].replace(",", "") if numbers else tail.rstrip().rpartition("\n")[2]
+    return " ".join(answer.lower().split())

@@ -18,10 +18,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -30,13 +31,7 @@ from covey.errors import ConfigError, RunError
 from covey.rollout.collect import Collected
 from covey.rollout.filter import Selected
 from covey.rollout.prompts import prompts_by_id
-from covey.rollout.source import (
-    RolloutSource,
-    StepRollouts,
-    SynchronousSource,
-    Ticket,
-    collect_steps,
-)
+from covey.rollout.source import RolloutSource, StepRollouts, Ticket, collect_steps
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 
@@ -59,9 +54,9 @@ class CopySource:
     """Collects groups in a thread, with an engine that has its own copy of the weights.
 
     The thread processes requests for rollouts, called tickets, one by one. A ticket requests the
-    rollouts of one step. A step's rollouts are generated with the last weights that were published
-    before the step's ticket was queued. Snapshots store published weights until the engine loads
-    them. At most `overlap.staleness` + 1 snapshots exist at a time.
+    rollouts of one step. A step's rollouts are generated with the trainer's weights at the time
+    when the step's ticket was queued. Snapshots store these weights until the engine loads them. At
+    most `overlap.staleness` + 1 snapshots exist at a time.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -72,82 +67,57 @@ class CopySource:
                 f"config: overlap.in_flight = true does not work with engine.kind = "
                 f"{parts.config.engine.kind!r}, which cannot load weights while it generates"
             )
-        self.changed = threading.Condition()
-        self.weights: WeightSource = tuple
-        self.queue: deque[tuple[Ticket, Snapshot]] = deque()
-        self.working: Ticket | None = None
-        self.done: dict[int, StepRollouts] = {}
-        self.failure: BaseException | None = None
+        self.queue: SimpleQueue[tuple[Ticket, Snapshot] | None] = SimpleQueue()
+        self.started: dict[int, Future[StepRollouts]] = {}
+        """The rollouts of each requested step that the training loop has not taken yet."""
         self.closed = False
         self.thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
         self.thread.start()
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """Store new weights; with `in_flight`, the engine loads them at once, during generation."""
-        self.weights = weights
+    def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
+        """Queue requests for rollouts; all requests use one copy of the current weights.
+
+        With `in_flight`, the engine loads the weights at once, during generation.
+        """
+        snapshot: Snapshot = {}
         if self.in_flight:
             self.parts.engine.load_weights(weights, version)
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
-        """Queue requests for rollouts; all requests use one copy of the current weights."""
-        if not tickets:
-            return
-        snapshot: Snapshot = {}
-        if not self.in_flight:
-            snapshot = {name: weight.clone() for name, weight in self.weights()}
-        with self.changed:
-            self.queue.extend((ticket, snapshot) for ticket in tickets)
-            self.changed.notify_all()
+        elif tickets:
+            snapshot = {name: weight.clone() for name, weight in weights()}
+        for ticket in tickets:
+            self.started[ticket.step] = Future()
+            self.queue.put((ticket, snapshot))
 
     def take(self, step: int) -> StepRollouts:
         """Wait for the rollouts of a step."""
-        with self.changed, may_be_given_up():
-            self._wait_for([step])
-            return self.done.pop(step)
+        with may_be_given_up():
+            found = self.started[step].result()
+        del self.started[step]
+        return found
 
     def pending(self, after: int) -> list[StepRollouts]:
         """Wait for the rollouts of all started steps, and return them."""
-        with self.changed:
-            queued = [ticket.step for ticket, _ in self.queue]
-            working = [] if self.working is None else [self.working.step]
-            steps = sorted(step for step in (*self.done, *working, *queued) if step > after)
-            self._wait_for(steps)
-            return [self.done[step] for step in steps]
-
-    def _wait_for(self, steps: Sequence[int]) -> None:
-        self.changed.wait_for(lambda: self.failure or all(step in self.done for step in steps))
-        if self.failure is not None:
-            raise self.failure
+        return [self.started[step].result() for step in sorted(self.started) if step > after]
 
     def close(self) -> None:
         """Let the rollout thread end after its current request."""
-        with self.changed:
-            self.closed = True
-            self.queue.clear()
-            self.changed.notify_all()
+        self.closed = True
+        self.queue.put(None)
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Process queued requests for rollouts until the source is closed."""
-        while True:
-            idle = time.perf_counter()
-            with self.changed:
-                self.changed.wait_for(lambda: self.queue or self.closed)
-                if self.closed:
-                    return
-                self.working, snapshot = self.queue.popleft()
+        """Process queued requests for rollouts until one fails or the source is closed."""
+        idle = time.perf_counter()
+        while (asked := self.queue.get()) is not None and not self.closed:
+            ticket, snapshot = asked
             waited = time.perf_counter() - idle
             try:
-                found = self._collect(self.working, snapshot)
+                found = replace(self._collect(ticket, snapshot), engine_waited=waited)
             except BaseException as error:  # `take` raises this error in the trainer
-                with self.changed:
-                    self.failure = error
-                    self.changed.notify_all()
+                self.started[ticket.step].set_exception(error)
                 return
-            with self.changed:
-                self.done[found.ticket.step] = replace(found, engine_waited=waited)
-                self.working = None
-                self.changed.notify_all()
+            self.started[ticket.step].set_result(found)
+            idle = time.perf_counter()
 
     def _collect(self, ticket: Ticket, snapshot: Snapshot) -> StepRollouts:
         # An evaluation may use the engine in between, with other weights.
@@ -164,33 +134,27 @@ class RolloutQueue:
 
     parts: Parts
     source: RolloutSource
+    choice: PromptChoice
+    """Chooses prompts by a curriculum, if the run has one."""
     held: dict[int, StepRollouts] = field(default_factory=dict)
     """Rollouts of the current step, and rollouts restored from a checkpoint, by step."""
     newest: int = 0
     """The last step whose rollouts were requested."""
-    choice: PromptChoice | None = None
-    """Chooses prompts by a curriculum; None if prompts depend only on seed and step."""
 
     def take(self, step: int, share: float) -> StepRollouts:
         """Request rollouts of `step` and perhaps of later steps; return the rollouts of `step`."""
-        policy = self.parts.policy
+        policy, config = self.parts.policy, self.parts.config
         self.newest = max(self.newest, step - 1, *self.held)
+        count = config.rollout.prompts_per_step * config.filter.rounds
         tickets = [
-            Ticket(each, policy.version, share, self._picks(each)) for each in self._to_start(step)
+            Ticket(each, policy.version, share, self.choice.picks(each, count))
+            for each in self._to_start(step)
         ]
-        self.source.publish(policy.weights, policy.version)
-        self.source.start(tickets)
+        self.source.start(tickets, policy.weights, policy.version)
         self.newest += len(tickets)
         found = self.held.get(step) or self.source.take(step)
         self.held = {n: one for n, one in self.held.items() if n > step} | {step: found}
         return found
-
-    def _picks(self, step: int) -> tuple[int, ...]:
-        """Return a step's prompt indices from the curriculum, including refill rounds."""
-        config = self.parts.config
-        rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
-        count = config.rollout.prompts_per_step * rounds
-        return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
         """Return the steps whose rollouts the weights at the start of `step` generate."""
@@ -207,20 +171,6 @@ class RolloutQueue:
         held = [one for step, one in sorted(self.held.items()) if step > after]
         taken = {one.ticket.step for one in held}
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]
-
-
-def rollout_queue(
-    parts: Parts,
-    reporter: Tracker,
-    held: Sequence[StepRollouts],
-    choice: PromptChoice | None = None,
-) -> RolloutQueue:
-    """Return a run's rollout queue; `held` contains rollouts restored from a checkpoint."""
-    source: RolloutSource = SynchronousSource(parts, reporter)
-    if parts.config.overlap.mode == "copy":
-        source = CopySource(parts, reporter)
-    by_step = {one.ticket.step: one for one in held}
-    return RolloutQueue(parts=parts, source=source, held=by_step, choice=choice)
 
 
 # Save rollouts in flight, which are generated but not yet trained on, in a checkpoint.

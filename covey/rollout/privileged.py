@@ -34,12 +34,6 @@ class Privileged:
     """For each source of privileged text, a template with a heading and the placeholder {text}."""
     template: str
 
-    @staticmethod
-    def of(section: Teacher, model: LanguageModel) -> Privileged:
-        """Return the prompt builder for the [teacher] section of the configuration."""
-        whole = replace(model, longest_prompt=None)
-        return Privileged(model=whole, context=section.context, template=section.template)
-
     def extended(self, group: Group) -> Group:
         """Add the teacher's prompt to every rollout of a scored group."""
         found: dict[str, tuple[int, ...]] = {}
@@ -68,25 +62,15 @@ class Privileged:
 def _source(name: str, group: Group, rollout: Rollout) -> str:
     """Return a rollout's privileged text from one source; empty if the source has none."""
     if name == SUCCESS:
-        return _correct_sibling(group, rollout)
+        # A teacher would agree with the rollout's own completion, whatever it is.
+        others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]
+        return max(others, key=lambda r: (r.reward, -r.sample)).text.strip() if others else ""
     if name == FEEDBACK:
-        return "" if rollout.success or rollout.reward is None else _feedback(rollout)
+        if rollout.success or rollout.reward is None:
+            return ""
+        parts = ", ".join(f"{name} {value:g}" for name, value in rollout.parts.items())
+        return rollout.feedback.strip() or parts
     return str(_columns(group.prompt).get(name, "")).strip()
-
-
-def _correct_sibling(group: Group, rollout: Rollout) -> str:
-    """Return the highest-reward correct completion of the group's other rollouts, or "".
-
-    The rollout's own completion is left out, because a teacher would agree with any completion that
-    the teacher's prompt contains.
-    """
-    others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]
-    return max(others, key=lambda r: (r.reward, -r.sample)).text.strip() if others else ""
-
-
-def _feedback(rollout: Rollout) -> str:
-    """Return the reward's feedback; if there is none, return the reward parts as text."""
-    return rollout.feedback.strip() or ", ".join(f"{k} {v:g}" for k, v in rollout.parts.items())
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:
@@ -112,4 +96,5 @@ def privileged_of(
     if "privileged" not in objective.needs:
         return None
     check_context(section, prompts[0])
-    return Privileged.of(section, model)
+    whole = replace(model, longest_prompt=None)
+    return Privileged(model=whole, context=section.context, template=section.template)

@@ -51,19 +51,16 @@ def prompts_by_id(
 
     A task may generate its prompts on demand, so a search through all prompts would take minutes.
     """
-    size, found = len(prompts), dict[str, Prompt]()
+    size, wanted, found = len(prompts), set(ids), dict[str, Prompt]()
     orders = [prompt_indices(seed=seed, step=step - 1, count=count, size=size)] + [
         refill_order(seed=seed, step=step, round_number=number, size=size)
         for number in range(1, rounds)
     ]
-    missing = set(ids)
     for index in itertools.chain.from_iterable(orders):
-        if not missing:
+        if len(found) == len(wanted):
             break
-        prompt = prompts[index]
-        if prompt.id in missing:
+        if (prompt := prompts[index]).id in wanted:
             found[prompt.id] = prompt
-            missing.remove(prompt.id)
     return found
 
 

@@ -19,8 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from covey.errors import RunError
 from covey.rng import replay_order
-from covey.rollout.filter import is_mixed
-from covey.types import Group, Prompt
+from covey.rollout.filter import age, is_mixed
+from covey.types import Group
 
 if TYPE_CHECKING:
     from covey.config.schema import Replay
@@ -48,7 +48,7 @@ class ReplayBuffer:
         found: dict[str, Group] = {}
         for place in order:
             group = self.groups[place]
-            fresh = _age(group, version) <= self.settings.max_age
+            fresh = age(group, version) <= self.settings.max_age
             if fresh and group.prompt.id not in without and group.prompt.id not in found:
                 found[group.prompt.id] = group
         return list(found.values())[: self.settings.groups]
@@ -62,7 +62,7 @@ class ReplayBuffer:
         kept = [
             group
             for group in self.groups
-            if group.prompt.id not in ids and _age(group, version) <= self.settings.max_age
+            if group.prompt.id not in ids and age(group, version) <= self.settings.max_age
         ]
         self.groups = [*kept, *mixed][-self.settings.size :]
 
@@ -70,7 +70,7 @@ class ReplayBuffer:
         """Return the number and age of replayed groups as metrics; {} without replay."""
         if not self.settings.groups:
             return {}
-        ages = [_age(group, version) for group in drawn]
+        ages = [age(group, version) for group in drawn]
         found = {"data/replayed_groups": float(len(drawn)), "data/replay_size": len(self.groups)}
         return found | ({"data/replay_age": sum(ages) / len(ages)} if ages else {})
 
@@ -91,22 +91,15 @@ class ReplayBuffer:
             raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error}") from None
 
 
-def _age(group: Group, version: int) -> int:
-    return version - min(rollout.policy_version for rollout in group.rollouts)
-
-
 def _row(group: Group) -> dict[str, Any]:
+    prompt = group.prompt
     return {
-        "prompt": _prompt_row(group.prompt),
+        "prompt": {
+            "id": prompt.id,
+            "task": prompt.task,
+            "messages": [dict(message) for message in prompt.messages],
+            "target": prompt.target,
+            "info": dict(prompt.info),
+        },
         "rollouts": [asdict(rollout) for rollout in group.rollouts],
-    }
-
-
-def _prompt_row(prompt: Prompt) -> dict[str, Any]:
-    return {
-        "id": prompt.id,
-        "task": prompt.task,
-        "messages": [dict(message) for message in prompt.messages],
-        "target": prompt.target,
-        "info": dict(prompt.info),
     }

@@ -40,11 +40,11 @@ class StepRollouts:
     """The rollouts of a training step."""
 
     ticket: Ticket
-    collected: Collected
+    collected: Collected = field(default_factory=Collected)
     """All sampled rollouts."""
-    selected: Selected
+    selected: Selected = field(default_factory=Selected)
     """The groups to train on."""
-    rounds: int
+    rounds: int = 0
     """Number of sampling rounds; dynamic sampling may need more than one."""
     notes: tuple[str, ...] = ()
     """Notes for the user, shown when the training step begins."""
@@ -62,23 +62,17 @@ class RolloutSource(Protocol):
 
     In each step, the training loop calls the following methods:
 
-        publish(weights, version) -> start(tickets up to k steps ahead) -> take(step) -> train
+        start(tickets up to k steps ahead, weights, version) -> take(step) -> train
 
     If the source works k steps ahead of training, the groups of step s + k are generated with the
     weights after training step s - 1. The training loop takes the rollouts of every step once, in
     the order of the steps.
     """
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """Give the trainer's current weights to the source, which loads them into the engine.
+    def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
+        """Request rollouts of the given steps with the trainer's current weights.
 
-        After `publish` returns, the trainer may change its weights.
-        """
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
-        """Request rollouts of the given steps from the weights that were published last.
-
-        Does not wait.
+        Does not wait. After `start` returns, the trainer may change its weights.
         """
 
     def take(self, step: int) -> StepRollouts:
@@ -104,20 +98,14 @@ class SynchronousSource:
 
     parts: Parts
     reporter: Tracker
-    weights: WeightSource = field(init=False, default=tuple)
-    version: int = field(init=False, default=0)
     started: list[Ticket] = field(init=False, default_factory=list)
     done: dict[int, StepRollouts] = field(init=False, default_factory=dict)
     """Collected rollouts that the training loop has not taken yet, by step."""
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """Store the new weights, which the engine loads before it generates."""
-        self.weights, self.version = weights, version
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
+    def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
         """Load the weights into the engine, and store the requests for rollouts."""
         if tickets:
-            self.parts.engine.load_weights(self.weights, self.version)
+            self.parts.engine.load_weights(weights, version)
         self.started = [*tickets]
 
     def take(self, step: int) -> StepRollouts:
@@ -141,95 +129,11 @@ class SynchronousSource:
         """Collect a step's groups with the policy's current weights, and log the notes."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
-        self.publish(policy.weights, policy.version)
-        self.start([Ticket(step, policy.version, share)])
+        self.start([Ticket(step, policy.version, share)], policy.weights, policy.version)
         rollouts = self.take(step)
         for note in rollouts.notes:
             self.reporter.note(note)
         return rollouts
-
-
-@dataclass(slots=True)
-class _Filling:
-    """A training step whose groups are collected in one or more sampling rounds."""
-
-    parts: Parts
-    ticket: Ticket
-    prompts: list[Prompt]
-    """Prompts to sample in the next round; empty if the step needs no further round."""
-    collected: Collected = field(default_factory=Collected)
-    selected: Selected = field(default_factory=lambda: Selected(groups=()))
-    rounds: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, found: Collected) -> None:
-        """Add a sampling round's groups; if the step needs more, choose the next prompts.
-
-        The prompts of a refill round depend only on the seed, the step and the round number. Refill
-        rounds do not change the prompts of later steps.
-        """
-        config, step = self.parts.config, self.ticket.step
-        interaction = self.parts.interaction
-        for note in interaction.notes(found.rollouts) if interaction else ():
-            self.notes.append(f"step {step}: {note}")
-        if found.failures:
-            count, first = len(found.failures), found.failures[0]
-            self.notes.append(f"step {step}: {count} unscored, {first}")
-        self.collected, self.rounds = self.collected.joined(found), self.rounds + 1
-        check_failures(self.collected, config.scoring.max_unscored)
-        wanted = config.rollout.prompts_per_step
-        self.selected = select(
-            self.collected.groups,
-            version=self.ticket.version,
-            dynamic=config.filter.dynamic_sampling,
-            drop_flat=config.filter.drop_flat,
-            max_age=config.overlap.max_staleness,
-            most=wanted,
-            fewest=min(2, config.rollout.group_size),
-        )
-        missing = wanted - len(self.selected.groups)
-        most_rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
-        self.prompts = []
-        if missing and self.rounds < most_rounds:
-            self.prompts = self._more(_refill_size(missing, wanted, len(self.collected.groups)))
-
-    def _more(self, count: int) -> list[Prompt]:
-        """Return up to `count` prompts that this step has not used."""
-        prompts, used = self.parts.train_prompts, len(self.collected.groups)
-        if self.ticket.picks:
-            return [prompts[pick] for pick in self.ticket.picks[used : used + count]]
-        return refill_prompts(
-            prompts,
-            used={group.prompt.id for group in self.collected.groups},
-            seed=self.parts.config.seed,
-            step=self.ticket.step,
-            round_number=self.rounds,
-            count=count,
-        )
-
-    def rollouts(self) -> StepRollouts:
-        """Return all collected rollouts of the training step."""
-        if not self.selected.groups:
-            self._note_empty()
-        return StepRollouts(
-            ticket=self.ticket,
-            collected=self.collected,
-            selected=self.selected,
-            rounds=self.rounds,
-            notes=tuple(self.notes),
-        )
-
-    def _note_empty(self) -> None:
-        selected, step = self.selected, self.ticket.step
-        if not selected.uniform and not selected.stale:
-            raise RewardError(
-                f"step {step}: no group has two scored completions, so there is no group to train "
-                "on"
-            )
-        self.notes.append(
-            f"step {step}: no group to train on after {self.rounds} sampling rounds: "
-            f"{selected.uniform} groups have equal results, and {selected.stale} are too old"
-        )
 
 
 def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) -> list[StepRollouts]:
@@ -238,27 +142,50 @@ def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) ->
     One engine call generates the completions for the prompts of all steps. With dynamic sampling,
     each refill round is one engine call for all steps that still need groups.
     """
-    config, all_prompts = parts.config, parts.train_prompts
-    count = config.rollout.prompts_per_step
-    filling = [
-        _Filling(
-            parts,
-            ticket,
-            [all_prompts[pick] for pick in ticket.picks[:count]]
-            or step_prompts(all_prompts, seed=config.seed, step=ticket.step - 1, count=count),
-        )
-        for ticket in tickets
-    ]
-    while open_steps := [one for one in filling if one.prompts]:
-        found = _round(parts, reporter, open_steps)
-        for one, part in zip(open_steps, found, strict=True):
-            one.add(part)
-    return [one.rollouts() for one in filling]
+    steps = [StepRollouts(ticket=ticket) for ticket in tickets]
+    while asked := {
+        place: prompts for place, one in enumerate(steps) if (prompts := _next_prompts(parts, one))
+    }:
+        found = _round(parts, reporter, [(steps[n].ticket, p) for n, p in asked.items()])
+        for place, collected in zip(asked, found, strict=True):
+            steps[place] = _with_round(parts, steps[place], collected)
+    return [_checked(one) for one in steps]
 
 
-def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[Collected]:
+def _next_prompts(parts: Parts, rollouts: StepRollouts) -> list[Prompt]:
+    """Return the prompts of a step's next sampling round; [] if the step needs no further round.
+
+    The prompts of a refill round depend only on the seed, the step and the round number. Refill
+    rounds do not change the prompts of later steps.
+    """
+    config, prompts, ticket = parts.config, parts.train_prompts, rollouts.ticket
+    count = wanted = config.rollout.prompts_per_step
+    done, rounds = rollouts.collected.groups, rollouts.rounds
+    if rounds:
+        usable = len(rollouts.selected.groups)
+        if usable == wanted or rounds >= config.filter.rounds:
+            return []
+        if usable:  # so many prompts are needed if as large a fraction of their groups is usable
+            count = min(wanted, math.ceil((wanted - usable) / (usable / len(done))))
+    if ticket.picks:
+        return [prompts[pick] for pick in ticket.picks[len(done) : len(done) + count]]
+    if not rounds:
+        return step_prompts(prompts, seed=config.seed, step=ticket.step - 1, count=count)
+    return refill_prompts(
+        prompts,
+        used={group.prompt.id for group in done},
+        seed=config.seed,
+        step=ticket.step,
+        round_number=rounds,
+        count=count,
+    )
+
+
+def _round(
+    parts: Parts, reporter: Tracker, asked: Sequence[tuple[Ticket, Sequence[Prompt]]]
+) -> list[Collected]:
     """Sample and score one round of groups for each step, and apply the length penalty."""
-    model = parts.policy.model
+    model, train = parts.policy.model, parts.config.train
     collector = Collector(
         engine=parts.engine,
         model=model,
@@ -266,31 +193,66 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
         progress=reporter.sampled,
         ranks=parts.world,
         interaction=parts.interaction,
-        updates=parts.config.train.updates,
-        max_steps=parts.config.train.total_updates,
+        updates=train.updates,
+        max_steps=train.total_updates,
     )
     encoded = [
-        replace(prompt, step=one.ticket.step)
-        for one in steps
-        for prompt in encode_prompts(model, one.prompts, parts.interaction)
+        replace(prompt, step=ticket.step)
+        for ticket, prompts in asked
+        for prompt in encode_prompts(model, prompts, parts.interaction)
     ]
-    first = steps[0].ticket
+    first = asked[0][0]
     collected = collector.collect(
         encoded, sampling=parts.sampling, step=first.step, share=first.share
     )
+    groups = collected.groups
     if parts.config.length_penalty.name != "none":
-        groups = tuple(penalized(group, parts.length_penalty) for group in collected.groups)
-        collected = replace(collected, groups=groups)
+        groups = tuple(penalized(group, parts.length_penalty) for group in groups)
     if parts.privileged is not None:
-        groups = tuple(parts.privileged.extended(group) for group in collected.groups)
-        collected = replace(collected, groups=groups)
-    return collected.split([len(one.prompts) for one in steps])
+        groups = tuple(parts.privileged.extended(group) for group in groups)
+    return replace(collected, groups=groups).split([len(prompts) for _, prompts in asked])
 
 
-def _refill_size(missing: int, wanted: int, collected: int) -> int:
-    """Estimate how many more prompts the step needs, from the fraction of usable groups so far."""
-    rate = (wanted - missing) / collected
-    return wanted if rate == 0 else min(wanted, math.ceil(missing / rate))
+def _with_round(parts: Parts, rollouts: StepRollouts, found: Collected) -> StepRollouts:
+    """Add a sampling round's groups to a step, and select the groups to train on."""
+    config, ticket = parts.config, rollouts.ticket
+    notes = parts.interaction.notes(found.rollouts) if parts.interaction else []
+    if found.failures:
+        notes = [*notes, f"{len(found.failures)} unscored, {found.failures[0]}"]
+    collected = rollouts.collected.joined(found)
+    check_failures(collected, config.scoring.max_unscored)
+    selected = select(
+        collected.groups,
+        version=ticket.version,
+        dynamic=config.filter.dynamic_sampling,
+        drop_flat=config.filter.drop_flat,
+        max_age=config.overlap.max_staleness,
+        most=config.rollout.prompts_per_step,
+        fewest=min(2, config.rollout.group_size),
+    )
+    return StepRollouts(
+        ticket=ticket,
+        collected=collected,
+        selected=selected,
+        rounds=rollouts.rounds + 1,
+        notes=(*rollouts.notes, *(f"step {ticket.step}: {note}" for note in notes)),
+    )
+
+
+def _checked(rollouts: StepRollouts) -> StepRollouts:
+    """Note that a step has no group to train on; raise RewardError if no group was scored."""
+    selected, step = rollouts.selected, rollouts.ticket.step
+    if selected.groups:
+        return rollouts
+    if not selected.uniform and not selected.stale:
+        raise RewardError(
+            f"step {step}: no group has two scored completions, so there is no group to train on"
+        )
+    note = (
+        f"step {step}: no group to train on after {rollouts.rounds} sampling rounds: "
+        f"{selected.uniform} groups have equal results, and {selected.stale} are too old"
+    )
+    return replace(rollouts, notes=(*rollouts.notes, note))
 
 
 def penalized(group: Group, penalty: LengthPenalty) -> Group:

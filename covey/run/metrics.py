@@ -247,7 +247,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "time/mfu": Metric(
         "6 x weights x tokens (prompts and completions) of the optimizer steps, over time/update "
-        "and the GPU's peak bfloat16 rate. Only on GPUs whose rate is known.",
+        "and the peak bfloat16 rate of all GPUs that train. Only on GPUs whose rate is known.",
         "share",
         MACHINE,
     ),

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-
-from torch import nn
 
 from covey.config import Config
 from covey.config.schema import Adapter
@@ -18,12 +15,7 @@ from covey.environments import Factory, make_factory, make_host
 from covey.environments.calls import CALL_FORMATS
 from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
-from covey.models.adapter import add_adapter, load_adapter, set_dropout
-from covey.models.device import make_deterministic
-from covey.models.gguf import find_gguf
 from covey.models.language_model import LanguageModel
-from covey.models.load_model import load_language_model
-from covey.models.model_path import adapter_base
 from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher
@@ -35,18 +27,16 @@ from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.tasks.task import sampled_ids
-from covey.training.checkpoint import State
-from covey.training.compact_adamw import CompactAdamW
-from covey.training.critic import Critic, make_critic
-from covey.training.make_engine import check_engine, make_engine, ray_reference
-from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
-from covey.training.parallel.gradients import GradientSums, sums_of
+from covey.training.checkpoint import Saved, State
+from covey.training.critic import critic_of
+from covey.training.make_engine import check_engine, make_engine
+from covey.training.models import load_frozen, load_model, policy_of, with_path
 from covey.training.parallel.join import check_alike
-from covey.training.parallel.shard import shard_model
-from covey.training.parallel.world import Ranks, World
+from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
-from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
+from covey.training.prompt_limit import fitting_prompts
+from covey.training.ray_actors import ray_reference
 from covey.training.resolve import (
     held_out_of,
     objective_of,
@@ -54,10 +44,10 @@ from covey.training.resolve import (
     reward_of,
     sampling_of,
     task_of,
-    template_of,
+    truncates_unseen,
 )
 from covey.training.schedule import Used, schedule_of
-from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
+from covey.training.scorers import scorers_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
 
@@ -79,14 +69,20 @@ class Components:
     baselines: Baselines | None = None
     """Scores of simple baselines on the held-out prompts, for comparison with evaluations."""
     policy: Policy
-    reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
     """A thread holds this lock while the engine loads weights and generates with them."""
     sampling: Sampling
     interaction: Interaction | None = None
     """The environment and its limits; None for single-turn rollouts without an environment."""
-    world: World = field(default_factory=World)
+    others: Sequence[Saved] = ()
+    """The models beside the policy, whose state belongs to a checkpoint."""
+    world: World = ALONE
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Facts that the run folder records in environment.json."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop the worker processes of the scorers and of the environment."""
@@ -103,32 +99,27 @@ class Parts(Components):
 
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
-    objective: Objective
-    step_settings: StepSettings
-    teacher: Reference | None = None
+    learner: Learner
+    """What a training step needs: policy, objective, settings, reference, teacher and critic."""
     privileged: Privileged | None = None
     """Builds the teacher prompts for self-distillation; None without self-distillation."""
-    critic: Critic | None = None
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """The identity of the reference."""
+        reference = self.learner.reference
+        return {"reference": reference.identity if reference else None}
 
     def learner_at(self, state: State) -> Learner:
-        """Return the policy, objective and settings of the step that begins at `state`."""
-        base = Learner(
-            policy=self.policy,
-            objective=self.objective,
-            settings=self.step_settings,
-            reference=self.reference,
-            teacher=self.teacher,
-            critic=self.critic,
-            world=self.world,
-        )
-        return learner_at(base, self.config, state)
+        """Return the learner of the step that begins at `state`."""
+        return learner_at(self.learner, self.config, state)
 
 
 def assemble(
     config: Config,
     reward: Reward | None = None,
     task: Task | None = None,
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
     environment: Factory | None = None,
 ) -> Parts:
     """Build all components of a run; arguments passed from Python override the configuration."""
@@ -141,37 +132,33 @@ def assemble(
         check_columns(reward, prompt)
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
-        check_ranks(config, world, _digest(model, train_prompts, held_out))
+        _check_ranks(config, world, model, train_prompts, held_out)
     train_prompts, notes = fitting_prompts(config, model, train_prompts, "training")
     held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
     config = over_epochs(config, len(train_prompts))
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
-    engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
-    scorer = scorer_of(config, reward, world.local_size)
-    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
+    engine = make_engine(config, policy)
+    scorers = scorers_of(config, held_out, world.local_size, reward)
     interaction = interaction_of(config, model, environment)
+    exact, penalty = engine.info.exact_logp, config.length_penalty
+    learner = learner_of(config, policy, objective, reference, exact_logp=exact, world=world)
     return Parts(
         config=config,
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         notes=(*notes, *more_notes),
-        scorer=scorer,
-        eval_scorer=eval_scorer,
-        baselines=baselines_of(config, eval_scorer, held_out, reward),
-        length_penalty=_length_penalty(config),
+        **scorers,
+        length_penalty=LENGTH_PENALTIES[penalty.name](**penalty.options),
         policy=policy,
-        reference=reference,
-        teacher=teacher_of(config, policy.model, objective, world),
+        learner=learner,
+        others=learner.others,
         privileged=privileged_of(config.teacher, model, objective, train_prompts),
-        critic=critic_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
-        sampling=with_stops(sampling, interaction),
+        sampling=with_stops(sampling_of(config), interaction),
         interaction=interaction,
-        objective=objective,
-        step_settings=step_settings_of(config, objective, sampling, engine.info.exact_logp),
     )
 
 
@@ -185,185 +172,85 @@ def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Pro
     return train_prompts, held_out
 
 
-def _length_penalty(config: Config) -> LengthPenalty:
-    return LENGTH_PENALTIES[config.length_penalty.name](**config.length_penalty.options)
-
-
-def check_ranks(config: Config, world: World, digest: str) -> None:
+def _check_ranks(
+    config: Config, world: World, model: LanguageModel, *prompts: Sequence[Prompt]
+) -> None:
     """Raise ConfigError if ranks differ in weights or data, or if a setting needs a single rank."""
     if config.overlap.staleness and config.overlap.mode == "copy":
         raise ConfigError(
             "config: overlap.mode = 'copy' works only on one rank; set overlap.mode = 'ahead' or "
             "overlap.staleness = 0"
         )
-    check_alike(world, "weights or data", digest)
-
-
-def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
-    """Return a digest of weights and prompts. The digest must be equal on all ranks."""
     ids = hashlib.sha256(repr([sampled_ids(some) for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
-    return f"{ids} {size!r}"
+    check_alike(world, "weights or data", f"{ids} {size!r}")
+
+
+def learner_of(
+    config: Config,
+    policy: Policy,
+    objective: Objective,
+    reference: Reference | None,
+    *,
+    exact_logp: bool,
+    world: World = ALONE,
+) -> Learner:
+    """Build what a training step needs, with the teacher and the critic.
+
+    `exact_logp` says whether the engine's log-probs are exact enough to serve as old_logp.
+    """
+    return Learner(
+        policy=policy,
+        objective=objective,
+        settings=step_settings_of(config, objective, exact_logp=exact_logp),
+        reference=reference,
+        teacher=teacher_of(config, policy.model, objective, world),
+        critic=critic_of(config, policy.model, objective, world),
+        world=world,
+    )
 
 
 def reference_of(
-    config: Config,
-    model: LanguageModel,
-    objective: Objective,
-    world: World = World(),  # noqa: B008 - without state
+    config: Config, model: LanguageModel, objective: Objective, world: World = ALONE
 ) -> Reference | None:
     """Build the reference policy, if the objective needs a reference."""
     if "reference" not in objective.needs:
         return None
     if config.cluster.address and config.cluster.reference_actor:
-        return ray_reference(config, load_model)
+        return ray_reference(config)
     offload = config.reference.kind == "offloaded"
-    load = partial(_load_frozen, config, model, world, offload=offload)
+    load = partial(load_frozen, config, model, world, offload=offload)
     return make_reference(config, policy=model, load=load)
 
 
 def teacher_of(
-    config: Config,
-    model: LanguageModel,
-    objective: Objective,
-    world: World = World(),  # noqa: B008 - without state
+    config: Config, model: LanguageModel, objective: Objective, world: World = ALONE
 ) -> Reference | None:
     """Load the teacher model, if the objective needs a teacher."""
     if "teacher" not in objective.needs:
         return None
     offload = config.teacher.offload
     if "privileged" in objective.needs:
-        own = partial(_load_frozen, config, model, world, offload=offload)
+        own = partial(load_frozen, config, model, world, offload=offload)
         return make_self_teacher(config, policy=model, load=own)
 
     def load(path: str) -> LanguageModel:
         # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
-        section = config.model.model_copy(update={"path": path})
-        alone = config.model_copy(update={"model": section, "adapter": Adapter()})
-        return _load_frozen(alone, model, world, offload=offload)
+        alone = with_path(config, path).model_copy(update={"adapter": Adapter()})
+        return load_frozen(alone, model, world, offload=offload)
 
     return make_teacher(config, policy=model, load=load)
 
 
-def critic_of(
-    config: Config,
-    model: LanguageModel,
-    objective: Objective,
-    world: World = World(),  # noqa: B008 - without state
-) -> Critic | None:
-    """Load the critic, if the objective trains a critic."""
-    if "values" not in objective.needs:
-        return None
-
-    def load(path: str) -> LanguageModel:
-        section = config.model.model_copy(update={"path": path})
-        device = world.device(config.model.device)
-        return load_model(config.model_copy(update={"model": section}), device)
-
-    critic = make_critic(config, policy=model, load=load, optimizer=partial(adamw_of, config))
-    if not isinstance(world, Ranks):
-        return critic
-    return replace(critic, sums=GradientSums(world, critic.optimizer))
-
-
-def _load_frozen(
-    config: Config, policy: LanguageModel, world: World, *, offload: bool
-) -> LanguageModel:
-    """Load a frozen model such as a reference; shard this model if the policy is sharded."""
-    found = load_model(config, world.device(config.model.device))
-    if not policy.sharded:
-        return found
-    found.model.requires_grad_(False)
-    offload = offload and found.device.type != "cpu"
-    return shard_model(found, config.parallel, world, offload=offload)
-
-
-def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model that the config sections [model] and [adapter] describe."""
-    if config.model.deterministic:
-        make_deterministic()
-    path = config.model.path
-    base = adapter_base(path)
-    model = load_language_model(
-        path if base is None else base,
-        dtype=config.model.dtype,
-        device=device or config.model.device,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        offload_activations=config.model.offload_activations,
-        template=template_of(config),
-        four_bit=config.adapter.load_in_4bit,
-    )
-    model = with_prompt_limit(config, model)
-    if base is not None:
-        model = load_adapter(model, Path(path))
-    model = _with_adapter(config, model)
-    if config.adapter.dropout:
-        set_dropout(model, config.adapter.dropout)
-    return model
-
-
-def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Add the adapter that [adapter] describes, unless the model already has an adapter."""
-    wanted = config.adapter
-    if model.adapter is not None:
-        if wanted.rank not in (0, model.adapter.r):
-            raise ConfigError(
-                f"config: adapter.rank = {wanted.rank}, but the adapter {config.model.path} has "
-                f"rank {model.adapter.r}; leave adapter.rank out, or merge the adapter first"
-            )
-        return model
-    if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
-        raise ConfigError(
-            f"config: model.path = {config.model.path!r} contains both an adapter and a model; "
-            "give a folder with only adapter_config.json and adapter_model.safetensors"
-        )
-    for name in ("also_train", "dropout", "load_in_4bit"):
-        if wanted.rank == 0 and getattr(wanted, name):
-            raise ConfigError(
-                f"config: adapter.{name} has no effect without an adapter; set adapter.rank, or "
-                f"leave adapter.{name} out to train all weights"
-            )
-    if wanted.rank == 0:
-        return model
-    settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})
-    # For a GGUF file or `smollm2`, the adapter names the imported folder, which peft can load.
-    base = config.model.path if find_gguf(config.model.path) is None else ""
-    return add_adapter(model, **settings, seed=config.seed, base=base)
-
-
-def policy_of(
-    config: Config,
-    model: LanguageModel,
-    world: World = World(),  # noqa: B008 - without state
-) -> Policy:
-    """Build the policy: the model with its optimizer, sharded (FSDP) or replicated (DDP)."""
-    sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
-    whole, model = model, shard_model(model, config.parallel, world) if sharded else model
-    optimizer = optimizer_of(config, model)
-    return Policy(
-        model=model,
-        optimizer=optimizer,
-        temperature=config.rollout.temperature,
-        logits_megabytes=config.train.logits_megabytes,
-        # A CUDA graph would replay the random numbers (dropout) that were drawn at capture time.
-        graphs=config.records_passes and not sharded and not config.adapter.dropout,
-        whole=whole if sharded else None,
-        sums=sums_of(model, optimizer, world),
-    )
-
-
-def step_settings_of(
-    config: Config, objective: Objective, sampling: Sampling, exact_logp: bool
-) -> StepSettings:
+def step_settings_of(config: Config, objective: Objective, *, exact_logp: bool) -> StepSettings:
     """Return the settings of a training step, such as its mini-batches and the source of old_logp.
 
-    `exact_logp` says whether the engine's log-probs are exact enough to serve as old_logp. If
-    rollouts may be stale and the objective has no importance correction, the engine's log-probs
+    If rollouts may be stale and the objective has no importance correction, the engine's log-probs
     serve as old_logp, so that the ratio corrects for staleness.
     """
     source, stale = config.train.old_logp, config.stale
     sampled = not config.preferences.file
-    exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
+    exact = exact_logp and not truncates_unseen(config)
     if stale:
         exact = not objective.corrects
     from_sampler = sampled and (source == "sampler" or (source == "auto" and exact))
@@ -378,7 +265,6 @@ def step_settings_of(
         sampled=sampled,
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,
-        dropout=config.adapter.dropout > 0,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
         stale=stale,
@@ -393,28 +279,6 @@ def learner_at(base: Learner, config: Config, state: State) -> Learner:
         objective=replace(base.objective, beta=state.beta),
         settings=replace(base.settings, learning_rate=rate),
     )
-
-
-# Build an optimizer from the [optimizer] section of the configuration.
-
-
-def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
-    """Build the optimizer of a model's trained parameters."""
-    return adamw_of(config, model.model.named_parameters())
-
-
-def adamw_of(config: Config, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Build an AdamW optimizer for named parameters."""
-    settings = config.optimizer
-    options: AdamWSettings = {
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-    }
-    if settings.state == "compact":
-        return CompactAdamW(parameters, **options, seed=config.seed)
-    return MasterAdamW(parameters, **options)
 
 
 # Build the interaction of rollouts with an environment from the configuration.

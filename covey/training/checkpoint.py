@@ -18,12 +18,12 @@ import copy
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -32,17 +32,17 @@ from safetensors.torch import load_file, save_file
 from covey.errors import RunError
 from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.models.from_pretrained import read_pretrained
-from covey.models.language_model import LanguageModel
 from covey.models.sharded_tensors import placed_like, whole_tensors
-from covey.reference import Reference
 from covey.run.best import best_step
 from covey.run.folder import RunFolder
 from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.optimizer import Optimizer
-from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.schedule import Used
+
+if TYPE_CHECKING:
+    from covey.training.trainer import Trainer
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -67,45 +67,46 @@ class State:
         return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
-def save(
-    run: RunFolder,
-    policy: Policy,
-    reference: Reference | None,
-    state: State,
-    *,
-    keep: int,
-    more: Callable[[Path], None] = lambda folder: None,
-    world: World = World(),  # noqa: B008 - without state
-) -> None:
+class Saved(Protocol):
+    """A model beside the policy whose state belongs to a checkpoint, such as a critic."""
+
+    def save(self, folder: Path, *, writes: bool = True) -> None:
+        """Add files to a checkpoint. All ranks call this method; one rank writes files."""
+
+    def load(self, folder: Path) -> None:
+        """Restore the state from a checkpoint."""
+
+
+def save(run: RunFolder, trainer: Trainer, state: State) -> None:
     """Write the checkpoint of a step atomically, and delete old checkpoints.
 
-    Keep the best checkpoint and the newest `keep` checkpoints. Rank 0 writes the checkpoint. With
-    sharded parameters, each rank writes its own shards into the same folder. Every rank calls the
-    function `more`, which adds files to the checkpoint.
+    Keep the best checkpoint and the newest `save.keep` checkpoints. Rank 0 writes the checkpoint.
+    With sharded parameters, each rank writes its own shards into the same folder.
     """
+    parts, policy, world = trainer.parts, trainer.parts.policy, trainer.parts.world
     with ExitStack() as stack:
         folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
         if policy.whole is not None:
             save_state(policy.optimizer, folder)
         if world.is_main or policy.whole is not None:
             save_policy(policy, folder, asdict(state), writes=world.is_main)
-        if reference is not None:
-            reference.save(folder, writes=world.is_main)
-        more(folder)
+        for other in parts.others:
+            other.save(folder, writes=world.is_main)
+        trainer.save(folder, state.step)
         world.barrier()
     if world.is_main:
-        run.prune_checkpoints(keep, best_step(run))
+        run.prune_checkpoints(parts.config.save.keep, best_step(run))
     world.barrier()
 
 
-def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -> State:
-    """Restore policy and reference from the checkpoint of a step; return the saved state."""
+def load(policy: Policy, others: Sequence[Saved], folder: Path, step: int) -> State:
+    """Restore the models from the checkpoint of a step; return the saved state."""
     saved = load_policy(policy, folder)
     if saved["step"] != step:
         saved_step = saved["step"]
         raise RunError(f"{folder} contains the checkpoint of step {saved_step}, not of step {step}")
-    if reference is not None:
-        reference.load(folder)
+    for other in others:
+        other.load(folder)
     if saved.keys() == {"step", "version"}:  # older versions of SFT saved only these fields
         return State(step=step)
     try:
@@ -120,28 +121,19 @@ def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -
         raise RunError(f"checkpoint {folder} cannot be read: {STATE_FILE}: {error!r}") from None
 
 
-def resume(
-    run: RunFolder,
-    policy: Policy,
-    reference: Reference | None,
-    start: Start,
-    *,
-    fresh: State,
-    note: Note,
-    world: World = World(),  # noqa: B008 - without state
-) -> State:
-    """Load the checkpoint of `start` and return its state; return `fresh` if there is none.
+def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
+    """Load the checkpoint of `start` and return its state; return a fresh state if there is none.
 
     Move the logs and checkpoints of steps after `start` to another folder, because the resumed run
     repeats these steps.
     """
-    state = fresh
+    parts, state = trainer.parts, trainer.fresh
     if start.checkpoint is not None:
         try:
-            state = load(policy, reference, start.checkpoint, start.step)
+            state = load(parts.policy, parts.others, start.checkpoint, start.step)
         except RunError as error:
             raise RunError(f"{error}; {offer(run, before=start.step)}") from None
-    aside = world.from_main(lambda: put_aside_after(run, start))
+    aside = parts.world.from_main(lambda: put_aside_after(run, start))
     if aside is not None:
         note(f"steps after {start.step} are computed again; their old records are in {aside}")
     return state
@@ -155,17 +147,22 @@ def save_policy(
     If the policy is sharded, all ranks must call this function, but only the rank that passes
     `writes=True` creates files. The state of a sharded optimizer must already be in the folder.
     """
+    model = policy.whole or policy.model
+    if model.adapter is None:
+        weights = master_state_dict(policy, keep=writes)
+    else:
+        weights = whole_tensors(policy.optimizer.masters, keep=writes)
+    if not writes:
+        return
     try:
-        if policy.model.adapter is None:
-            weights = master_state_dict(policy, keep=writes)
-            if writes:
-                _write_model(policy.whole or policy.model, weights, folder)
+        if model.adapter is None:
+            config = copy.deepcopy(model.model.config)
+            config.dtype = torch.float32
+            model.model.save_pretrained(folder, state_dict=weights)
+            config.save_pretrained(folder)
+            model.tokenizer.save_pretrained(folder)
         else:
-            masters = whole_tensors(policy.optimizer.masters, keep=writes)
-            if writes:
-                save_adapter(policy.model, masters, folder)
-        if not writes:
-            return
+            save_adapter(policy.model, weights, folder)
         if policy.whole is None:
             tensors = {k: v.contiguous() for k, v in policy.optimizer.state().items()}
             save_file(tensors, folder / OPTIMIZER_FILE)
@@ -173,14 +170,6 @@ def save_policy(
         # safetensors reports a full disk with its own error; callers expect an OSError.
         raise OSError(str(error)) from None
     (folder / STATE_FILE).write_text(json.dumps({**state, "version": policy.version}, indent=2))
-
-
-def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    config = copy.deepcopy(model.model.config)
-    config.dtype = torch.float32
-    model.model.save_pretrained(folder, state_dict=dict(weights))
-    config.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
 
 
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -203,26 +192,19 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
     """Restore policy and optimizer in place; return the saved state."""
     try:
         state = _read_state(folder / STATE_FILE)
-        if has_state(folder):
+        if (folder / STATE_FOLDER / METADATA_FILE).is_file():
             load_state(policy.optimizer, folder, sharded=policy.model.sharded)
         else:
-            weights = read_weights(policy, folder)
+            weights, masters = read_weights(policy, folder), policy.optimizer.masters
             moments = load_file(folder / OPTIMIZER_FILE)
-            _load_whole(policy.optimizer, weights, moments)
+            policy.optimizer.load(
+                {name: placed_like(weights[name].detach(), masters[name]) for name in masters},
+                {k: placed_like(v, masters[k.split(".", 1)[1]]) for k, v in moments.items()},
+            )
         policy.version = state["version"]
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
     return state
-
-
-def _load_whole(
-    optimizer: Optimizer, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
-) -> None:
-    """Copy full tensors into the optimizer, whose master weights may be sharded."""
-    masters = optimizer.masters
-    placed = {name: placed_like(weights[name].detach(), masters[name]) for name in masters}
-    state = {k: placed_like(v, masters[k.split(".", 1)[1]]) for k, v in moments.items()}
-    optimizer.load(placed, state)
 
 
 def _read_state(file: Path) -> dict[str, Any]:
@@ -259,7 +241,7 @@ def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
 # read the folder. Torch describes the folder in the pickle `.metadata`. A checkpoint may come
 # from a stranger, so this module reads the pickle without running code in it.
 
-STATE_FOLDER = "state"
+STATE_FOLDER, METADATA_FILE = "state", ".metadata"
 WEIGHT = "weight"
 METADATA: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -286,11 +268,6 @@ def save_state(optimizer: Optimizer, folder: Path) -> None:
     save(tensors, checkpoint_id=folder / STATE_FOLDER)
 
 
-def has_state(folder: Path) -> bool:
-    """Return whether a checkpoint contains the state of a sharded optimizer."""
-    return (folder / STATE_FOLDER / ".metadata").is_file()
-
-
 def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     """Load weights and moments into the optimizer.
 
@@ -300,16 +277,17 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = _reader(folder)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = [(key, *key.split(".", 1)) for key in reader.read_metadata().state_dict_metadata]
     masters = optimizer.masters
-    named = {key.split(".", 1)[1] for key in saved}
-    if named != set(masters):
-        name = min(named ^ set(masters))
+    if lacking := {name for _, _, name in saved} ^ set(masters):
         raise RunError(
-            f"checkpoint {folder} belongs to another model: the tensor {name} is missing in the "
-            "checkpoint or in the model"
+            f"checkpoint {folder} belongs to another model: the tensor {min(lacking)} is missing "
+            "in the checkpoint or in the model"
         )
-    tensors = {key: _blank(key, masters) for key in saved}
+    tensors = {
+        key: torch.zeros(()) if kind == "step" else torch.empty_like(masters[name].detach())
+        for key, kind, name in saved
+    }
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
@@ -317,8 +295,8 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     except CheckpointException as error:
         why = next(iter(error.failures.values()), (error, None))[0]
         raise RunError(f"checkpoint {folder} cannot be read: {why}") from None
-    weights = {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{WEIGHT}.")}
-    optimizer.load(weights, {k: v for k, v in tensors.items() if not k.startswith(f"{WEIGHT}.")})
+    weights = {name: tensors.pop(key) for key, kind, name in saved if kind == WEIGHT}
+    optimizer.load(weights, tensors)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -343,7 +321,7 @@ def _reader(folder: Path) -> Any:
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
             """Read `.metadata`; refuse non-tensor entries, as torch would unpickle them."""
             try:
-                with (folder / STATE_FOLDER / ".metadata").open("rb") as file:
+                with (folder / STATE_FOLDER / METADATA_FILE).open("rb") as file:
                     found: Metadata = _Unpickler(file).load()
                 tensors = found.state_dict_metadata.values()
                 if not all(isinstance(entry, TensorStorageMetadata) for entry in tensors):
@@ -355,10 +333,3 @@ def _reader(folder: Path) -> Any:
             return found
 
     return Reader(folder / STATE_FOLDER)
-
-
-def _blank(key: str, masters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    kind, name = key.split(".", 1)
-    if kind == "step":
-        return torch.zeros(())
-    return torch.empty_like(masters[name].detach())

@@ -13,8 +13,7 @@ import torch
 
 from covey.errors import ConfigError, ModelError
 from covey.kept_sets import KeptSets
-from covey.teacher_prompts import TeacherPrompts
-from covey.types import TRUNCATED, Batch, Group, Rollout, Segment
+from covey.types import TRUNCATED, Batch, Group, Rollout, Segment, TeacherPrompts
 
 
 class _Row(NamedTuple):
@@ -66,7 +65,7 @@ def collate(
         truncated=column([r.of.finish in TRUNCATED for r in rows], torch.bool),
         parts=None if parts is None else _parts([row.of for row in rows], parts),
         kept=_kept(rows),
-        teacher_prompts=TeacherPrompts.of([r.of.teacher_prompt for r in rows]),
+        teacher_prompts=_teacher_prompts([r.of.teacher_prompt for r in rows]),
         **_turns(rows),
     )
     _check_sampler_logp(batch, [row.of for row in rows])
@@ -126,6 +125,14 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
                 ):
                     found[name][number, turn.start : turn.stop] = value
     return found
+
+
+def _teacher_prompts(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
+    """Pad the teacher prompts of all rows; return None if every prompt is empty."""
+    if not any(prompts):
+        return None
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    return TeacherPrompts(tokens=_padded(prompts, np.int64), lengths=lengths)
 
 
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -35,8 +35,6 @@ from covey.accel.fused_parameters import (
 from covey.errors import ConfigError
 from covey.models.sharded_tensors import first_element, local_part, sharded_like, total_norm
 from covey.training.optimizer import AdamWSettings, Stepped
-
-Step = Callable[..., None]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments in torch's AdamW. MasterAdamW and CompactAdamW use the same names, so each
@@ -156,7 +154,10 @@ class _Store:
         if not first.numel():  # a shard without rows
             return
         with torch.no_grad():
-            _step_for(grad.device)(
+            step = adamw
+            if grad.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+                from covey.accel.kernels.adamw import adamw as step  # needs Triton
+            step(
                 self.weight().view(-1),
                 None if self.low is None else self.low.view(-1),
                 local_part(grad).contiguous().view(-1),
@@ -221,14 +222,6 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
         _Store(number, [name for _, name, _ in run], [p for _, _, p in run])
         for number, run in enumerate(ordered)
     ]
-
-
-def _step_for(device: torch.device) -> Step:
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return adamw
-    from covey.accel.kernels.adamw import adamw as kernel  # needs Triton
-
-    return kernel
 
 
 def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:

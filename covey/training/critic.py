@@ -10,7 +10,6 @@ time of the critic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,14 +28,15 @@ from covey.objective import Objective, value_loss
 from covey.objective.critic import explained_variance
 from covey.objective.diagnostics import Meter, observe_values
 from covey.reference.fingerprint import tokenizer_digest
-from covey.training.optimizer import Optimizer, Stepped
+from covey.training.models import adamw_of, load_model, with_path
+from covey.training.optimizer import Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.passes import rank_passes
-from covey.training.parallel.world import World
+from covey.training.parallel.world import ALONE, Ranks, World
 from covey.types import Batch, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from covey.training.step import Learner
 
 WEIGHTS_FILE = "critic.safetensors"
 OPTIMIZER_FILE = "critic_optimizer.safetensors"
@@ -67,8 +67,10 @@ class Critic:
         blank = values.new_zeros(batch.mask.numel())
         return blank.index_copy(0, cells, values).view_as(batch.mask)
 
-    def save(self, folder: Path) -> None:
-        """Write the critic's weights and optimizer state into a checkpoint."""
+    def save(self, folder: Path, *, writes: bool = True) -> None:
+        """Write the critic's weights and optimizer state into a checkpoint, if `writes` is true."""
+        if not writes:
+            return
         masters = {k: v.detach().contiguous() for k, v in self.optimizer.masters.items()}
         moments = {k: v.contiguous() for k, v in self.optimizer.state().items()}
         try:
@@ -88,19 +90,15 @@ class Critic:
             raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
 
 
-def make_critic(
-    config: Config,
-    *,
-    policy: LanguageModel,
-    load: Callable[[str], LanguageModel],
-    optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer],
-) -> Critic:
-    """Build the critic.
-
-    The function `load` loads the critic's model, which must have the policy's tokenizer.
-    """
+def critic_of(
+    config: Config, policy: LanguageModel, objective: Objective, world: World = ALONE
+) -> Critic | None:
+    """Load the critic, if the objective trains a critic."""
+    if "values" not in objective.needs:
+        return None
     section = config.critic
-    model = load(section.path or config.model.path)
+    chosen = with_path(config, section.path or config.model.path)
+    model = load_model(chosen, world.device(config.model.device))
     if section.path and tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
             f"config: critic.path = {section.path!r} has a different tokenizer than model.path = "
@@ -115,31 +113,26 @@ def make_critic(
     nn.init.zeros_(head.weight)
     nn.init.constant_(head.bias, section.initial_value)
     named = ((f"{HEAD}.{name}", weight) for name, weight in head.named_parameters())
+    optimizer = adamw_of(config, chain(model.model.named_parameters(), named))
     return Critic(
         model=model,
         head=head,
-        optimizer=optimizer(chain(model.model.named_parameters(), named)),
+        optimizer=optimizer,
         learning_rate=section.learning_rate,
         warmup_steps=section.warmup_steps,
+        sums=GradientSums(world, optimizer) if isinstance(world, Ranks) else None,
     )
 
 
 def critic_step(
-    critic: Critic,
-    objective: Objective,
-    mini: Batch,
-    totals: Totals,
-    *,
-    micro_batch_tokens: int,
-    meter: Meter,
-    world: World = World(),  # noqa: B008 - without state
-) -> Stepped:
+    learner: Learner, critic: Critic, mini: Batch, totals: Totals, meter: Meter
+) -> None:
     """Take one optimizer step of the critic on a mini-batch."""
     critic.model.model.train()
-    losses = []
-    for rows, counts in rank_passes(mini, micro_batch_tokens, world):
+    world, losses = learner.world, []
+    for rows, counts in rank_passes(mini, learner.settings.micro_batch_tokens, world):
         micro = mini.rows(rows)
-        output = value_loss(objective, micro, critic.values(micro), totals)
+        output = value_loss(learner.objective, micro, critic.values(micro), totals)
         (output.loss * counts).backward()
         if counts:
             observe_values(meter, micro, output)
@@ -150,12 +143,10 @@ def critic_step(
     # Each rank has computed only a part of the loss.
     loss = float(torch.stack(losses).sum()) if losses else 0.0
     meter.add("loss/value", loss, count=float(world.is_main))
-    if not world.is_main:
-        return stepped
-    meter.add("critic/skipped", float(stepped.skipped))
-    if not stepped.skipped:
+    if world.is_main:
+        meter.add("critic/skipped", float(stepped.skipped))
+    if world.is_main and not stepped.skipped:
         meter.add("critic/grad_norm", stepped.grad_norm)
-    return stepped
 
 
 def critic_metrics(batch: Batch) -> dict[str, float]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 from covey.errors import CoveyError, RunError
 from covey.run.folder import RunFolder
@@ -24,13 +23,13 @@ from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.external import make_trackers
 from covey.stopping import GivenUp, StopSignal, may_be_given_up
 from covey.training import checkpoint
-from covey.training.build import Components, Parts
+from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.model_evaluation import measure
 from covey.training.rl import Reinforcement
 from covey.training.run_start import resume_hint
-from covey.training.schedule import Used
+from covey.training.schedule import Budget, Used
 from covey.training.trainer import Trainer
 from covey.training.watch import Watch
 
@@ -43,7 +42,15 @@ def train(
     start: Start | None = None,
 ) -> int:
     """Train with RL until the run ends or a signal arrives; return the last saved step."""
-    return run_loop(Reinforcement(parts), run, trackers, stop, start)
+    config = parts.config
+    trainer = Reinforcement(
+        parts=parts,
+        budget=Budget(settings=config.train),
+        rollouts=config.rollout.prompts_per_step * config.rollout.group_size,
+        evaluate_every=config.evaluate.every,
+        fresh=State(beta=parts.learner.objective.beta),
+    )
+    return run_loop(trainer, run, trackers, stop, start)
 
 
 @freeze_garbage_collector()
@@ -55,20 +62,15 @@ def run_loop(
     start: Start | None = None,
 ) -> int:
     """Train from `start`, or from the newest checkpoint; return the last saved step."""
-    parts = trainer.parts
-    watch = Watch(parts.config)
-    log = Trackers([*(_sinks(parts, run, trackers) if parts.world.is_main else []), watch])
-    start = start or start_of(run, save_every=parts.config.save.every)
+    parts, config = trainer.parts, trainer.parts.config
+    watch, sinks = Watch(config), list[Tracker]()
+    if parts.world.is_main:
+        named = make_trackers(config.trackers, run, config.model_dump())
+        sinks = [JsonlTracker(run), *trackers, *named]
+    log = Trackers([*sinks, watch])
+    start = start or start_of(run, save_every=config.save.every)
     try:
-        state = checkpoint.resume(
-            run,
-            parts.policy,
-            parts.reference,
-            start,
-            fresh=trainer.fresh(),
-            note=log.note,
-            world=parts.world,
-        )
+        state = checkpoint.resume(run, trainer, start, log.note)
         for note in parts.notes:
             log.note(note)
         watch.replay(run, state.step)
@@ -96,12 +98,6 @@ def run_loop(
         trainer.close()
         log.close()
     return loop.saved
-
-
-def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return a JSONL tracker, the given `trackers`, and the trackers of the configuration."""
-    config = parts.config
-    return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,16 +170,6 @@ class _Loop:
 
     def save_last(self) -> None:
         """Save the last complete step, unless it was saved already."""
-        parts, state = self.trainer.parts, self.complete
-        if state is None or state.step <= self.saved:
-            return
-        checkpoint.save(
-            self.run,
-            parts.policy,
-            parts.reference,
-            state,
-            keep=parts.config.save.keep,
-            more=partial(self.trainer.save, step=state.step),
-            world=parts.world,
-        )
-        self.saved = state.step
+        if self.complete is not None and self.complete.step > self.saved:
+            checkpoint.save(self.run, self.trainer, self.complete)
+            self.saved = self.complete.step

@@ -1,17 +1,17 @@
-"""Build the engine of a run, and the scorers and references that run in Ray actors."""
+"""Build the engine of a run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
+from covey.cluster.ray_client import check_room, connect
 from covey.config import Config, parse_config
 from covey.embedded import MODELS
 from covey.engines.native.backend import MODEL_PRECISION, Precision
@@ -23,16 +23,9 @@ from covey.engines.protocol import Engine, EngineInfo, RequestSource, WeightSour
 from covey.errors import ConfigError
 from covey.models.device import device_of
 from covey.models.from_pretrained import NO_CODE
-from covey.models.language_model import LanguageModel
-from covey.reference import Reference
-from covey.reference.frozen import FrozenReference
-from covey.rewards import Reward
-from covey.scoring import Scorer
+from covey.training.models import load_model
 from covey.training.policy import Policy
-from covey.training.ray_needs import actors_of_a_rank, engine_need, scoring_need
-
-Load = Callable[[Config], LanguageModel]
-"""Type of functions that load the model of a configuration, such as build.load_model."""
+from covey.training.ray_actors import actors_of_a_rank, ray_engine, settings_of_copy
 
 
 def check_engine(config: Config) -> None:
@@ -50,33 +43,31 @@ def check_engine(config: Config) -> None:
             "cluster.trainers = 0"
         )
     if config.cluster.any_actors:
-        from covey.cluster.ray_client import check_room, connect
-
         connect(config.cluster.address, config.cluster.trainer_gpus)
         check_room(actors_of_a_rank(config))
 
 
-def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
+def make_engine(config: Config, policy: Policy) -> Engine:
     """Build the engine that generates completions with the policy's weights."""
-    if config.engine.kind == "native" and not config.cluster.engine_actors:
-        return native_engine(policy, precision_of(config))
-    engine = _engine_elsewhere(config, policy, load)
-    return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
-
-
-def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
-    """Build an engine with its own copy of the weights."""
-    model = policy.model if policy.whole is None else policy.whole
+    model, kind = policy.whole or policy.model, config.engine.kind
+    cuda = model.device.type == "cuda"
+    engine: Engine
     if config.cluster.engine_actors:
-        return _ray_engine(config, model, load)
-    if config.engine.kind == "vllm":
+        engine = ray_engine(config, model)
+    elif kind == "native":
+        return native_engine(policy, precision_of(config))
+    elif kind == "vllm":
         from covey.engines.vllm.build import vllm_engine
 
-        return vllm_engine(config, model, cuda=model.device.type == "cuda")
-    here = model.device.type == "cuda" and config.engine.device != "cpu"
-    shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
-    shared.write(policy.weights())
-    return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
+        engine = vllm_engine(config, model, cuda=cuda)
+    else:
+        own = config.engine.device
+        shared = SharedWeights.allocate(policy.weights(), on_gpu=cuda and own != "cpu")
+        shared.write(policy.weights())
+        device = config.model.device if own == "auto" else own
+        settings = settings_of_copy(config, device=device)
+        engine = ProcessEngine("covey.training.engine_worker", settings, shared)
+    return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
 
 
 def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> NativeEngine:
@@ -89,96 +80,19 @@ def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> Nat
     return NativeCopy(policy.whole, precision)
 
 
+def native_copy(settings: Mapping[str, Any]) -> NativeCopy:
+    """Load a copy of the model, and build a native engine with it, outside the trainer."""
+    config = parse_config(settings)
+    return NativeCopy(load_model(config), precision_of(config))
+
+
 def precision_of(config: Config) -> Precision:
     """Return whether the native engine uses float8 in matrix products and in the KV cache."""
     engine = config.engine
     return Precision(products=engine.dtype == "float8", cache=engine.kv_dtype == "float8")
 
 
-def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
-    from covey.cluster.engine import RayEngine
-
-    cluster = config.cluster
-    dtype = str(model.head.linear.weight.dtype).removeprefix("torch.")
-    on_gpu = cluster.engine_gpus > 0
-    settings = _changed(config, dtype=dtype, device="cuda" if on_gpu else "cpu")
-    threads = 0 if on_gpu else max(1, int(cluster.engine_cpus))
-    return RayEngine(
-        build=partial(actor_engine, settings, load),
-        engines=cluster.engines,
-        most=max(cluster.engines, cluster.max_engines),
-        need=engine_need(config),
-        threads=threads,
-        restarts=cluster.restarts,
-        patience=cluster.patience,
-    )
-
-
-def _changed(config: Config, **model: Any) -> dict[str, Any]:
-    """Return the settings with changes in [model] and gradient checkpointing turned off."""
-    data = config.model_dump()
-    return {**data, "model": {**data["model"], **model, "gradient_checkpointing": False}}
-
-
-def actor_engine(settings: Mapping[str, Any], load: Load) -> Engine:
-    """Build the engine of a Ray actor; this function runs inside the actor."""
-    config = parse_config(settings)
-    if config.engine.kind != "vllm":
-        return NativeCopy(load(config), precision_of(config))
-    from covey.engines.vllm.build import vllm_engine
-
-    # The server uses the GPU. The actor needs a model only for the tokenizer and the probe.
-    model = load(parse_config(_changed(config, device="cpu")))
-    return vllm_engine(config, model, cuda=config.model.device == "cuda", first_gpu=0)
-
-
-def ray_scorer(config: Config, reward: Reward, identity: str) -> Scorer:
-    """Build a scorer whose workers are Ray actors."""
-    from covey.cluster.scoring import RayScorer
-
-    return RayScorer(
-        reward=reward,
-        identity=identity,
-        actors=config.cluster.scoring_actors,
-        need=scoring_need(config),
-        settings={
-            "workers": config.scoring.workers or 1,
-            "timeout": config.scoring.timeout,
-            "gigabytes": config.scoring.gigabytes,
-        },
-        restarts=config.cluster.restarts,
-    )
-
-
-def ray_reference(config: Config, load: Load) -> Reference:
-    """Return a frozen reference that runs in a Ray actor."""
-    from covey.cluster.reference import RayReference
-
-    if config.reference.kind != "frozen" or config.adapter.rank:
-        raise ConfigError(
-            "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no "
-            "adapter, because other references change with the policy or use the policy's weights"
-        )
-    settings = _changed(config, device="cuda" if config.cluster.engine_gpus else "cpu")
-    return RayReference(
-        build=partial(actor_reference, settings, load),
-        need=engine_need(config),
-        restarts=config.cluster.restarts,
-    )
-
-
-def actor_reference(settings: Mapping[str, Any], load: Load) -> Reference:
-    """Build the reference of a Ray actor; this function runs inside the actor."""
-    config = parse_config(settings)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    return FrozenReference(
-        model=load(config),
-        temperature=config.rollout.temperature,
-        logits_megabytes=config.train.logits_megabytes,
-    )
-
-
-# Float8 in the engine: checks before a run starts, and a note about the loss of precision.
+# Checks of a float8 engine, before a run starts.
 
 LEAST_CAPABILITY = (8, 9)
 """Minimum compute capability of a GPU for float8 matrix products."""
@@ -223,19 +137,6 @@ def _check_architecture(path: str, setting: str) -> None:
             f"{setting} needs a model with Llama's architecture, but {path} is a "
             f"{settings.model_type} model"
         ) from None
-
-
-def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
-    """Return a one-line note on how much the log-probs of engine and trainer differ in a step."""
-    gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
-    by = f"objective.correction = {config.objective.options.get('correction')!r}"
-    if config.train.old_logp == "sampler":
-        by = "the ratio to the engine's log-probs"
-    return (
-        f"engine.{config.engine.rounds} = 'float8': mean |logp - sampler_logp| {gap:.2g}, "
-        f"effective sample size {1 / (1 + chi2):.1%}; {by} corrects for this, and `covey numerics` "
-        "shows the causes"
-    )
 
 
 # Keep a full copy of a sharded policy, for engines that have their own weights.

@@ -54,15 +54,16 @@ def check_resumed(folder: RunFolder, passed: Collection[str], reward: Reward | N
     """Raise ConfigError if a run is resumed with other Python objects than it was started with."""
     config = load_config(str(folder.config_file))
     for where, argument, name in OBJECTS:
-        if (getattr(config, where).name == name) != (where in passed):
-            with_or_without, advice = (
-                ("without", "leave the argument out")
-                if where in passed
-                else ("with", "pass the argument again")
-            )
+        before = getattr(config, where).name == name
+        if before and where not in passed:
             raise ConfigError(
-                f"resume: the run {folder.path} was started {with_or_without} the argument "
-                f"{argument}; {advice}"
+                f"resume: the run {folder.path} was started with the argument {argument}; pass the "
+                "argument again"
+            )
+        if where in passed and not before:
+            raise ConfigError(
+                f"resume: the run {folder.path} was started without the argument {argument}; leave "
+                "the argument out"
             )
     then = str(folder.environment().get("reward") or "").partition("@")[0]
     if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):

@@ -34,6 +34,8 @@ class Policy:
     """Whether to use CUDA graphs where the model and its device support them."""
     passes: TrainGraphs | None = None
     """The CUDA graphs of forward and backward passes."""
+    dropout: int | None = None
+    """Seed of the dropout in training passes; None without dropout."""
     whole: LanguageModel | None = None
     """An unsharded copy of a sharded model, for the engine and for checkpoints."""
     sums: GradientSums | GatheredSteps | None = None

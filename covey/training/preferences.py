@@ -21,13 +21,11 @@ from covey.rollout.source import StepRollouts, Ticket
 from covey.tasks.jsonl import json_lines
 from covey.tasks.rows import RowReader
 from covey.training.sft_data import encode_example
-from covey.types import Group, Prompt, Rollout
+from covey.types import Group, Prompt
 
 if TYPE_CHECKING:
     from covey.engines.protocol import WeightSource
     from covey.training.build import Parts
-
-SIDES = (("chosen", 1.0), ("rejected", 0.0))
 
 
 def read_pairs(file: str) -> list[Prompt]:
@@ -52,10 +50,7 @@ class PairSource:
     parts: Parts
     started: dict[int, Ticket] = field(init=False, default_factory=dict)
 
-    def publish(self, weights: WeightSource, version: int) -> None:
-        """Do nothing, because no completions are generated."""
-
-    def start(self, tickets: Sequence[Ticket]) -> None:
+    def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
         """Store the requests for rollouts until `take` is called for their steps."""
         self.started |= {ticket.step: ticket for ticket in tickets}
 
@@ -98,23 +93,17 @@ class PairSource:
     def _group(self, prompt: Prompt, version: int) -> Group:
         """Return a pair as a group: the chosen completion has reward 1, the rejected has 0."""
         model, prefill = self.parts.policy.model, self.parts.config.model.prefill
-        texts = {"chosen": prompt.target, "rejected": str(prompt.info["rejected"])}
-        rollouts = []
-        for sample, (side, reward) in enumerate(SIDES):
-            text = texts[side].removeprefix(prefill)
-            example = encode_example(model, prompt.messages, text)
-            rollouts.append(
-                Rollout.single_turn(
-                    prompt_id=prompt.id,
-                    sample=sample,
-                    prompt_tokens=example.prompt_tokens,
-                    tokens=example.tokens,
-                    sampler_logp=(0.0,) * len(example.tokens),
-                    policy_version=version,
-                    text=text,
-                    finish="stop",
-                    reward=reward,
-                    success=bool(reward),
-                )
+        rollouts = [
+            encode_example(
+                model,
+                prompt.messages,
+                text.removeprefix(prefill),
+                prompt_id=prompt.id,
+                sample=sample,
+                policy_version=version,
+                reward=1.0 - sample,
+                success=not sample,
             )
+            for sample, text in enumerate((prompt.target, str(prompt.info["rejected"])))
+        ]
         return Group(prompt=prompt, rollouts=tuple(rollouts))

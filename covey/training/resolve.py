@@ -50,16 +50,10 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
     _check_watching(config)
-    own = {
-        "task": is_user_task(config.task.name),
-        "reward": is_import_path(config.reward.name),
-        "objective": is_import_path(config.objective.name),
-        "environment": is_import_path(config.environment.name),
-    }
     options = {
         where: options_of(config)
         for where, options_of in _OPTIONS.items()
-        if where not in passed and (imports or not own.get(where))
+        if where not in passed and (imports or not _is_user_code(config, where))
     }
     named = {where: {**getattr(config, where).settings, **o} for where, o in options.items()}
     apart = config.evaluate.reward
@@ -68,8 +62,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         named["evaluate"] = {**config.evaluate.model_dump(), "reward": reward}
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
-    check_overlap(resolved)
-    _check_float8(resolved)
+    _check_engine(resolved)
     template_of(resolved)
     if "objective" in options:
         objective = objective_of(resolved)
@@ -82,18 +75,40 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     return resolved
 
 
-def _check_float8(resolved: Config) -> None:
-    """Raise ConfigError if float8 is combined with vLLM or with an adapter.
+def _is_user_code(config: Config, where: str) -> bool:
+    """Return whether a config section names a function in the user's own code."""
+    name = getattr(config, where).name
+    return is_user_task(name) if where == "task" else is_import_path(name)
+
+
+def _check_engine(config: Config) -> None:
+    """Raise ConfigError if the settings of [engine] and [overlap] do not fit together.
 
     The function `check_float8` checks the engine's device later, when a run starts.
     """
-    setting = f"config: engine.{resolved.engine.rounds} = 'float8'"
-    if resolved.engine.rounds and resolved.engine.kind == "vllm":
-        raise ConfigError(f"{setting} works only with Covey's own engine, not with vLLM")
-    if resolved.engine.rounds and resolved.adapter.rank:
+    overlap, engine, rank = config.overlap, config.engine, config.adapter.rank
+    float8 = f"config: engine.{engine.rounds} = 'float8'"
+    if engine.rounds and engine.kind == "vllm":
+        raise ConfigError(f"{float8} works only with Covey's own engine, not with vLLM")
+    if engine.rounds and rank:
         raise ConfigError(
-            f"{setting} does not work with adapter.rank = {resolved.adapter.rank}, because layers "
-            "with an adapter are not quantized; leave out one of the two settings"
+            f"{float8} does not work with adapter.rank = {rank}, because layers with an adapter "
+            "are not quantized; leave out one of the two settings"
+        )
+    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
+        raise ConfigError(
+            "config: overlap.mode = 'copy' needs an engine with its own copy of the weights; set "
+            "engine.kind = 'process' or 'vllm', or set overlap.mode = 'ahead'"
+        )
+    if overlap.in_flight and not (overlap.staleness and overlap.mode == "copy"):
+        raise ConfigError(
+            "config: overlap.in_flight = true needs overlap.mode = 'copy' and overlap.staleness "
+            "of at least 1, because otherwise the engine is idle while the weights change"
+        )
+    if engine.device != "auto" and engine.kind != "process":
+        raise ConfigError(
+            f"config: engine.device = {engine.device!r} needs engine.kind = 'process'; the native "
+            "engine generates on model.device"
         )
 
 
@@ -163,6 +178,11 @@ def _check_preferences(config: Config, objective: Objective) -> None:
         raise ConfigError(
             "config: preferences.file needs overlap.staleness = 0, because training on a file "
             "does not generate completions"
+        )
+    if config.curriculum.active:
+        raise ConfigError(
+            "config: preferences.file does not work with [curriculum], because every pair has the "
+            "same pass rate; leave out [curriculum]"
         )
 
 
@@ -384,26 +404,3 @@ def template_of(config: Config) -> Template:
         prefill=model.prefill,
         prefill_in_text=model.prefill_in_text,
     )
-
-
-# Check that the settings of overlap and engine fit together, without loading a model.
-
-
-def check_overlap(config: Config) -> None:
-    """Raise ConfigError if the settings of [overlap] and [engine] do not fit together."""
-    overlap, engine = config.overlap, config.engine
-    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
-        raise ConfigError(
-            "config: overlap.mode = 'copy' needs an engine with its own copy of the weights; set "
-            "engine.kind = 'process' or 'vllm', or set overlap.mode = 'ahead'"
-        )
-    if overlap.in_flight and not (overlap.staleness and overlap.mode == "copy"):
-        raise ConfigError(
-            "config: overlap.in_flight = true needs overlap.mode = 'copy' and overlap.staleness "
-            "of at least 1, because otherwise the engine is idle while the weights change"
-        )
-    if engine.device != "auto" and engine.kind != "process":
-        raise ConfigError(
-            f"config: engine.device = {engine.device!r} needs engine.kind = 'process'; the native "
-            "engine generates on model.device"
-        )

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from covey.config.schema import Config, Save
+from covey.config.schema import Config
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import News
 from covey.objective.masked import row_sum
 from covey.rollout.curriculum import PromptChoice
-from covey.rollout.metrics import rollout_metrics, selection_metrics
-from covey.rollout.overlap import RolloutQueue, read_in_flight, rollout_queue, write_in_flight
+from covey.rollout.metrics import overlap_metrics, rollout_metrics, selection_metrics
+from covey.rollout.overlap import CopySource, RolloutQueue, read_in_flight, write_in_flight
 from covey.rollout.replay import ReplayBuffer
-from covey.rollout.source import StepRollouts
+from covey.rollout.source import RolloutSource, StepRollouts, SynchronousSource
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning, with_open_instruct_names
 from covey.run.samples import samples_page
@@ -32,19 +32,17 @@ from covey.run.trackers import Tracker
 from covey.scoring.baselines import REMEDY
 from covey.training.build import Parts
 from covey.training.checkpoint import State
-from covey.training.make_engine import lost_note
-from covey.training.policy import Policy
 from covey.training.preferences import PairSource
-from covey.training.schedule import Budget
 from covey.training.step import training_step
+from covey.training.trainer import Trainer
 from covey.types import Batch, Group
 
 EARLY = 3
 """Number of steps at the start of a run in which an empty replay buffer is normal."""
 
 
-@dataclass(slots=True)
-class Reinforcement:
+@dataclass(slots=True, kw_only=True)
+class Reinforcement(Trainer):
     """The reinforcement learning step for the training loop."""
 
     parts: Parts
@@ -56,59 +54,34 @@ class Reinforcement:
     the run's steps.jsonl. Checkpoints contain no times, so that two runs with the same settings
     have identical checkpoints."""
 
-    @property
-    def budget(self) -> Budget:
-        """The limit at which the run ends, in training steps, tokens or optimizer steps."""
-        return Budget(settings=self.parts.config.train)
-
-    @property
-    def rollouts(self) -> int:
-        """Number of rollouts in a step, without the additional rounds of dynamic sampling."""
-        return self.parts.config.rollout.prompts_per_step * self.parts.config.rollout.group_size
-
-    @property
-    def evaluate_every(self) -> int:
-        """Steps between evaluations."""
-        return self.parts.config.evaluate.every
-
-    def fresh(self) -> State:
-        """Return the state of a new run, with the objective's initial KL weight."""
-        return State(beta=self.parts.objective.beta)
-
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare the first step; restore critic, teacher and rollouts from a checkpoint."""
-        if checkpoint is not None and self.parts.critic is not None:
-            self.parts.critic.load(checkpoint)
-        if checkpoint is not None and self.parts.teacher is not None:
-            self.parts.teacher.load(checkpoint)
-        prompts, config = self.parts.train_prompts, self.parts.config
-        count = config.rollout.prompts_per_step
-        held = (
-            []
-            if checkpoint is None
-            else read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
-        )
+        """Prepare the first step; restore rollouts, curriculum and replay from a checkpoint."""
+        parts, prompts, config = self.parts, self.parts.train_prompts, self.parts.config
+        count, held = config.rollout.prompts_per_step, list[StepRollouts]()
         self.choice = PromptChoice(settings=config.curriculum, prompts=prompts, seed=config.seed)
         self.replay = ReplayBuffer(settings=config.replay, seed=config.seed)
         if checkpoint is not None:
+            held = read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
             self.choice.load(checkpoint)
             self.replay.load(checkpoint)
-        self.queue = rollout_queue(self.parts, log, held, self.choice)
+        source: RolloutSource
         if config.preferences.file:
-            self.queue = RolloutQueue(parts=self.parts, source=PairSource(self.parts))
-        if checkpoint is None and self.parts.baselines is not None:
-            for found in self.parts.baselines.flagged():
+            source = PairSource(parts)
+        elif config.overlap.mode == "copy":
+            source = CopySource(parts, log)
+        else:
+            source = SynchronousSource(parts, log)
+        by_step = {one.ticket.step: one for one in held}
+        self.queue = RolloutQueue(parts=parts, source=source, choice=self.choice, held=by_step)
+        if checkpoint is None and parts.baselines is not None:
+            for found in parts.baselines.flagged():
                 log.note(f"task: {found}: {REMEDY}")
-        if self.parts.config.overlap.staleness:
-            log.note(overlap_note(self.parts))
+        if config.overlap.staleness:
+            log.note(overlap_note(parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Add critic, teacher, pending rollouts, curriculum and replay buffer to a checkpoint."""
-        if self.parts.critic is not None and self.parts.world.is_main:
-            self.parts.critic.save(folder)
+        """Add pending rollouts, curriculum and replay buffer to a checkpoint."""
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
-        if self.parts.teacher is not None:
-            self.parts.teacher.save(folder, writes=self.parts.world.is_main)
         if self.parts.world.is_main:
             write_in_flight(folder, held)
             self.choice.save(folder)
@@ -126,9 +99,11 @@ class Reinforcement:
         learner = parts.learner_at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
         rollouts = self.queue.take(state.step, share)
-        waited = time.perf_counter() - started
-        overlap = overlap_metrics(parts, rollouts, waited, parts.policy.version)
-        collected, deaths = rollouts.collected, self._note_events(state.step, rollouts, log)
+        waited, version = time.perf_counter() - started, parts.policy.version
+        overlap = overlap_metrics(rollouts, parts.config.overlap, waited, version)
+        collected, (events, deaths) = rollouts.collected, restarts(parts)
+        for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
+            log.note(note)
         replayed, data = self._replayed(state.step, rollouts, log)
         groups = (*rollouts.selected.groups, *replayed)
         state.episode += len(collected.rollouts)
@@ -138,7 +113,6 @@ class Reinforcement:
         ended = time.perf_counter()
         self.choice.add(collected.groups, rollouts.used_picks)
         self.replay.add(rollouts.selected.groups, parts.policy.version)
-
         metrics: dict[str, Any] = {
             **_progress(parts, state),
             **rollout_metrics(collected, parts.policy.model.stop_ids),
@@ -153,25 +127,21 @@ class Reinforcement:
             "time/total": ended - started,
             "time/from_scratch": self._so_far(run, ended - started),
             "time/tokens_per_second": collected.tokens / (ended - started),
-            **usage_metrics(parts.policy, groups, parts.config.train.epochs, ended - training),
+            **usage_metrics(parts, groups, ended - training),
         }
         metrics |= reference_rewards(metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
-            rows = _rollout_rows(run, collected.groups, replayed, groups, batch)
-            log.table("rollouts", state.step, rows)
-        if parts.world.is_main:
-            _write_samples(run, parts.config.save, state.step, collected.groups)
+            every = (*collected.groups, *replayed)
+            means = _mean_advantages(every, groups, batch)
+            log.table("rollouts", state.step, run.rollout_rows(every, means, len(replayed)))
+        save = parts.config.save
+        if parts.world.is_main and save.samples_every and state.step % save.samples_every == 0:
+            page = samples_page(state.step, collected.groups, save.samples_shown)
+            run.write_samples(state.step, page)
         log.step(with_open_instruct_names(metrics))
-        if state.step == 1 and parts.config.engine.rounds and parts.step_settings.sampled:
+        if state.step == 1 and parts.config.engine.rounds and parts.learner.settings.sampled:
             log.note(lost_note(parts.config, metrics))
-
-    def _note_events(self, step: int, rollouts: StepRollouts, log: Tracker) -> dict[str, float]:
-        """Log events of engine and scorer; return the numbers of restarts and preemptions."""
-        events, deaths = restarts(self.parts)
-        for note in (*rollouts.notes, *(f"step {step}: {event}" for event in events)):
-            log.note(note)
-        return deaths
 
     def _replayed(
         self, step: int, rollouts: StepRollouts, log: Tracker
@@ -204,18 +174,6 @@ def _progress(parts: Parts, state: State) -> dict[str, Any]:
         "epoch": prompts / len(parts.train_prompts),
         "reward_id": parts.scorer.identity,
     }
-
-
-def _rollout_rows(
-    run: RunFolder,
-    collected: Sequence[Group],
-    replayed: Sequence[Group],
-    trained: Sequence[Group],
-    batch: Batch | None,
-) -> list[dict[str, Any]]:
-    """Return one table row per rollout of a step. Replayed rollouts come last."""
-    every = (*collected, *replayed)
-    return run.rollout_rows(every, _mean_advantages(every, trained, batch), len(replayed))
 
 
 def _mean_advantages(
@@ -257,12 +215,6 @@ def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str
     return notes
 
 
-def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:
-    """Write a page of best and worst completions every `save.samples_every` steps."""
-    if save.samples_every and step % save.samples_every == 0:
-        run.write_samples(step, samples_page(step, groups, save.samples_shown))
-
-
 # Metrics of a step: reward minus the KL penalty, GPU memory and GPU utilisation.
 
 PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
@@ -284,32 +236,24 @@ def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def usage_metrics(
-    policy: Policy, groups: Sequence[Group], epochs: int, seconds: float
-) -> dict[str, float]:
-    """Return the peak GPU memory and the GPU utilization of training; {} without a GPU."""
-    device = policy.model.device
-    if device.type != "cuda":
+def usage_metrics(parts: Parts, groups: Sequence[Group], seconds: float) -> dict[str, float]:
+    """Return the peak GPU memory and the FLOPs utilization of training; {} without a GPU."""
+    model = parts.policy.model
+    if model.device.type != "cuda":
         return {}
-    metrics = {"memory/peak": torch.cuda.max_memory_allocated(device) / 2**30}
-    weights = sum(p.numel() for p in policy.model.model.parameters())
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tokens = epochs * sum(len(r.prompt_tokens) + len(r.tokens) for r in rollouts)
-    share = utilisation(torch.cuda.get_device_name(device), weights, tokens, seconds)
-    return metrics if share is None else {**metrics, "time/mfu": share}
-
-
-def utilisation(device: str, weights: int, tokens: int, seconds: float) -> float | None:
-    """Return the model FLOPs utilization; None if the GPU's peak FLOP/s is unknown.
-
-    >>> round(utilisation("NVIDIA H200", weights=10**9, tokens=164_834, seconds=2.0), 4)
-    0.5
-    """
+    metrics = {"memory/peak": torch.cuda.max_memory_allocated(model.device) / 2**30}
+    device = torch.cuda.get_device_name(model.device)
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
-    return None if peak is None else 6 * weights * tokens / (seconds * peak)
+    if peak is not None:
+        weights = sum(p.numel() for p in model.model.parameters())
+        rollouts = (rollout for group in groups for rollout in group.rollouts)
+        tokens = sum(len(r.prompt_tokens) + len(r.tokens) for r in rollouts)
+        flops = 6 * weights * tokens * parts.config.train.epochs
+        metrics["time/mfu"] = flops / (seconds * peak * parts.world.size)  # a GPU for each rank
+    return metrics
 
 
-# Notes and metrics about overlapped generation: staleness, waiting times and restarts.
+# Notes about overlapped generation, float8, and restarts of processes.
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -324,37 +268,12 @@ def overlap_note(parts: Parts) -> str:
     """Return a note about the maximum staleness of rollouts and how it is corrected."""
     overlap, options = parts.config.overlap, parts.config.objective.options
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
-    if parts.step_settings.old_logp_from_sampler:
+    if parts.learner.settings.old_logp_from_sampler:
         return f"{age}; the objective's ratio to the engine's log-probs corrects for their age"
     name, low, high = (options[f"correction{end}"] for end in ("", "_low", "_high"))
     known = f" ({NAMES[name]})" if name in NAMES else ""
     more = f" and objective.veto = {options['veto']:g}" if options["veto"] else ""
     return f"{age}; correction: objective.correction = {name!r}{known}, {low:g} to {high:g}{more}"
-
-
-def overlap_metrics(
-    parts: Parts, rollouts: StepRollouts, waited: float, version: int
-) -> dict[str, float]:
-    """Return a step's staleness and waiting times; `version` is the policy's version."""
-    overlap, metrics = parts.config.overlap, {}
-    if not overlap.staleness:
-        return {}
-    spans = [
-        span for rollout in rollouts.collected.rollouts for s in rollout.segments
-        for span in s.versions
-    ]  # fmt: skip
-    sizes, versions = [span.stop - span.start for span in spans], [span.version for span in spans]
-    mean = sum(s * v for s, v in zip(sizes, versions, strict=True)) / max(1, sum(sizes))
-    metrics = {
-        "overlap/staleness": version - mean,
-        "overlap/staleness_max": version - min(versions),
-        "overlap/version_min": min(versions),
-        "overlap/version_max": max(versions),
-    }
-    if overlap.mode == "copy":
-        metrics["time/wait_rollouts"] = waited
-        metrics["time/wait_training"] = rollouts.engine_waited
-    return metrics
 
 
 def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
@@ -370,3 +289,16 @@ def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
     if scoring:
         metrics["scoring/restarts"] = len(scoring)
     return [*engine, *scoring], metrics
+
+
+def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
+    """Return a one-line note on how much the log-probs of engine and trainer differ in a step."""
+    gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
+    by = f"objective.correction = {config.objective.options.get('correction')!r}"
+    if config.train.old_logp == "sampler":
+        by = "the ratio to the engine's log-probs"
+    return (
+        f"engine.{config.engine.rounds} = 'float8': mean |logp - sampler_logp| {gap:.2g}, "
+        f"effective sample size {1 / (1 + chi2):.1%}; {by} corrects for this, and `covey numerics` "
+        "shows the causes"
+    )

@@ -1,37 +1,95 @@
-"""Start a run: rank 0 creates and locks the run folder, and records changed settings."""
+"""Start or resume a run: join the ranks, build the components, create or lock the run folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from covey.config import Config, load_config, to_toml
-from covey.environments.registry import PASSED
 from covey.errors import ConfigError
-from covey.rewards.user import FUNCTIONS
 from covey.run.files import append_line, write_text
-from covey.run.folder import CHANGES, RunFolder, set_aside_failed
+from covey.run.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
 from covey.run.provenance import describe_environment
 from covey.run.records import to_stderr
-from covey.run.resume import resume_command
+from covey.run.resume import Start, resume_command, start_of
 from covey.run.reward_changes import record_change
 from covey.run.settings import changed_settings
-from covey.tasks.dataset import NAME as DATASET
+from covey.stopping import StopSignal, stop_signal
 from covey.training.build import Components
+from covey.training.parallel.join import joined_world
 from covey.training.parallel.world import World
+from covey.training.passed_objects import OBJECTS
 from covey.training.resolve import resolve
 
+REPEATS_SECONDS = 2.0
+"""Seconds in which a second signal is ignored: Ctrl-C arrives directly and via torchrun."""
+P = TypeVar("P", bound=Components)
+Change = tuple[Any, Any]
+"""The old and the new value of a setting."""
 
-def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> RunFolder:
-    """Create the run folder on rank 0, and return it on every rank.
 
-    The entries of `more` are added to the run's environment.json.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun(Generic[P]):
+    """A run that is ready to train: its components are built, and its folder is locked."""
+
+    parts: P
+    folder: RunFolder
+    start: Start
+    stop: StopSignal
+
+
+@contextmanager
+def opened_run(
+    config: Config,
+    build: Callable[[Config, World], P],
+    target: RunFolder | Path | str,
+    *,
+    step: int | None = None,
+    changed: Mapping[str, Change] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[OpenRun[P]]:
+    """Join the other ranks, build the components of a run, and create or lock its folder.
+
+    `target` is the run to resume, or the folder of a new run. If `target` is a text, the folder of
+    the new run is runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, by
+    default from the newest checkpoint, and `changed` are the settings that changed.
     """
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_world(config, say))
+        start = Start()
+        if isinstance(target, RunFolder):
+            folder = target
+            stack.enter_context(locked_by_main(folder, world))
+            start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
+            check_length(config, start.step, sft=folder.is_sft)
+        parts = stack.enter_context(closing(build(config, world)))
+        if isinstance(target, RunFolder):
+            if world.is_main:
+                record_changes(folder, parts.config, start.step, changed or {})
+        else:  # building may fail, so the folder is created only now
+            path = next_run_path(Path("runs"), target) if isinstance(target, str) else target
+            folder = created_run(parts, path)
+            stack.enter_context(locked_by_main(folder, world))
+        stop = stack.enter_context(_signals(several=world.size > 1))
+        yield OpenRun(parts=parts, folder=folder, start=start, stop=stop)
+
+
+def _signals(*, several: bool) -> AbstractContextManager[StopSignal]:
+    """Turn Ctrl-C and SIGTERM into a stop request; only the main thread receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext(StopSignal())
+    return stop_signal(repeats=REPEATS_SECONDS if several else 0.0)
+
+
+def created_run(parts: Components, path: Path) -> RunFolder:
+    """Create the run folder on rank 0, and return it on every rank."""
 
     def create() -> RunFolder:
         device, threads = str(parts.policy.model.device), torch.get_num_threads()
@@ -41,7 +99,7 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
             "reward": parts.scorer.identity,
             "evaluation_reward": parts.eval_scorer.identity,
             "notes": list(parts.notes),
-            **more,
+            **parts.facts,
         }
         if note := set_aside_failed(path):
             to_stderr(note)
@@ -55,12 +113,8 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
 
 def resume_hint(run: RunFolder, config: Config) -> str:
     """Return the shell command or the Python call that resumes a run."""
-    passed = {
-        "dataset": config.task.name == DATASET,
-        "rewards": config.reward.name == FUNCTIONS,
-        "environment": config.environment.name == PASSED,
-    }
-    again = "".join(f", {name}=..." for name, given in passed.items() if given)
+    passed = (arg for where, arg, name in OBJECTS if getattr(config, where).name == name)
+    again = "".join(f", {argument}=..." for argument in passed)
     return f"covey.train(resume={str(run.path)!r}{again})" if again else resume_command(run)
 
 
@@ -100,8 +154,6 @@ FIXED: Mapping[str, str] = {
     "sft.template": f"steps would draw other solutions; {OTHER_RUN}",
 }
 """Settings and sections that may not change when a run is resumed, each with the reason."""
-
-Change = tuple[Any, Any]
 
 
 def resumed_config(

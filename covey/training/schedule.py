@@ -15,7 +15,9 @@ steps that `train.steps` training steps take.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from covey.config import Config
@@ -26,80 +28,48 @@ Shape = Literal["constant", "linear", "cosine"]
 
 
 def learning_rate(
-    step: float, *, peak: float, schedule: Shape, warmup_steps: int, total_steps: int
+    step: float,
+    *,
+    peak: float,
+    schedule: Shape,
+    warmup_steps: int,
+    total_steps: int,
+    start: float = 0.0,
+    since: int = 0,
 ) -> float:
-    """Return the learning rate at `step`, which counts from 0 and may be fractional."""
-    if step < warmup_steps:
-        return peak * min(1.0, (step + 1) / warmup_steps)
+    """Return the learning rate of the optimizer step that follows `step` optimizer steps.
+
+    `start` is the position in the schedule after `since` optimizer steps. Each later optimizer step
+    advances the position in the schedule by one.
+    """
+    place = start + step - since
+    if place < warmup_steps:
+        return peak * min(1.0, (place + 1) / warmup_steps)
     if schedule == "constant":
         return peak
-    done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    done = (place - warmup_steps) / max(1, total_steps - warmup_steps)
     left = max(0.0, 1.0 - done)
     return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """The learning rate as a function of the number of optimizer steps taken so far."""
+def schedule_of(config: Config, used: Used) -> Callable[[int], float]:
+    """Return the learning rate as a function of the number of optimizer steps taken so far.
 
-    peak: float
-    shape: Shape
-    warmup_steps: int
-    total_steps: int
-    start: float = 0.0
-    """Position in the schedule after `since` optimizer steps. Each later optimizer step advances
-    the position in the schedule by one."""
-    since: int = 0
-
-    def __call__(self, version: int) -> float:
-        """Return the learning rate of the optimizer step that follows `version` optimizer steps."""
-        return learning_rate(
-            self.start + version - self.since,
-            peak=self.peak,
-            schedule=self.shape,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.total_steps,
-        )
-
-
-def total_updates(train: Train) -> int:
-    """Return the number of optimizer steps of a run.
-
-    With a token budget, return the number of optimizer steps in `train.steps` training steps.
+    The schedule is that of the next training step, given the budget used so far.
     """
-    return train.total_updates
-
-
-def warmup_updates(config: Config) -> int:
-    """Return the number of warm-up optimizer steps of a run."""
-    settings = config.optimizer
-    return settings.warmup_steps or math.ceil(settings.warmup_ratio * total_updates(config.train))
-
-
-def schedule_of(config: Config, used: Used) -> Schedule:
-    """Return the schedule for the next training step, given the budget used so far."""
-    start, since = 0.0, 0
-    if config.train.budget == "tokens":
-        spent = Budget(settings=config.train).spent(used)
-        start, since = spent * config.train.steps * config.train.updates, used.updates
-    return Schedule(
-        peak=config.optimizer.learning_rate,
-        shape=config.optimizer.schedule,
-        warmup_steps=warmup_updates(config),
-        total_steps=total_updates(config.train),
-        start=start,
-        since=since,
+    settings, train = config.optimizer, config.train
+    schedule = partial(
+        learning_rate,
+        peak=settings.learning_rate,
+        schedule=settings.schedule,
+        warmup_steps=settings.warmup_steps
+        or math.ceil(settings.warmup_ratio * train.total_updates),
+        total_steps=train.total_updates,
     )
-
-
-def sft_schedule_of(config: Config, steps: int) -> Schedule:
-    """Return the schedule of supervised training over the given number of optimizer steps."""
-    return Schedule(
-        peak=config.sft.learning_rate,
-        shape=config.sft.schedule,
-        warmup_steps=config.sft.warmup_steps,
-        total_steps=steps,
-    )
+    if train.budget != "tokens":
+        return schedule
+    spent = Budget(settings=train).spent(used)
+    return partial(schedule, start=spent * train.steps * train.updates, since=used.updates)
 
 
 # The length of a run: a number of training steps, or a budget of tokens or optimizer steps.
@@ -131,25 +101,20 @@ class Budget:
 
     settings: Train
 
-    @property
-    def amount(self) -> int:
-        """The size of the budget: a number of training steps, tokens or optimizer steps."""
-        return self.settings.amount
-
     def spent(self, used: Used) -> float:
         """Return the used fraction of the budget: 0 at the start, 1 or a little more at the end."""
-        return self._count(used) / self.amount
+        return self._count(used) / self.settings.amount
 
     def over(self, used: Used) -> bool:
         """Return whether the budget is used up, so that the run ends."""
         settings = self.settings
-        if self._count(used) >= self.amount:
+        if self._count(used) >= settings.amount:
             return True
         if settings.budget == "updates":
-            most = PATIENCE * -(-self.amount // settings.updates)
+            most = PATIENCE * -(-settings.amount // settings.updates)
             if used.steps > most:
                 raise RunError(
-                    f"the run took only {used.updates} of {self.amount} optimizer steps "
+                    f"the run took only {used.updates} of {settings.amount} optimizer steps "
                     f"(train.stop_after) in {used.steps} training steps, because most training "
                     "steps have no group to train on; use easier prompts, or another filter"
                 )
@@ -157,7 +122,7 @@ class Budget:
 
     def passed(self, every: int, before: Used, after: Used) -> bool:
         """Return whether a run passed a multiple of `every` steps between `before` and `after`."""
-        worth = every * self.amount
+        worth = every * self.settings.amount
         marks = [self._count(u) * self.settings.steps // worth for u in (before, after)]
         return marks[1] > marks[0]
 

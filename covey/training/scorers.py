@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import TypedDict
 
 from covey.config import Config
 from covey.environments.registry import NONE
@@ -13,13 +14,31 @@ from covey.rewards.identity import identity
 from covey.rewards.user import FUNCTIONS, own_name, with_none
 from covey.scoring import Scorer, check_timeout, make_scorer
 from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
-from covey.training.make_engine import ray_scorer
+from covey.training.ray_actors import ray_scorer
 from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16
 """Baselines are scored on at most MOST_PROBED held-out prompts if the reward is quick to compute,
 and on at most FEW_PROBED held-out prompts otherwise."""
+
+
+class Scorers(TypedDict):
+    """The scorers of a run and the scores of simple baselines, as fields of its components."""
+
+    scorer: Scorer
+    eval_scorer: Scorer
+    baselines: Baselines
+
+
+def scorers_of(
+    config: Config, held_out: Sequence[Prompt], ranks: int, reward: Reward | None = None
+) -> Scorers:
+    """Build the scorers of training and evaluations, which differ if evaluate.reward is set."""
+    scorer, apart = scorer_of(config, reward, ranks), evaluation_config(config)
+    eval_scorer = scorer if apart is config else scorer_of(apart, ranks=ranks)
+    known = baselines_of(config, eval_scorer, held_out, reward)
+    return {"scorer": scorer, "eval_scorer": eval_scorer, "baselines": known}
 
 
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
@@ -37,12 +56,6 @@ def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> S
         timeout=config.scoring.timeout,
         gigabytes=config.scoring.gigabytes,
     )
-
-
-def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
-    """Return the scorer of evaluations: the training scorer, unless evaluate.reward is set."""
-    apart = evaluation_config(config)
-    return scorer if apart is config else scorer_of(apart, ranks=ranks)
 
 
 def baselines_of(

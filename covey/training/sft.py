@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,19 +29,21 @@ from covey.run.resume import Start
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
-from covey.training.build import Components, load_model, policy_of
+from covey.training.build import Components
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
 from covey.training.make_engine import native_engine
-from covey.training.parallel.passes import rank_passes, without_weight
-from covey.training.parallel.world import World
+from covey.training.models import load_model, policy_of
+from covey.training.parallel.passes import training_passes
+from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
-from covey.training.schedule import Budget, sft_schedule_of
-from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
-from covey.training.sft_data import Example, Solutions, encode_example, solutions_of
+from covey.training.schedule import Budget, learning_rate
+from covey.training.scorers import scorers_of
+from covey.training.sft_data import Solutions, encode_example, solutions_of
+from covey.training.trainer import Trainer
 from covey.types import Batch, Group, Prompt, Rollout, Totals
 
 
@@ -51,6 +52,11 @@ class SftParts(Components):
     """The objects that an SFT run is built from, such as the policy and the solutions."""
 
     solutions: Solutions
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """The kind of the run, by which readers of its folder tell it from an RL run."""
+        return {"kind": "sft"}
 
     @property
     def total(self) -> int:
@@ -71,10 +77,7 @@ class SftParts(Components):
         return math.ceil(self.total / self.config.sft.solutions)
 
 
-def build_sft(
-    config: Config,
-    world: World = World(),  # noqa: B008 - without state
-) -> SftParts:
+def build_sft(config: Config, world: World = ALONE) -> SftParts:
     """Build the components of an SFT run from a resolved configuration."""
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
@@ -83,38 +86,30 @@ def build_sft(
     policy = policy_of(config, model, world)
     # Cross-entropy uses temperature 1, whatever the sampling temperature is.
     policy.temperature = 1.0
-    scorer = scorer_of(config, ranks=world.local_size)
-    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     parts = SftParts(
         config=config,
         solutions=solutions,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         notes=tuple(notes),
-        scorer=scorer,
-        eval_scorer=eval_scorer,
-        baselines=baselines_of(config, eval_scorer, held_out),
+        **scorers_of(config, held_out, world.local_size),
         policy=policy,
         engine=native_engine(policy),
         sampling=sampling_of(config),
         world=world,
     )
-    try:
-        _check_lengths(parts)  # before the run folder is created
+    try:  # before the run folder is created
+        examples, left_out = step_examples(parts, 1)
+        if not examples:
+            raise DataError(
+                f"sft: all {len(left_out)} solutions of step 1 are longer than sft.max_tokens = "
+                f"{parts.max_tokens}; raise sft.max_tokens (the shortest solution has "
+                f"{min(left_out)} tokens)"
+            )
     except BaseException:
         parts.close()
         raise
     return parts
-
-
-def _check_lengths(parts: SftParts) -> None:
-    examples, left_out = step_examples(parts, 1)
-    if not examples:
-        raise DataError(
-            f"sft: all {len(left_out)} solutions of step 1 are longer than sft.max_tokens = "
-            f"{parts.max_tokens}; raise sft.max_tokens (the shortest solution has {min(left_out)} "
-            "tokens)"
-        )
 
 
 def run_sft(
@@ -125,42 +120,21 @@ def run_sft(
     start: Start | None = None,
 ) -> int:
     """Run SFT to its last step or until a stop signal; return the last saved step."""
-    return run_loop(Supervised(parts), run, trackers, stop, start)
+    trainer = Supervised(
+        parts=parts,
+        budget=Budget(settings=Train(steps=parts.steps)),
+        rollouts=parts.config.sft.solutions,
+        evaluate_every=parts.config.sft.evaluate_every,
+        fresh=State(),
+    )
+    return run_loop(trainer, run, trackers, stop, start)
 
 
-@dataclass(frozen=True, slots=True)
-class Supervised:
-    """The SFT trainer, whose methods the training loop calls."""
+@dataclass(slots=True, kw_only=True)
+class Supervised(Trainer):
+    """The SFT trainer, whose step the training loop calls."""
 
     parts: SftParts
-
-    @property
-    def budget(self) -> Budget:
-        """The length of the run, as a number of training steps."""
-        return Budget(settings=Train(steps=self.parts.steps))
-
-    @property
-    def rollouts(self) -> int:
-        """Number of solutions in a step."""
-        return self.parts.config.sft.solutions
-
-    @property
-    def evaluate_every(self) -> int:
-        """Steps between evaluations."""
-        return self.parts.config.sft.evaluate_every
-
-    def fresh(self) -> State:
-        """Return the state of a new run, at step 0."""
-        return State()
-
-    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Do nothing, because each step prepares its own data."""
-
-    def save(self, folder: Path, step: int) -> None:
-        """Do nothing, because supervised training adds no files to a checkpoint."""
-
-    def close(self) -> None:
-        """Do nothing, because SFT starts no background work."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Train on the solutions of a step, and log metrics."""
@@ -168,24 +142,23 @@ class Supervised:
         examples, left_out = step_examples(parts, state.step)
         metrics: dict[str, Any] = {"step": state.step}
         if examples:
-            policy = parts.policy
-            rate = sft_schedule_of(parts.config, parts.steps)(policy.version)
-            learned = learn(
+            policy, sft = parts.policy, parts.config.sft
+            rate = learning_rate(
+                policy.version,
+                peak=sft.learning_rate,
+                schedule=sft.schedule,
+                warmup_steps=sft.warmup_steps,
+                total_steps=parts.steps,
+            )
+            metrics |= learn(
                 policy,
                 stack(examples, policy.model.device),
                 rate=rate,
                 micro_batch_tokens=parts.config.train.micro_batch_tokens,
                 world=parts.world,
             )
-            metrics |= {
-                "loss/cross_entropy": learned.loss,
-                "policy/entropy_avg": learned.entropy,
-                "lr": rate,
-                "optim/grad_norm": learned.grad_norm,
-                "optim/skipped": int(learned.skipped),
-                "sft/tokens": learned.tokens,
-                "time/tokens_per_second": learned.tokens / (time.perf_counter() - started),
-            }
+            taken = time.perf_counter() - started
+            metrics["time/tokens_per_second"] = metrics["sft/tokens"] / taken
         metrics |= {
             "sft/epoch": min(state.step * self.rollouts, parts.total) / len(parts.solutions),
             "sft/examples": len(examples),
@@ -196,7 +169,7 @@ class Supervised:
         log.step(metrics)
 
 
-def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
+def step_examples(parts: SftParts, step: int) -> tuple[list[Rollout], list[int]]:
     """Return the SFT examples of a step, and the token counts of solutions left out.
 
     Solutions that are too long are left out, so a step may have no examples.
@@ -220,83 +193,42 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]
     return examples, left_out
 
 
-def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
-    """Stack SFT examples into a batch. The loss covers every solution token."""
+def stack(examples: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
+    """Collate written completions into a batch, each as a group of its own."""
     blank = Prompt(id="", task="", messages=(), target="")
-    rollouts = [
-        Rollout.single_turn(
-            prompt_id="",
-            sample=0,
-            prompt_tokens=example.prompt_tokens,
-            tokens=example.tokens,
-            sampler_logp=(0.0,) * len(example.tokens),
-            text="",
-            finish="stop",
-            policy_version=0,
-        )
-        for example in examples
-    ]
-    return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in rollouts], device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftLearned:
-    """The metrics of one SFT optimizer step."""
-
-    loss: float
-    """Mean cross-entropy of the solution tokens, before this step's weight update."""
-    entropy: float
-    """Mean entropy of the next-token distributions, before this step's weight update."""
-    tokens: int
-    grad_norm: float
-    skipped: bool
-
-
-def with_token_mean(batch: Batch) -> Batch:
-    """Set the token weights of one optimizer step, so that the loss is a mean over tokens."""
-    return replace(batch, weight=token_mean(batch, Totals.of(batch)))
-
-
-def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
-    """Return how much the given rows add to the step's mean cross-entropy."""
-    assert batch.weight is not None, "weights come from the whole step"
-    return -(logp * batch.weight.to(logp.dtype)).sum()
-
-
-def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
-    """Run backward on a micro-batch; return what it adds to mean loss and entropy, [2]."""
-    now = policy.logp(micro)
-    part = cross_entropy(micro, now.logp)
-    part.backward()
-    return torch.stack([part.detach(), -cross_entropy(micro, now.entropy.detach())])
+    return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in examples], device)
 
 
 def learn(
-    policy: Policy,
-    batch: Batch,
-    *,
-    rate: float,
-    micro_batch_tokens: int,
-    world: World = World(),  # noqa: B008 - without state
-) -> SftLearned:
-    """Take one optimizer step on a batch; each rank processes some of the rows."""
+    policy: Policy, batch: Batch, *, rate: float, micro_batch_tokens: int, world: World = ALONE
+) -> dict[str, float]:
+    """Take one optimizer step on a batch, of which each rank processes some rows.
+
+    Return metrics. Loss and entropy are means over the solution tokens, before the weight update.
+    """
     policy.model.model.train()
-    batch = with_token_mean(batch)
-    passes = rank_passes(batch, micro_batch_tokens, world)
-    parts = []
-    for place, (rows, counts) in enumerate(passes, start=1):
-        micro = batch.rows(rows) if counts else without_weight(batch.rows(rows))
-        if place == len(passes):
-            policy.expect_last_pass()
-        parts.append(_backward(policy, micro))
+    batch = replace(batch, weight=token_mean(batch, Totals.of(batch)))
+    passes = training_passes(policy, batch, micro_batch_tokens, world)
+    parts = [_backward(policy, micro) for _, micro in passes]
     stepped = policy.step(rate)
     # These values are read last, because the read waits until the device has finished its work.
     mine = [sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
     loss, entropy = (sum(column) for column in zip(*world.gather(mine), strict=True))
-    return SftLearned(
-        loss=loss,
-        entropy=entropy,
-        tokens=int(batch.mask.sum()),
-        grad_norm=stepped.grad_norm,
-        skipped=stepped.skipped,
-    )
+    return {
+        "loss/cross_entropy": loss,
+        "policy/entropy_avg": entropy,
+        "lr": rate,
+        "optim/grad_norm": stepped.grad_norm,
+        "optim/skipped": int(stepped.skipped),
+        "sft/tokens": int(batch.mask.sum()),
+    }
+
+
+def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
+    """Run backward on a micro-batch; return what it adds to mean loss and entropy, [2]."""
+    assert micro.weight is not None, "weights come from the whole step"
+    now, weight = policy.logp(micro), micro.weight
+    loss = -(now.logp * weight.to(now.logp.dtype)).sum()
+    loss.backward()
+    entropy = (now.entropy.detach() * weight.to(now.entropy.dtype)).sum()
+    return torch.stack([loss.detach(), entropy])

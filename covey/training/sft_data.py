@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from covey.config import Config
 from covey.errors import ConfigError, DataError, ModelError
 from covey.tasks import Task
 from covey.tasks.jsonl import json_lines
 from covey.tasks.rows import RowReader
-from covey.types import Message, Prompt
+from covey.types import Message, Prompt, Rollout
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
@@ -77,37 +77,36 @@ def solutions_of(config: Config, task: Task) -> Solutions:
     settings = config.sft
     prefill = config.model.prefill
     if settings.file:
-        return Solutions(prompts=_from_file(settings.file), template=AS_IT_IS, prefill=prefill)
+        reader = RowReader(target="completion", name="sft")
+        prompts = reader.read("train", json_lines(Path(settings.file)), settings.file)
+        return Solutions(prompts=prompts, template=AS_IT_IS, prefill=prefill)
     if not _PLACE.search(settings.template):
         raise ConfigError(
             f"config: sft.template = {settings.template!r} contains none of the fields {{worked}}, "
             "{solution} and {answer}, so all solutions would be the same"
         )
-    prompts = task.train()
-    if not prompts:
+    train_prompts = task.train()
+    if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
-    return Solutions(prompts=prompts, template=settings.template, prefill=prefill)
+    return Solutions(prompts=train_prompts, template=settings.template, prefill=prefill)
 
 
-def _from_file(file: str) -> list[Prompt]:
-    """Read a JSON Lines file; each row has a prompt (text or messages) and a completion."""
-    reader = RowReader(target="completion", name="sft")
-    return reader.read("train", json_lines(Path(file)), file)
+def encode_example(
+    model: LanguageModel, messages: Sequence[Message], text: str, **fields: Any
+) -> Rollout:
+    """Return a written completion as a rollout, in the token format of sampled rollouts.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """The token ids of a prompt and of its solution."""
-
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Tokens of the solution, followed by an end token, so that the model learns to stop."""
-
-
-def encode_example(model: LanguageModel, messages: Sequence[Message], text: str) -> Example:
-    """Tokenize a prompt and its solution, in the same token format as rollouts."""
-    tokens = model.tokenizer.encode(text, add_special_tokens=False)
-    return Example(prompt_tokens=model.encode(messages), tokens=(*tokens, _end(model)))
+    The tokens end with an end token, so that the model learns to stop. `fields` are fields of the
+    rollout, such as its reward.
+    """
+    tokens = (*model.tokenizer.encode(text, add_special_tokens=False), _end(model))
+    return Rollout.single_turn(
+        prompt_tokens=model.encode(messages),
+        tokens=tokens,
+        sampler_logp=(0.0,) * len(tokens),
+        finish="stop",
+        **{"prompt_id": "", "sample": 0, "text": text, "policy_version": 0, **fields},
+    )
 
 
 def _end(model: LanguageModel) -> int:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from covey.accel.packing import to_device
 from covey.errors import ModelError
 from covey.models.logp import LogProbs
 from covey.objective import (
@@ -39,13 +37,12 @@ from covey.objective.diagnostics import (
     observe_sampler,
 )
 from covey.reference import Reference
-from covey.rng import dropout_seed, mini_batch_order
+from covey.rng import mini_batch_order
 from covey.rollout.filter import without_truncated
-from covey.teacher_prompts import as_teacher_reads, taught_rows
 from covey.training.collate import collate
 from covey.training.critic import Critic, critic_metrics, critic_step
-from covey.training.parallel.passes import in_passes, rank_passes, whole_batch, without_weight
-from covey.training.parallel.world import World
+from covey.training.parallel.passes import in_passes, put_rows, training_passes, whole_batch
+from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.types import Batch, Group, Totals
 
@@ -64,8 +61,6 @@ class StepSettings:
     learning_rate: Callable[[int], float]
     """Learning rate as a function of the number of optimizer steps taken so far."""
     seed: int
-    dropout: bool = False
-    """Whether training passes use dropout; if so, Covey seeds torch before each pass."""
     skip_zero_gradient: bool = False
     """Whether forward passes skip rows with advantage 0 when the objective allows it."""
     mask_truncated: bool = False
@@ -92,12 +87,17 @@ class Learner:
     teacher: Reference | None = None
     """The teacher model for distillation."""
     critic: Critic | None = None
-    world: World = field(default_factory=World)
+    world: World = ALONE
 
     @property
     def references(self) -> list[Reference]:
         """The reference model and the teacher model, if the step has them."""
         return [other for other in (self.reference, self.teacher) if other is not None]
+
+    @property
+    def others(self) -> list[Reference | Critic]:
+        """The models beside the policy, whose state belongs to a checkpoint."""
+        return [*self.references, *([] if self.critic is None else [self.critic])]
 
     @property
     def skips_rows(self) -> bool:
@@ -148,7 +148,7 @@ def training_step(
     batch = filled_batch(learner, groups, step)
     metrics = optimize(learner, batch, step, watch)
     if "privileged" in objective.needs:
-        metrics["objective/taught"] = taught_share(batch)
+        metrics["objective/taught"] = float(_taught_rows(batch).double().mean())
     beta = objective.beta
     if "reference" in objective.needs:
         metrics["objective/beta"] = beta
@@ -158,24 +158,23 @@ def training_step(
     return Learned(batch, metrics, beta)
 
 
+# From groups to a batch with log-probs and advantages.
+
+
 def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
     """Collate groups into a batch, and fill in the fields computed over the whole batch."""
-    batch = collate(groups, learner.policy.model.device, parts_read(learner.objective))
-    reads_old_policy = learner.objective.needs & {"old_logp", "old_entropy"}
-    advantage_first = learner.skips_rows and not reads_old_policy
+    objective = learner.objective
+    parts = objective.parts if "parts" in objective.needs else None
+    batch = collate(groups, learner.policy.model.device, parts)
+    advantage_first = learner.skips_rows and not objective.needs & {"old_logp", "old_entropy"}
     if advantage_first:
-        batch = with_advantage(learner.objective, batch)
+        batch = with_advantage(objective, batch)
     batch = prepare(learner, batch)
     check_finite(batch, step)
-    batch = only_taught(learner.objective, batch)
+    batch = only_taught(objective, batch)
     if not advantage_first:
-        batch = with_advantage(learner.objective, batch)
+        batch = with_advantage(objective, batch)
     return without_truncated(batch) if learner.settings.mask_truncated else batch
-
-
-def parts_read(objective: Objective) -> tuple[str, ...] | None:
-    """Return the names of the reward parts that the objective reads; None if it reads none."""
-    return objective.parts if "parts" in objective.needs else None
 
 
 @torch.no_grad()
@@ -186,15 +185,15 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
     wanted = not settings.old_logp_in_pass and (settings.off_policy or "old_logp" in needs)
     from_sampler = to_sampler or (wanted and settings.old_logp_from_sampler)
     if "old_entropy" in needs or (wanted and not from_sampler):
-        batch = _with_old_policy(learner, batch)
+        old = _log_probs(learner, learner.policy.logp, batch)
+        batch = replace(batch, old_logp=old.logp, entropy=old.entropy)
     if to_sampler or (from_sampler and "old_entropy" not in needs):
         batch = replace(batch, old_logp=batch.sampler_logp)
     if "reference" in needs:
         batch = replace(batch, ref_logp=_logp_under(learner.reference, learner, batch))
     if "teacher" in needs:
-        logp = partial(_logp_under, learner.teacher, learner)
-        own = "privileged" in needs
-        batch = self_taught(batch, logp) if own else replace(batch, teacher_logp=logp(batch))
+        logp = _self_teacher_logp if "privileged" in needs else _logp_under
+        batch = replace(batch, teacher_logp=logp(learner.teacher, learner, batch))
     if "values" in needs:
         assert learner.critic is not None, "an objective with a critic is given one"
         compute, tokens = learner.critic.values, settings.micro_batch_tokens
@@ -205,188 +204,59 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
 
 def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
     assert model is not None, "an objective that needs a reference or a teacher is given one"
-    tokens = learner.settings.micro_batch_tokens
-    useful = _useful(learner, batch)
     with model.loaded():
-        if useful is None:
-            return whole_batch(batch, tokens, model.logp, learner.world).logp
-        found = whole_batch(batch.rows(useful), tokens, model.logp, learner.world).logp
-    return _put_back(found, useful, torch.zeros_like(batch.sampler_logp, dtype=torch.float32))
+        return _log_probs(learner, model.logp, batch).logp
 
 
-def _useful(learner: Learner, batch: Batch) -> torch.Tensor | None:
-    """Return the indices of the rows that forward passes need; None means all rows."""
+def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Batch) -> LogProbs:
+    """Compute the log-probs and entropies of a batch.
+
+    If advantages are known, rows that the row filter leaves out are not computed. They get
+    `sampler_logp` as log-probs, and 0 as entropy.
+    """
+    tokens, world = learner.settings.micro_batch_tokens, learner.world
     if batch.advantage is None or not learner.skips_rows:
-        return None
-    return RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
+        return whole_batch(batch, tokens, compute, world)
+    useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
+    found = whole_batch(batch.rows(useful), tokens, compute, world)
+    logp = batch.sampler_logp.float().clone()
+    filled = LogProbs(logp, torch.zeros_like(logp))
+    put_rows(filled, useful, found)
+    return filled
 
 
-def _put_back(found: torch.Tensor, useful: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Copy `found` into `whole` at the row indices `useful`, and return `whole`."""
-    (rows,) = to_device([useful], found.device)
-    whole[rows, : found.shape[1]] = found
-    return whole
+# Self-distillation: the policy is its own teacher, with privileged text in the teacher's prompt.
+#
+# Each rollout may have a teacher prompt (rollout/privileged.py). The teacher sees the teacher
+# prompt instead of the rollout's prompt, followed by the rollout's tokens.
 
 
-def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
-    """Fill in old_logp. If no rows are left out, also fill in the entropy."""
-    tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
-    useful = _useful(learner, batch)
-    if useful is None:
-        old = whole_batch(batch, tokens, logp, learner.world)
-        return replace(batch, old_logp=old.logp, entropy=old.entropy)
-    old = whole_batch(batch.rows(useful), tokens, logp, learner.world)
-    return replace(batch, old_logp=_put_back(old.logp, useful, batch.sampler_logp.float().clone()))
+def _self_teacher_logp(teacher: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
+    """Return the log-probs under the teacher, given the teacher prompts.
 
-
-def optimize(
-    learner: Learner, batch: Batch, step: int, watch: Watch | None = None
-) -> dict[str, float]:
-    """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
-    objective, critic, meter = learner.objective, learner.critic, Meter()
-    facts = RowFacts.of(batch, skip=learner.skips_rows, whole_groups=objective.pairs)
-    more: dict[str, float] = facts.pair_counts() if objective.pairs else {}
-    if critic is not None:
-        more |= _train_critic(learner, batch, facts, step, meter)
-    if critic is None or not critic.warms_up(step):
-        more |= _train_policy(learner, batch, facts, step, meter, watch)
-    return {**learner.world.mean(meter), **more}
-
-
-def _train_policy(
-    learner: Learner,
-    batch: Batch,
-    facts: RowFacts,
-    step: int,
-    meter: Meter,
-    watch: Watch | None,
-) -> dict[str, float]:
-    """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
-    policy, objective, settings = learner.policy, learner.objective, learner.settings
-    world = learner.world
-    _set_training_mode(policy)
-    losses: list[list[torch.Tensor]] = []
-    skipped = 0
-    for number, index in enumerate(facts.mini_batches(settings, step)):
-        mini = with_weight(objective, batch.rows(index), facts.totals(index))
-        if world.is_main:
-            observe_correction(meter, mini)
-        kept = facts.in_passes(index)
-        mini, index = _with_marks(learner, mini.rows(kept), meter), index[kept]
-        # If the row filter left only a placeholder row, that row may have no old_logp.
-        counts = bool(facts.useful[index].any())
-        losses.append([])
-        for rows, micro, output, now in backward_passes(learner, mini):
-            losses[-1].append(output.loss)
-            if counts:
-                observe(meter, objective, micro, output, now.entropy)
-                observe_reference(meter, micro, now.logp)
-            meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
-            if number == 0 and settings.sampled:
-                observe_sampler(meter, micro, now.logp)
-            if watch is not None:
-                watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
-        rate = settings.learning_rate(policy.version)
-        stepped = policy.step(rate)
-        for other in learner.references:
-            other.after_step(policy)
-        skipped += stepped.skipped
-        if not stepped.skipped and world.is_main:
-            meter.add("optim/grad_norm", stepped.grad_norm)
-    for loss in _sums(losses):
-        # Each rank has computed only a part of an optimizer step's loss.
-        meter.add("loss/policy_avg", loss, count=float(world.is_main))
-    return {"lr": rate, "optim/skipped": skipped}
-
-
-def _set_training_mode(policy: Policy) -> None:
-    model = policy.model.model
-    if not model.training:  # it takes 2 ms for 30 layers
-        model.train()
-
-
-def _train_critic(
-    learner: Learner, batch: Batch, facts: RowFacts, step: int, meter: Meter
-) -> dict[str, float]:
-    """Take the critic's optimizer steps on the same mini-batches that train the policy."""
-    assert learner.critic is not None
-    for index in facts.mini_batches(learner.settings, step):
-        critic_step(
-            learner.critic,
-            learner.objective,
-            batch.rows(index),
-            facts.totals(index),
-            micro_batch_tokens=learner.settings.micro_batch_tokens,
-            meter=meter,
-            world=learner.world,
-        )
-    return critic_metrics(batch)
-
-
-def backward_passes(
-    learner: Learner, mini: Batch
-) -> Iterator[tuple[torch.Tensor, Batch, PolicyLoss, LogProbs]]:
-    """Accumulate this rank's gradient; yield each micro-batch with its loss and log-probs."""
-    passes = rank_passes(mini, learner.settings.micro_batch_tokens, learner.world)
-    for place, (rows, counts) in enumerate(passes, start=1):
-        micro = mini.rows(rows) if counts else without_weight(mini.rows(rows))
-        if place == len(passes):
-            learner.policy.expect_last_pass()
-        if learner.settings.dropout:
-            address = {"version": learner.policy.version, "rank": learner.world.rank}
-            torch.manual_seed(dropout_seed(seed=learner.settings.seed, place=place, **address))
-        output, now = _backward(learner.policy, learner.objective, micro)
-        if counts:
-            yield rows, micro, output, now
-
-
-def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
-    """Fill in the fields of a mini-batch that are computed over all its rows."""
-    return _with_marks(learner, with_weight(learner.objective, mini, totals), Meter())
-
-
-def _with_marks(learner: Learner, mini: Batch, meter: Meter) -> Batch:
-    """Fill in `marked`, which `objective.marks` computes from a mini-batch's log-probs."""
-    if learner.objective.marks is None:
-        return mini
-    with torch.no_grad():
-        tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
-        now = whole_batch(mini, tokens, logp, learner.world)
-    mini = with_marks(learner.objective, mini, now.logp)
-    if learner.world.is_main:
-        observe_pairs(meter, learner.objective, mini)
-    return mini
-
-
-def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
-    """Accumulate the gradient of a micro-batch; return its detached loss and log-probabilities.
-
-    Detaching frees the autograd graph. While an autograd graph exists, no CUDA graph can be
-    captured on another stream.
+    Rows without a teacher prompt get old_logp, so the teacher has no effect there.
     """
-    now = policy.logp(micro)
-    output = policy_loss(objective, micro, now.logp, now.entropy)
-    output.loss.backward()
-    values = LogProbs(*(v.detach() for v in now))
-    return output._replace(loss=output.loss.detach()), values
+    assert batch.old_logp is not None, "a self-teacher is compared with old_logp"
+    logp = batch.old_logp.float().clone()
+    index = _taught_rows(batch).nonzero().squeeze(1)
+    if len(index):
+        found = _logp_under(teacher, learner, batch.rows(index).as_teacher_reads())
+        put_rows([logp], index, [found])
+    return logp
 
 
-def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
-    """Return the loss of each optimizer step; all losses are copied from the device at once."""
-    flat = [part for parts in losses for part in parts]
-    values = iter(torch.stack(flat).tolist() if flat else ())
-    return [math.fsum(next(values) for _ in parts) for parts in losses]
+def only_taught(objective: Objective, batch: Batch) -> Batch:
+    """Mask rows that have no teacher prompt, if the objective learns only from the teacher."""
+    if "privileged" not in objective.needs or "groups" in objective.needs:
+        return batch
+    return replace(batch, mask=batch.mask & _taught_rows(batch).to(batch.mask.device)[:, None])
 
 
-def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
-    """Return the mean KL of a step; NaN if all tokens are masked or a value was not finite.
-
-    If the KL penalty is part of the reward, the mean KL covers the whole batch. The logged KL
-    metric covers only the rows that went through the forward pass.
-    """
-    if batch.token_penalty is None or not batch.mask.any():
-        return metrics.get("objective/kl_avg", math.nan)
-    return float(batch.token_penalty[batch.mask].mean()) / objective.beta
+def _taught_rows(batch: Batch) -> torch.Tensor:
+    """Return a bool mask [B] on the CPU that marks the rows with a teacher prompt."""
+    if batch.teacher_prompts is None:
+        return torch.zeros(len(batch), dtype=torch.bool)
+    return batch.teacher_prompts.lengths > 0
 
 
 # Checks for log-probabilities that are not finite, before a step trains on them.
@@ -431,6 +301,127 @@ def check_finite(batch: Batch, step: int) -> None:
                 f"step {step} was not trained, because the log-probs of {source} are not finite "
                 f"for {count} of {tokens} tokens; {remedy}"
             )
+
+
+# From a batch to optimizer steps.
+
+
+def optimize(
+    learner: Learner, batch: Batch, step: int, watch: Watch | None = None
+) -> dict[str, float]:
+    """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
+    objective, critic, meter = learner.objective, learner.critic, Meter()
+    facts = RowFacts.of(batch, skip=learner.skips_rows, whole_groups=objective.pairs)
+    more: dict[str, float] = {}
+    if objective.pairs:  # rows of groups without a pair have advantage 0, and are left out
+        groups, paired = len(facts.group.unique()), len(facts.group[facts.useful].unique())
+        more = {"pairs/count": paired, "pairs/ties": groups - paired}
+    if critic is not None:  # trained on the same mini-batches as the policy
+        for index in facts.mini_batches(learner.settings, step):
+            critic_step(learner, critic, batch.rows(index), facts.totals(index), meter)
+        more |= critic_metrics(batch)
+    if critic is None or not critic.warms_up(step):
+        more |= _train_policy(learner, batch, facts, step, meter, watch)
+    return {**learner.world.mean(meter), **more}
+
+
+def _train_policy(
+    learner: Learner,
+    batch: Batch,
+    facts: RowFacts,
+    step: int,
+    meter: Meter,
+    watch: Watch | None,
+) -> dict[str, float]:
+    """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
+    policy, objective, settings = learner.policy, learner.objective, learner.settings
+    losses, skipped = list[list[torch.Tensor]](), 0
+    # What all ranks observe alike is counted on one of them.
+    once = meter if learner.world.is_main else Meter()
+    if not policy.model.model.training:  # `train` takes 2 ms for 30 layers
+        policy.model.model.train()
+    for number, index in enumerate(facts.mini_batches(settings, step)):
+        mini = with_weight(objective, batch.rows(index), facts.totals(index))
+        observe_correction(once, mini)
+        kept = facts.in_passes(index)
+        mini, index = marked(learner, mini.rows(kept)), index[kept]
+        observe_pairs(once, objective, mini)
+        # If the row filter left only a placeholder row, that row may have no old_logp.
+        counts = bool(facts.useful[index].any())
+        losses.append([])
+        for rows, micro, output, now in backward_passes(learner, mini):
+            losses[-1].append(output.loss)
+            if counts:
+                observe(meter, objective, micro, output, now.entropy)
+                observe_reference(meter, micro, now.logp)
+            meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
+            if number == 0 and settings.sampled:
+                observe_sampler(meter, micro, now.logp)
+            if watch is not None:
+                watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
+        rate = settings.learning_rate(policy.version)
+        stepped = policy.step(rate)
+        for other in learner.references:
+            other.after_step(policy)
+        skipped += stepped.skipped
+        if not stepped.skipped:
+            once.add("optim/grad_norm", stepped.grad_norm)
+    for loss in _sums(losses):
+        # Each rank has computed only a part of an optimizer step's loss.
+        meter.add("loss/policy_avg", loss, count=float(learner.world.is_main))
+    return {"lr": rate, "optim/skipped": skipped}
+
+
+def marked(learner: Learner, mini: Batch) -> Batch:
+    """Fill in `marked`, which `objective.marks` computes from a mini-batch's log-probs."""
+    if learner.objective.marks is None:
+        return mini
+    with torch.no_grad():
+        tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
+        now = whole_batch(mini, tokens, logp, learner.world)
+    return with_marks(learner.objective, mini, now.logp)
+
+
+def backward_passes(
+    learner: Learner, mini: Batch
+) -> Iterator[tuple[torch.Tensor, Batch, PolicyLoss, LogProbs]]:
+    """Accumulate this rank's gradient; yield each micro-batch with its loss and log-probs."""
+    policy, tokens = learner.policy, learner.settings.micro_batch_tokens
+    for (rows, counts), micro in training_passes(policy, mini, tokens, learner.world):
+        output, now = _backward(policy, learner.objective, micro)
+        if counts:
+            yield rows, micro, output, now
+
+
+def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
+    """Accumulate the gradient of a micro-batch; return its detached loss and log-probabilities.
+
+    Detaching frees the autograd graph. While an autograd graph exists, no CUDA graph can be
+    captured on another stream.
+    """
+    now = policy.logp(micro)
+    output = policy_loss(objective, micro, now.logp, now.entropy)
+    output.loss.backward()
+    values = LogProbs(*(v.detach() for v in now))
+    return output._replace(loss=output.loss.detach()), values
+
+
+def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
+    """Return the loss of each optimizer step; all losses are copied from the device at once."""
+    flat = [part for parts in losses for part in parts]
+    values = iter(torch.stack(flat).tolist() if flat else ())
+    return [math.fsum(next(values) for _ in parts) for parts in losses]
+
+
+def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
+    """Return the mean KL of a step; NaN if all tokens are masked or a value was not finite.
+
+    If the KL penalty is part of the reward, the mean KL covers the whole batch. The logged KL
+    metric covers only the rows that went through the forward pass.
+    """
+    if batch.token_penalty is None or not batch.mask.any():
+        return metrics.get("objective/kl_avg", math.nan)
+    return float(batch.token_penalty[batch.mask].mean()) / objective.beta
 
 
 # Per-row values of a batch on the CPU, for totals, mini-batches and the row filter.
@@ -483,14 +474,6 @@ class RowFacts:
         rollout = None if self.one_row_each else self.rollout[index]
         return Totals.counted(self.group[index], self.tokens[index], rollout)
 
-    def pair_counts(self) -> dict[str, float]:
-        """Return two metrics: the numbers of groups with and without a preference pair.
-
-        Call this method only if rows with advantage 0 are left out.
-        """
-        groups, paired = len(self.group.unique()), len(self.group[self.useful].unique())
-        return {"pairs/count": paired, "pairs/ties": groups - paired}
-
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
         """Return the positions in `index` of the rows that go through the forward pass.
 
@@ -519,36 +502,3 @@ class RowFacts:
             _, sizes = unit[rows].unique_consecutive(return_counts=True)
             counts = [int(part.sum()) for part in sizes.tensor_split(settings.mini_batches)]
             yield from (part for part in rows.split(counts) if len(part))
-
-
-# Self-distillation: the policy is its own teacher, with privileged text in the teacher's prompt.
-#
-# Each rollout may have a teacher prompt (rollout/privileged.py). The teacher sees the teacher
-# prompt instead of the rollout's prompt, followed by the rollout's tokens.
-
-
-def self_taught(batch: Batch, logp: Callable[[Batch], torch.Tensor]) -> Batch:
-    """Fill in teacher_logp.
-
-    In rows without a teacher prompt, teacher_logp is old_logp, so the teacher has no effect there.
-    """
-    assert batch.old_logp is not None, "a self-teacher is compared with old_logp"
-    teacher = batch.old_logp.float().clone()
-    index = taught_rows(batch).nonzero().squeeze(1)
-    if len(index):
-        found = logp(as_teacher_reads(batch.rows(index)))
-        (rows,) = to_device([index], teacher.device)
-        teacher[rows, : found.shape[1]] = found
-    return replace(batch, teacher_logp=teacher)
-
-
-def only_taught(objective: Objective, batch: Batch) -> Batch:
-    """Mask rows that have no teacher prompt, if the objective learns only from the teacher."""
-    if "privileged" not in objective.needs or "groups" in objective.needs:
-        return batch
-    return replace(batch, mask=batch.mask & taught_rows(batch).to(batch.mask.device)[:, None])
-
-
-def taught_share(batch: Batch) -> float:
-    """Return the fraction of rows that have a teacher prompt."""
-    return float(taught_rows(batch).double().mean())

@@ -30,8 +30,9 @@ from covey.rollout import episode
 from covey.rollout.source import SynchronousSource
 from covey.run.trackers import Tracker
 from covey.sandbox import program
-from covey.training import checkpoint, step
+from covey.training import step
 from covey.training.build import Parts, assemble
+from covey.training.optimizer import MasterAdamW
 from covey.training.resolve import resolve
 from covey.types import Group
 
@@ -87,13 +88,12 @@ def test_a_wrong_denominator(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_shifted_log_probs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = episode._rollout
+    own = episode.SingleTurnEpisodes.done
 
-    def shifted(encoded: Any, completion: Any, text: str) -> Any:
-        moved = (*completion.logp[1:], completion.logp[0])
-        return own(encoded, replace(completion, logp=moved), text)
+    def shifted(source: Any, completions: Any) -> None:
+        own(source, [replace(c, logp=(*c.logp[1:], c.logp[0])) for c in completions])
 
-    monkeypatch.setattr(episode, "_rollout", shifted)
+    monkeypatch.setattr(episode.SingleTurnEpisodes, "done", shifted)
     assert failed(engine_checks(parts, groups_of(parts))) == ["engine: log-probs"]
 
 
@@ -121,12 +121,12 @@ def test_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_broken_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The moments of AdamW are not restored."""
-    own = checkpoint._load_whole
+    own = MasterAdamW.load
 
     def forgets(optimizer: Any, weights: Any, moments: Any) -> None:
         own(optimizer, weights, {name: value * 0 for name, value in moments.items()})
 
-    monkeypatch.setattr(checkpoint, "_load_whole", forgets)
+    monkeypatch.setattr(MasterAdamW, "load", forgets)
     assert "resume" in failed(resume_checks(config_of(), tmp_path, forecast(config_of())))
 
 

@@ -7,7 +7,7 @@ from covey.cluster.trainers import variables_of
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.training.make_engine import check_engine
-from covey.training.ray_needs import ray_starts_ranks
+from covey.training.ray_actors import ray_starts_ranks
 
 
 def places(*nodes: str) -> list[Place]:

@@ -20,13 +20,14 @@ from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Completion, Request, Sampling
 from covey.errors import DataError
 from covey.models.language_model import LanguageModel
-from covey.rollout.episode import Episodes, encode_prompts, generate
+from covey.rollout.episode import SingleTurnEpisodes, encode_prompts, generate
 from covey.run.folder import RunFolder
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks.arithmetic import Arithmetic
-from covey.training.build import Parts, assemble, load_model
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
+from covey.training.models import load_model
 from covey.training.resolve import resolve
 from covey.types import Group
 from tests.trackers import Notes
@@ -98,7 +99,7 @@ def test_requests_of_a_process_that_is_killed_are_generated_again(parts: Parts) 
     expected = generated(engine, model, step=2)
     killed: list[int] = []
 
-    class Killing(Episodes):
+    class Killing(SingleTurnEpisodes):
         def done(self, completions: Sequence[Completion]) -> None:
             super().done(completions)
             if not killed:
@@ -198,7 +199,7 @@ def test_versions_of_weights_that_change_in_between(embedded: LanguageModel) -> 
     engine.load_weights(before.items, 4)
     plain = generated(engine, embedded)
 
-    class Changing(Episodes):
+    class Changing(SingleTurnEpisodes):
         takes = 0
 
         def take(self) -> Sequence[Request]:

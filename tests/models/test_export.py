@@ -22,7 +22,7 @@ from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt
 from covey.run.model_card import Exported, model_card
 from covey.tasks.arithmetic import Arithmetic
-from covey.training.build import load_model
+from covey.training.models import load_model
 from covey.types import Prompt
 from tests.conftest import build, rollouts_of
 

@@ -105,8 +105,8 @@ def test_a_run_with_a_nan_reference_stops_before_it_learns(
 ) -> None:
     settings = [*SETTINGS, f"objective.kl_in={where}"]
     parts = assemble(resolve(load_config(None, settings)))
-    assert isinstance(parts.reference, FrozenReference)
-    spoil(parts.reference.model, value)
+    assert isinstance(parts.learner.reference, FrozenReference)
+    spoil(parts.learner.reference.model, value)
     folder = RunFolder.create(tmp_path / "run", "", {})
     words = "log-probs of the reference are not finite for [0-9]+ of [0-9]+ tok"
     with closing(parts.scorer), pytest.raises(ModelError, match=words) as raised:

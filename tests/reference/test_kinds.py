@@ -232,7 +232,7 @@ def test_a_run_renews_its_reference_and_the_kl_starts_again_at_nothing(tmp_path:
 def test_without_a_penalty_nothing_is_loaded_or_asked(options: list[str]) -> None:
     overrides = ["objective.beta=0.0", *(f"reference.{o}" for o in options)]
     parts = assemble(resolve(load_config(None, overrides)))
-    assert parts.reference is None
+    assert parts.learner.reference is None
     parts.scorer.close()
 
 

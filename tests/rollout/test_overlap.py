@@ -23,8 +23,9 @@ from covey.run.folder import RunFolder
 from covey.run.resume import start_of
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble, load_model
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
+from covey.training.models import load_model
 from covey.training.resolve import resolve
 from tests.trackers import Notes
 
@@ -216,9 +217,9 @@ def test_without_a_correction_the_ratio_is_to_the_engines_log_probs(tmp_path: Pa
 def test_the_training_pass_computes_old_logp_as_an_extra_pass_does(tmp_path: Path) -> None:
     settings = ["overlap.staleness=1", "evaluate.every=0", "save.every=0"]
     in_pass, before = parts_of(*settings), parts_of(*settings, "train.old_logp=recompute")
-    assert in_pass.step_settings.old_logp_in_pass
-    assert not before.step_settings.old_logp_in_pass
-    assert not parts_of(*settings, "train.mini_batches=2").step_settings.old_logp_in_pass
+    assert in_pass.learner.settings.old_logp_in_pass
+    assert not before.learner.settings.old_logp_in_pass
+    assert not parts_of(*settings, "train.mini_batches=2").learner.settings.old_logp_in_pass
     one, two = (
         trained(parts, tmp_path / f"{number}").steps()
         for number, parts in enumerate((in_pass, before))

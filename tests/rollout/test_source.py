@@ -261,8 +261,8 @@ def test_a_custom_advantage_may_read_old_and_reference_logp(beta: float) -> None
         return group_centered(batch)
 
     parts = parts_with(f"objective.beta={beta}", "train.mini_batches=2")
-    parts = replace(parts, objective=replace(parts.objective, advantage=advantage))
     learner = parts.learner_at(State(beta=beta))
+    learner = replace(learner, objective=replace(learner.objective, advantage=advantage))
     training_step(learner, [differing("odd", True, False, False, True)], 0)
     assert seen == [(True, beta > 0)]
 

@@ -17,8 +17,8 @@ from covey.objective import with_advantage
 from covey.reference import FrozenReference
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
-from covey.training.build import assemble, critic_of
-from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE
+from covey.training.build import assemble
+from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE, critic_of
 from covey.training.loop import train
 from covey.training.preferences import read_pairs
 from covey.training.resolve import resolve
@@ -58,18 +58,20 @@ def test_a_resumed_run_has_the_same_critic_to_the_bit(tmp_path: Path) -> None:
     run_of(tmp_path / "parts", *PPO, "train.steps=4", "train.stop_after={steps=2}")
     again, resumed = run_of(tmp_path / "parts", *PPO, "train.steps=4")
     assert numbers(resumed) == numbers(at_once)
-    for one, other in zip(whole.critic.optimizer.masters.values(), again.critic.optimizer.masters.values(), strict=True):  # fmt: skip
+    for one, other in zip(whole.learner.critic.optimizer.masters.values(), again.learner.critic.optimizer.masters.values(), strict=True):  # fmt: skip
         assert torch.equal(one, other)
-    moments = whole.critic.optimizer.state()
-    assert moments.keys() == again.critic.optimizer.state().keys()
-    assert all(torch.equal(moments[k], v) for k, v in again.critic.optimizer.state().items())
+    moments = whole.learner.critic.optimizer.state()
+    assert moments.keys() == again.learner.critic.optimizer.state().keys()
+    assert all(
+        torch.equal(moments[k], v) for k, v in again.learner.critic.optimizer.state().items()
+    )
     for row in numbers(at_once):
         assert row["loss/value"] > 0
         assert row["critic/grad_norm"] > 0
     folder = at_once.checkpoints()[-1][1]
     (folder / WEIGHTS_FILE).unlink()
     with pytest.raises(RunError, match="cannot be read"):
-        again.critic.load(folder)
+        again.learner.critic.load(folder)
     assert (folder / OPTIMIZER_FILE).exists()
 
 
@@ -77,7 +79,7 @@ def test_the_policy_stays_as_it_is_while_the_critic_warms_up(tmp_path: Path) -> 
     settings_ = [*PPO, "critic.warmup_steps=2", "train.steps=3", "critic.initial_value=0.25"]
     parts = assemble(config_of(*settings_))
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
-    head = parts.critic.head.bias.item()
+    head = parts.learner.critic.head.bias.item()
     run = RunFolder.create(tmp_path / "run", "", {})
     train(parts, run, [Notes()], StopSignal())
     rows = run.steps()
@@ -123,7 +125,8 @@ def test_only_the_pair_of_a_group_passes_through_the_models() -> None:
     assert learns.skips_rows
     filled = prepare(learns, with_advantage(objective, batch))
     assert filled.ref_logp is not None
-    assert filled.ref_logp.any(dim=1).tolist() == [True, False, True] + [False] * 5
+    computed = (filled.ref_logp != batch.sampler_logp).any(dim=1)
+    assert computed.tolist() == [True, False, True] + [False] * 5
     metrics = optimize(learns, filled, 1, watch=lambda found: seen.extend(found.rows.tolist()))
     assert sorted(seen) == [0, 2]
     assert (metrics["pairs/count"], metrics["pairs/ties"]) == (1, 1)
@@ -184,6 +187,10 @@ def test_a_file_with_errors_is_refused_with_the_line(tmp_path: Path) -> None:
         (["objective.name=grpo", "preferences.file=x"], "needs an objective on preference pairs"),
         (["objective.name=dpo", "preferences.max_tokens=9"], "needs preferences.file"),
         (["objective.name=dpo", "preferences.file=x", "overlap.staleness=1"], "staleness"),
+        (
+            ["objective.name=dpo", "preferences.file=x", "curriculum.sampling=hard"],
+            "same pass rate",
+        ),
         (["objective.name=dpo", "train.mini_batches=8"], "needs whole groups"),
     ],
 )

@@ -59,6 +59,7 @@ class Still:
     """A policy that says the same of all tokens and never moves."""
 
     version = 0
+    dropout = None
     packs = False
     training = True
 

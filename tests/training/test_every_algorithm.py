@@ -64,7 +64,7 @@ def test_an_algorithm_trains(name: str, more: list[str], tmp_path: Path) -> None
         assert all(meaning(key) for key in row)
         assert row["optim/grad_norm"] > 0
         assert row["optim/skipped"] == 0
-        assert ("objective/beta" in row) == (parts.objective.beta > 0)
+        assert ("objective/beta" in row) == (parts.learner.objective.beta > 0)
     assert parts.policy.version == config.train.steps * config.train.updates
     moved = [
         float((a - b.detach()).abs().max())

@@ -16,8 +16,9 @@ from covey.stopping import StopSignal
 from covey.training.build import assemble
 from covey.training.checkpoint import State
 from covey.training.loop import train
-from covey.training.make_engine import check_float8, lost_note
+from covey.training.make_engine import check_float8
 from covey.training.resolve import resolve
+from covey.training.rl import lost_note
 from tests.conftest import build
 from tests.trackers import Notes
 
@@ -106,8 +107,8 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_measures_and_corrects_what_float8_rounds(tmp_path: Path) -> None:
     parts, notes = assemble(resolve(load_config("arithmetic", SMALL))), Notes()
     assert not parts.engine.info.exact_logp
-    assert not parts.step_settings.old_logp_from_sampler
-    state = State(beta=parts.objective.beta)
+    assert not parts.learner.settings.old_logp_from_sampler
+    state = State(beta=parts.learner.objective.beta)
     report = measure(parts, state, notes, updates=0, alone=1)
     gaps = {cause.name: cause.gap.mean for cause in report.causes}
     assert list(gaps).index("float8") == list(gaps).index("slots") + 1

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from covey.models.micro_batches import micro_batches
-from covey.training.parallel.environment import Place
 from covey.training.parallel.passes import rank_passes, without_weight
-from covey.training.parallel.world import Ranks, World
+from covey.training.parallel.world import Place, Ranks, World
 from covey.types import Batch
 from tests.conftest import make_batch
 

@@ -21,14 +21,9 @@ from covey.objective import ALGORITHMS
 from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rollout.episode import encode_prompts, generate
-from covey.training.build import (
-    critic_of,
-    load_model,
-    policy_of,
-    reference_of,
-    step_settings_of,
-    teacher_of,
-)
+from covey.training.build import reference_of, step_settings_of, teacher_of
+from covey.training.critic import critic_of
+from covey.training.models import load_model, policy_of
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.join import joined_world
 from covey.training.parallel.world import World
@@ -212,7 +207,7 @@ class Trainer:
         learner = Learner(
             policy=policy,
             objective=objective,
-            settings=step_settings_of(config, objective, sampling_of(config), exact_logp=True),
+            settings=step_settings_of(config, objective, exact_logp=True),
             reference=self.references[kind],
             teacher=teacher_of(config, policy.model, objective, self.world),
             world=self.world,
@@ -327,7 +322,7 @@ def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
 def updated(world: World, config: Config, groups: Sequence[Group], dtype: torch.dtype) -> Weights:
     """Take twenty optimizer steps with every option; return the weights."""
     policy, objective = policy_of(config, build("gpt2", dtype), world), objective_of(config)
-    settings = step_settings_of(config, objective, sampling_of(config), exact_logp=True)
+    settings = step_settings_of(config, objective, exact_logp=True)
     reference = FrozenReference(
         model=changed(build("gpt2", dtype), 0.01), temperature=1.0, logits_megabytes=8.0
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,6 @@ from covey.training.optimizer import MasterAdamW, Stepped
 from covey.training.policy import Policy
 from covey.training.resolve import resolve
 from covey.training.sft import (
-    Example,
     SftParts,
     build_sft,
     encode_example,
@@ -46,7 +46,7 @@ from covey.training.sft import (
     step_examples,
 )
 from covey.training.sft_data import Solutions, solutions_of, write_solution
-from covey.types import Prompt
+from covey.types import Prompt, Rollout
 from tests.conftest import build, rollouts_of
 from tests.processes import forked, wait_until
 from tests.trackers import Notes
@@ -72,22 +72,22 @@ def policy_with(model: LanguageModel, optimizer: Any) -> Policy:
     return Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=0.01)
 
 
-def examples_of(model: LanguageModel, texts: list[tuple[str, str]] = TEXTS) -> list[Example]:
+def examples_of(model: LanguageModel, texts: list[tuple[str, str]] = TEXTS) -> list[Rollout]:
     return [encode_example(model, ({"role": "user", "content": q},), a) for q, a in texts]
 
 
 def gradients(
-    model: LanguageModel, examples: list[Example], micro_batch_tokens: int = 10**6
+    model: LanguageModel, examples: list[Rollout], micro_batch_tokens: int = 10**6
 ) -> tuple[float, dict[str, torch.Tensor]]:
     kept = Kept(model)
     learned = learn(
         policy_with(model, kept), stack(examples), rate=0.0, micro_batch_tokens=micro_batch_tokens
     )
-    return learned.loss, kept.gradients
+    return learned["loss/cross_entropy"], kept.gradients
 
 
 def plain_gradients(
-    model: LanguageModel, examples: list[Example]
+    model: LanguageModel, examples: list[Rollout]
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return torch's own mean cross-entropy over padded rows, and its gradient."""
     width = max(len(e.prompt_tokens) + len(e.tokens) for e in examples)
@@ -164,7 +164,10 @@ def test_the_end_is_learned_also_where_it_is_the_padding() -> None:
         max_grad_norm=1.0,
     )  # fmt: skip
     policy = policy_with(model, optimizer)
-    losses = [learn(policy, batch, rate=0.01, micro_batch_tokens=4096).loss for _ in range(40)]
+    losses = [
+        learn(policy, batch, rate=0.01, micro_batch_tokens=4096)["loss/cross_entropy"]
+        for _ in range(40)
+    ]
     assert losses[-1] < 0.05 < losses[0]
     assert policy.version == 40
     sampling = Sampling(group_size=1, max_tokens=30, distribution=Distribution(temperature=0.0))
@@ -375,6 +378,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         assert f"covey sft --resume {path}" in output.read_text()
     assert covey(["sft", "--resume", str(path)]) == 0
     assert_same(path, whole)
+
+
+def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    lora = ("adapter.rank=2", "adapter.dropout=0.5", "sft.steps=4", "sft.evaluate_every=0")
+    assert covey(arguments(tmp_path / "whole", *lora)) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    torch.rand(3)  # random numbers that something else draws
+    assert covey(["sft", "--resume", str(tmp_path / "cut"), "--step", "2"]) == 0
+    assert rows(tmp_path / "cut/steps.jsonl") == rows(tmp_path / "whole/steps.jsonl")
 
 
 def test_reinforcement_goes_on_from_a_run_sft(whole: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
-from covey.training.build import assemble, load_model
+from covey.training.build import assemble
+from covey.training.models import load_model
 from covey.training.resolve import resolve
 from covey.training.schedule import Used, schedule_of
 

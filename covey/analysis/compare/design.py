@@ -25,7 +25,6 @@ from covey.config.smoke import smoke_settings
 from covey.errors import ConfigError
 from covey.objective import algorithm
 from covey.training.resolve import resolve
-from covey.training.schedule import total_updates
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change. To use other seeds in an arm, write for example `seed+=1000`."""
@@ -135,7 +134,7 @@ def _with_budget(
             raise ConfigError(
                 "--budget tokens needs --amount, the number of tokens that each run samples"
             )
-        amount = total_updates(common.train)
+        amount = common.train.total_updates
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
 
 

@@ -37,7 +37,7 @@ from covey.reference.fingerprint import fingerprint
 from covey.rewards.identity import identity
 from covey.run.folder import RunFolder
 from covey.subprocesses import module_command
-from covey.training.build import load_model
+from covey.training.models import load_model
 from covey.training.resolve import reward_of, task_of
 
 POLL_SECONDS = 0.2

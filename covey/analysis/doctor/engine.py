@@ -33,7 +33,7 @@ is 0.5."""
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
     """Compare the engine's log-probs with the trainer's log-probs."""
-    policy, tokens = parts.policy, parts.step_settings.micro_batch_tokens
+    policy, tokens = parts.policy, parts.learner.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     kept = log_kept(policy, batch, parts.sampling.distribution, tokens)
     difference = trainer_logp(policy, batch, tokens) - batch.sampler_logp - kept
@@ -68,8 +68,8 @@ def weights_check(
     if skipped := clock.skips(ARRIVES, clock.pace.rollout + 2 * clock.pace.update):
         yield skipped
         return
-    policy, step, tokens = parts.policy, 2, parts.step_settings.micro_batch_tokens
-    learner = parts.learner_at(State(beta=parts.objective.beta))
+    policy, step, tokens = parts.policy, 2, parts.learner.settings.micro_batch_tokens
+    learner = parts.learner_at(State(beta=parts.learner.objective.beta))
     before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), tokens)
     policy.optimizer.zero_grad()
     policy.model.model.train()

@@ -16,10 +16,11 @@ from dataclasses import replace
 import torch
 
 from covey.analysis.doctor.result import Clock, Result
+from covey.objective import with_weight
 from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.parallel.world import World
-from covey.training.step import Learner, RowFacts, backward_passes, filled_batch, filled_mini_batch
+from covey.training.step import Learner, RowFacts, backward_passes, filled_batch, marked
 from covey.types import Batch, Group, Rollout
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
@@ -48,7 +49,7 @@ def gradient_checks(
 ) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum of per-completion gradients."""
     clock = clock or Clock()
-    learner = parts.learner_at(State(beta=parts.objective.beta))
+    learner = parts.learner_at(State(beta=parts.learner.objective.beta))
     learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
     if skipped := clock.skips("gradient", 2 * clock.pace.update):
@@ -109,7 +110,7 @@ def _invented(group: Group) -> Group:
 def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
     batch = filled_batch(learner, groups, 1)
     totals = RowFacts.of(batch, skip=False).totals(torch.arange(len(batch)))
-    return filled_mini_batch(learner, batch, totals)
+    return marked(learner, with_weight(learner.objective, batch, totals))
 
 
 def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:

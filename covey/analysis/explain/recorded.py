@@ -20,18 +20,11 @@ from covey.run.folder import RunFolder
 from covey.run.records import read_episode, to_stderr
 from covey.run.resume import last_good
 from covey.training import checkpoint
-from covey.training.build import (
-    critic_of,
-    learner_at,
-    load_model,
-    policy_of,
-    reference_of,
-    step_settings_of,
-    teacher_of,
-)
+from covey.training.build import learner_at, learner_of, reference_of
 from covey.training.checkpoint import State
+from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
-from covey.training.resolve import objective_of, sampling_of
+from covey.training.resolve import objective_of
 from covey.training.step import Learner, training_step
 from covey.types import Group, Prompt, Rollout
 
@@ -206,26 +199,17 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)
     model, objective = load_model(config), objective_of(config)
-    learner = Learner(
-        policy=policy_of(config, model),
-        objective=objective,
-        settings=step_settings_of(
-            config,
-            objective,
-            sampling_of(config),
-            exact_logp=has_exact_logp(model) and not config.engine.rounds,
-        ),
-        reference=reference_of(config, model, objective),
-        teacher=teacher_of(config, model, objective),
-        critic=critic_of(config, model, objective),
+    learner = learner_of(
+        config,
+        policy_of(config, model),
+        objective,
+        reference_of(config, model, objective),
+        exact_logp=has_exact_logp(model) and not config.engine.rounds,
     )
     state, number, path = State(beta=objective.beta), 0, config.model.path
     if found.checkpoint is not None:
         number, path = found.step, str(found.checkpoint)
-        state = checkpoint.load(learner.policy, learner.reference, found.checkpoint, number)
-        for other in (learner.critic, learner.teacher):
-            if other is not None:
-                other.load(found.checkpoint)
+        state = checkpoint.load(learner.policy, learner.others, found.checkpoint, number)
     behind = max(0, step - 1 - number)
     origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)

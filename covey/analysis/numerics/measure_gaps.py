@@ -121,18 +121,18 @@ def clip_range(parts: Parts) -> ClipRange:
     """Return the clip range of the objective."""
     options = parts.config.objective.options if _clips_ratios(parts) else {}
     low, high = (float(options.get(name, CLIP)) for name in ("clip_low", "clip_high"))
-    bounds = 1.0 - low, 1.0 + high
-    if function_of(parts.objective.surrogate) is geometric_clipped:  # bounds of the logarithm
+    bounds, objective = (1.0 - low, 1.0 + high), parts.learner.objective
+    if function_of(objective.surrogate) is geometric_clipped:  # bounds of the logarithm
         bounds = math.exp(-low), math.exp(high)
     # An objective that assumes ratios of 1 is wrong if token ratios differ from 1.
-    ratio = token if parts.objective.ratio is one else parts.objective.ratio
+    ratio = token if objective.ratio is one else objective.ratio
     return ClipRange(low=bounds[0], high=bounds[1], ratio=ratio)
 
 
 def _clips_ratios(parts: Parts) -> bool:
     """Return whether `clip_low` and `clip_high` limit ratios; in `trust_mask` they do not."""
     bounded = "clip_low" in parts.config.objective.options
-    return bounded and function_of(parts.objective.surrogate) is not trust_mask
+    return bounded and function_of(parts.learner.objective.surrogate) is not trust_mask
 
 
 def default_updates(config: Config) -> int:
@@ -173,7 +173,7 @@ def _over_all(
 
     The effect of the batch shape is measured only over the completions in `few`.
     """
-    policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
+    policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
     exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
@@ -204,7 +204,7 @@ def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip
 
 def _kernel_gap(parts: Parts, solo: Sequence[Group], clip: ClipRange) -> Gap:
     """Compare the log-probs of trainer and engine on completions generated one at a time."""
-    policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
+    policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
     single = collate(solo, policy.model.device)
     kept = log_kept(policy, single, parts.sampling.distribution, budget)
     return gap_of(alone_logp(policy, single) - (single.sampler_logp + kept), single.mask, clip)

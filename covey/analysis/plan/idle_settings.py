@@ -22,7 +22,6 @@ from covey.objective import surrogate as surrogates
 from covey.objective.penalty import MAX_ADAPTATION
 from covey.rewards.length import Soft
 from covey.training.resolve import reward_of
-from covey.training.schedule import total_updates
 
 UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that determine the number of optimizer steps per rollout batch."""
@@ -443,7 +442,7 @@ def value_clip_unused(setup: Setup) -> Iterator[Said]:
 @rule("risk", "penalty-and-reference")
 def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
     """Rule about preference pairs whose reference policy changes during the run."""
-    reference, updates = setup.config.reference, total_updates(setup.config.train)
+    reference, updates = setup.config.reference, setup.config.train.total_updates
     moves = reference.kind in ("moving", "renewed") and reference.every < updates
     if setup.objective.pairs and moves:
         yield Said(
@@ -539,7 +538,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
     """Rule about a moving self-teacher that always equals the policy, or is never updated."""
-    teacher, updates = setup.config.teacher, total_updates(setup.config.train)
+    teacher, updates = setup.config.teacher, setup.config.train.total_updates
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return
     if teacher.every > updates:

@@ -12,7 +12,6 @@ from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
 from covey.scoring.baselines import REMEDY
 from covey.training.prompt_limit import limit_reason, longest_prompt
-from covey.training.schedule import total_updates
 
 COLD = 0.3
 """Largest temperature at which most completions of a prompt are equal."""
@@ -43,7 +42,7 @@ reward, a completion with `success` may still have a wrong final answer.
 @rule("risk", "learning-rate")
 def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
     """Rule about a learning rate of 0, or a warm-up that is longer than the run."""
-    optimizer, updates = setup.config.optimizer, total_updates(setup.config.train)
+    optimizer, updates = setup.config.optimizer, setup.config.train.total_updates
     if optimizer.learning_rate == 0:
         yield Said(
             ("optimizer.learning_rate",),

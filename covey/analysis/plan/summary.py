@@ -13,7 +13,7 @@ from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 from covey.objective import Objective
 from covey.objective.penalty import PENALTIES
-from covey.training.ray_needs import needs_text
+from covey.training.ray_actors import needs_text
 from covey.training.resolve import objective_of, reward_of
 
 REFERENCES = {

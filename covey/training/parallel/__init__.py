@@ -2,10 +2,8 @@
 
 This package has the following files:
 
-    environment.py   which rank this process is, from the variables of torchrun
     lifeline.py      detects quickly that a rank has failed or died
-    world.py         the interface of ranks for the rest of covey; one rank by default
-    ranks.py         the same interface over torch.distributed
+    world.py         the interface of ranks for the rest of covey: one rank, or several
     join.py          joining the ranks of a run, and leaving them
     passes.py        which rows of a batch this rank computes
     gradients.py     sum of gradients over ranks (strategy "ddp")

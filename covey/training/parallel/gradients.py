@@ -56,9 +56,13 @@ class GradientSums:
 
     def _completed(self, bucket: _Bucket) -> Any:
         def hook(parameter: torch.Tensor) -> None:
-            if self._overlaps:
-                bucket.missing -= 1
-                self._start_complete()
+            if not self._overlaps:
+                return
+            bucket.missing -= 1
+            # Complete buckets start in the same order on every rank.
+            while self._started < len(self.buckets) and not self.buckets[self._started].missing:
+                self._start(self.buckets[self._started])
+                self._started += 1
 
         return hook
 
@@ -76,12 +80,6 @@ class GradientSums:
         self._started = 0
         for bucket in self.buckets:
             self._end(bucket)
-
-    def _start_complete(self) -> None:
-        """Start the all-reduce of complete buckets, in the same order on every rank."""
-        while self._started < len(self.buckets) and not self.buckets[self._started].missing:
-            self._start(self.buckets[self._started])
-            self._started += 1
 
     def _start(self, bucket: _Bucket) -> None:
         grads = self._gradients(bucket)

@@ -14,7 +14,6 @@ from typing import Any
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, CoveyError
 from covey.run.settings import changed_settings
-from covey.training.parallel.environment import Place, place
 from covey.training.parallel.lifeline import (
     Lifeline,
     Loss,
@@ -24,7 +23,7 @@ from covey.training.parallel.lifeline import (
     connect,
     listen,
 )
-from covey.training.parallel.world import Ranks, World
+from covey.training.parallel.world import ALONE, Place, Ranks, World, place
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
@@ -39,7 +38,7 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
     """
     here = place()
     if here.size == 1 and config.parallel.strategy == "ddp":
-        yield World()
+        yield ALONE
         return
     world = _join(here, config, say)
     try:
@@ -56,7 +55,9 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
     except BaseException as error:
         _fail(world, f"{type(error).__name__}: {error}".strip(": "), 1)
         raise
-    _leave(world)
+    if world.lifeline is not None:
+        world.lifeline.close()
+    _distributed().destroy_process_group()
 
 
 def check_alike(world: World, what: str, mine: str) -> None:
@@ -202,11 +203,3 @@ def _lifeline(store: Any, here: Place) -> Lifeline:
 def _fail(world: World, text: str, code: int) -> None:
     if isinstance(world, Ranks) and world.lifeline is not None:
         world.lifeline.fail(text, code)
-
-
-def _leave(world: Ranks) -> None:
-    import torch.distributed as dist
-
-    if world.lifeline is not None:
-        world.lifeline.close()
-    dist.destroy_process_group()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from covey.accel.packing import to_device
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import micro_batches
-from covey.training.parallel.world import World
+from covey.rng import dropout_seed
+from covey.training.parallel.world import ALONE, World
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from covey.training.policy import Policy
 
 
 class Pass(NamedTuple):
@@ -57,11 +61,29 @@ def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pas
     return passes[world.rank :: world.size]
 
 
+def training_passes(
+    policy: Policy, batch: Batch, micro_batch_tokens: int, world: World
+) -> Iterator[tuple[Pass, Batch]]:
+    """Yield this rank's passes of an optimizer step, each with its micro-batch.
+
+    The caller calls `backward` on the loss of a micro-batch before it takes the next one.
+    """
+    passes = rank_passes(batch, micro_batch_tokens, world)
+    for place, one in enumerate(passes, start=1):
+        micro = batch.rows(one.rows) if one.counts else without_weight(batch.rows(one.rows))
+        if place == len(passes):
+            policy.expect_last_pass()
+        if policy.dropout is not None:
+            address = {"version": policy.version, "place": place, "rank": world.rank}
+            torch.manual_seed(dropout_seed(seed=policy.dropout, **address))
+        yield one, micro
+
+
 def whole_batch(
     batch: Batch,
     micro_batch_tokens: int,
     logp: Callable[[Batch], LogProbs],
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
 ) -> LogProbs:
     """Compute `logp` in micro-batches; return the results in the original row order."""
     return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
@@ -71,7 +93,7 @@ def in_passes(
     batch: Batch,
     micro_batch_tokens: int,
     compute: Callable[[Batch], Sequence[torch.Tensor]],
-    world: World = World(),  # noqa: B008 - without state
+    world: World = ALONE,
     count: int = 1,
 ) -> torch.Tensor:
     """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
@@ -83,8 +105,15 @@ def in_passes(
     for index, counts in rank_passes(batch, micro_batch_tokens, world):
         part = compute(batch.rows(index))
         if counts:
-            (rows,) = to_device([index], whole.device)
-            for target, values in zip(whole, part, strict=True):
-                target[rows, : values.shape[1]] = values.float()
+            put_rows(whole, index, part)
     world.sum_in_place(whole)
     return whole
+
+
+def put_rows(
+    whole: Iterable[torch.Tensor], index: torch.Tensor, parts: Sequence[torch.Tensor]
+) -> None:
+    """Write each of `parts` [b, t] into the rows `index` of a float32 tensor [B, T] of `whole`."""
+    (rows,) = to_device([index], parts[0].device)
+    for target, values in zip(whole, parts, strict=True):
+        target[rows, : values.shape[1]] = values.float()

@@ -44,7 +44,10 @@ def shard_model(
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    root, dtype = _copied_modules(model.model), model.head.linear.weight.dtype
+    # A copy of the modules, which shares the tensors of the original.
+    shared = [*model.model.parameters(), *model.model.buffers()]
+    root: Any = copy.deepcopy(model.model, {id(tensor): tensor for tensor in shared})
+    dtype = model.head.linear.weight.dtype
     rounds = dtype not in (torch.float32, torch.float64)
     mesh = device_mesh(settings, world, model.device.type)
     options: dict[str, Any] = {"mesh": mesh}
@@ -62,7 +65,8 @@ def shard_model(
         part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
         if model.device.type == "cpu":  # gloo has no operation that scales and sums
             part.set_force_sum_reduction_for_comms(True)
-    head = replace(model.head, linear=_twin(model.model, root, model.head.linear))
+    linear = next(n for n, each in model.model.named_modules() if each is model.head.linear)
+    head = replace(model.head, linear=root.get_submodule(linear))
     found = replace(model, model=root, head=head, sharded=True)
     if not _stays_gathered(found):
         _add_entries(found)
@@ -213,12 +217,6 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _copied_modules(root: Any) -> Any:
-    """Copy a model's modules; the copy shares the tensors of the original."""
-    tensors = [*root.parameters(), *root.buffers()]
-    return copy.deepcopy(root, {id(tensor): tensor for tensor in tensors})
-
-
 def _blocks(root: Any) -> list[nn.Module]:
     """Return the blocks of a model: its largest list of modules of the same class."""
     lists = [m for m in root.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
@@ -243,9 +241,3 @@ def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(parameter.detach().float())
             part._parameters[name] = made[id(parameter)]
-
-
-def _twin(root: Any, copied: Any, module: nn.Module) -> Any:
-    """Return the module that has the same name in `copied` as `module` has in `root`."""
-    name = next(name for name, each in root.named_modules() if each is module)
-    return copied.get_submodule(name)

@@ -7,9 +7,11 @@ log-probabilities, to sum gradients and metrics, and to agree on a stop signal.
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,6 @@ import torch.distributed as dist
 from covey.errors import ConfigError, ModelError
 from covey.objective.diagnostics import Measured, Meter, summary
 from covey.stopping import StopSignal
-from covey.training.parallel.environment import Place
 from covey.training.parallel.lifeline import Lifeline, RankError
 
 _T = TypeVar("_T")
@@ -70,6 +71,61 @@ class World:
     def device(self, name: str) -> str:
         """Return the device of this rank, given the device name in the configuration."""
         return name
+
+
+ALONE = World()
+"""The world of a run with a single rank."""
+
+
+# The rank of this process, from torchrun's environment variables.
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rank of this process and number of ranks, in the whole run and on this machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def place() -> Place:
+    """Return rank and world size from the environment variables; rank 0 of 1 if none are set."""
+    given = {name: os.environ[name] for name in NAMES if os.environ.get(name)}
+    if not given.keys() & {"RANK", "WORLD_SIZE"}:
+        return Place()
+    for name, text in given.items():
+        if not text.isascii() or not text.isdigit():
+            raise ConfigError(
+                f"ranks: {name} = {text!r} is not a number; start the ranks with torchrun"
+            )
+    for name in NAMES[:2]:
+        if name not in given:
+            other = next(iter(given))
+            raise ConfigError(
+                f"ranks: the environment variable {other} is set, but {name} is not; start the "
+                f"ranks with torchrun, or unset {other} to train with one process"
+            )
+    numbers = {name: int(text) for name, text in given.items()}
+    rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
+    numbers = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, **numbers}
+    for name, size_name in (NAMES[:2], NAMES[2:]):
+        if numbers[name] >= numbers[size_name]:
+            raise ConfigError(
+                f"ranks: {name} = {numbers[name]} must be less than {size_name} = "
+                f"{numbers[size_name]}, because ranks are counted from 0"
+            )
+    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if size > 1 and lacking:
+        raise ConfigError(
+            f"ranks: the environment variable {lacking[0]} is not set; start the ranks with "
+            "torchrun"
+        )
+    local_rank, local_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
+    return Place(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
 # Several ranks over torch.distributed.

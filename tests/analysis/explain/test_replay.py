@@ -212,8 +212,8 @@ def test_cosines_equal_those_of_separate_gradients(recorded_run: RunFolder) -> N
     found = replay(trainee, recorded, built, ["beta=0.1"]).moments[0]
 
     from covey.reference.build import make_reference
-    from covey.training.build import load_model
     from covey.training.collate import collate
+    from covey.training.models import load_model
     from covey.training.step import Learner, prepare
 
     trainee = policy_before(recorded_run, 2)

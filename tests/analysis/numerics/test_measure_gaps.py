@@ -25,7 +25,6 @@ from covey.training.build import Parts, assemble
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.resolve import resolve
-from covey.training.schedule import total_updates
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.trackers import Notes
 
@@ -41,7 +40,7 @@ def parts_of(*settings: str) -> Parts:
 
 def report_of(*settings: str, updates: int = 1, alone: int = 4) -> Report:
     parts = parts_of(*settings)
-    state = State(beta=parts.objective.beta)
+    state = State(beta=parts.learner.objective.beta)
     return measure(parts, state, Notes(), updates=updates, alone=alone)
 
 
@@ -271,8 +270,8 @@ def group(*answers: tuple[int, ...]) -> Group:
 def test_staleness_after_the_end_of_a_schedule_uses_its_peak() -> None:
     settings = ("optimizer.schedule=linear", "train.steps=1")
     early, over = parts_of(*settings), parts_of(*settings)
-    over.policy.version = total_updates(over.config.train)
-    assert over.step_settings.learning_rate(over.policy.version) == 0
+    over.policy.version = over.config.train.total_updates
+    assert over.learner.settings.learning_rate(over.policy.version) == 0
     reports = [
         measure(parts, State(beta=0.0), Notes(), updates=1, alone=2) for parts in (early, over)
     ]
