@@ -24,9 +24,9 @@ from covey.analysis.plan.forecast import (
     Device,
     Forecast,
     Part,
+    RunFacts,
 )
 from covey.analysis.plan.model_shape import Shape, shape_of
-from covey.analysis.plan.run_facts import RunFacts
 from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config
 from covey.config.schema import Adapter

@@ -24,7 +24,7 @@ from covey.analysis.plan.cost_model import (
 from covey.analysis.plan.fit import changed
 from covey.analysis.plan.forecast import ANY_GPU, Device
 from covey.analysis.plan.model_shape import Shape
-from covey.analysis.plan.run_length import least_steps, most_evaluations
+from covey.analysis.plan.summary import least_steps, most_evaluations
 from covey.analysis.plan.task_facts import TaskFacts, usable_prompt
 from covey.config import Config, parse_config, to_toml
 from covey.environments.registry import NONE
