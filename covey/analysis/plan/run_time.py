@@ -219,7 +219,7 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
     def typical(name: str) -> float:
         return statistics.median(float(row[name]) for row in rows)
 
-    rollout, every = typical("time/rollout"), config.evaluate.every
+    rollout = typical("time/rollout")
     completions = config.rollout.prompts_per_step * config.rollout.group_size
     evaluated = held_out * (1 + config.evaluate.samples)
     return TimeForecast(
@@ -227,9 +227,9 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
         score=typical("time/score"),
         update=typical("time/update"),
         step=typical("time/total"),
-        steps=config.train.steps,
+        steps=least_steps(config),
         evaluation=rollout * evaluated / completions,
-        evaluations=1 + math.ceil(config.train.steps / every) if every else 0,
+        evaluations=most_evaluations(config),
         tokens_per_second=typical("time/tokens_per_second"),
     )
 

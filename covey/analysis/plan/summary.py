@@ -138,9 +138,10 @@ class Plan:
         takes = (
             "one optimizer step" if self.updates == 1 else f"{self.mini_batches} optimizer steps"
         )
+        age = "1 optimizer step" if self.age == 1 else f"{self.age} optimizer steps"
         return (
             f"{self.algorithm} takes {takes}{epochs}; at the last optimizer step the completions "
-            f"are {'up to ' * (self.staleness > 0)}{_steps(self.age)} old."
+            f"are {'up to ' * (self.staleness > 0)}{age} old."
         )
 
     def _evaluations_text(self) -> str:
@@ -214,10 +215,6 @@ def _learning_rate(config: Config) -> str:
     warmup = share if optimizer.warmup_ratio else f"{optimizer.warmup_steps} optimizer steps"
     some = bool(optimizer.warmup_ratio or optimizer.warmup_steps)
     return f"{optimizer.learning_rate:g}, {optimizer.schedule}" + f", warm-up {warmup}" * some
-
-
-def _steps(count: int) -> str:
-    return "1 optimizer step" if count == 1 else f"{count} optimizer steps"
 
 
 def _penalty(config: Config, objective: Objective) -> str:
