@@ -28,8 +28,8 @@ from covey.analysis.compare.comparison import (
     BudgetKind,
     Comparison,
     Point,
+    RunOutcome,
     RunResult,
-    State,
     compared_by,
     with_metric,
 )
@@ -64,19 +64,6 @@ class Design:
     a CPU.
     """
     findings: tuple[Mapping[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutcome:
-    """The outcome of a run: the contents of outcome.json, which exists once the run has ended."""
-
-    key: str
-    state: State
-    error: str = ""
-    weights: str = ""
-    first_rollouts: str = ""
-    memory_gib: float = 0.0
-    cpu_seconds: float = 0.0
 
 
 OUTCOME: Shape = TypeAdapter(RunOutcome)
@@ -213,10 +200,9 @@ def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
     """Read one run; a run that has not started has no evaluations."""
     path = run_path(folder, arm, seed)
-    ended = asdict(read_outcome(path) or RunOutcome(key="", state="unfinished"))
-    del ended["key"]
-    where = str(path.relative_to(folder))
-    return RunResult(arm=arm, seed=seed, points=_points(RunFolder(path)), folder=where, **ended)
+    ended = read_outcome(path) or RunOutcome(key="", state="unfinished")
+    points, where = _points(RunFolder(path)), str(path.relative_to(folder))
+    return RunResult(arm=arm, seed=seed, points=points, folder=where, **asdict(ended))
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:

@@ -29,6 +29,11 @@ class Conclusion:
     arms: tuple[ArmResult, ...]
     pairs: tuple[PairResult, ...]
 
+    @property
+    def by(self) -> Metric:
+        """The metric by which arms are compared."""
+        return next((arm.by for arm in self.arms if arm.seeds), "success")
+
 
 def conclude(comparison: Comparison) -> Conclusion:
     """Analyse a comparison. All numbers are computed without unfinished runs."""
@@ -69,18 +74,17 @@ def _as_if_untrained(
     comparison: Comparison,
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
-) -> dict[tuple[str, str], float]:
-    """Return mean differences between arms; a failed run counts as if it were not trained.
+) -> list[str]:
+    """Return the mean difference of each pair if its failed runs count as if they were not trained.
 
-    The result contains a pair of arms only if one of its arms has failed runs. The differences show
-    how much the failed runs could change the conclusion.
+    The sentences show how much the failed runs could change the conclusion.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
     for run in comparison.runs:
         if run.state == "failed" and run.arm in starts:
             ends[run.arm, run.seed] = starts[run.arm]
-    found = {}
+    found = []
     for pair in pairs:
         both = [
             ends[pair.first, seed] - ends[pair.second, seed]
@@ -88,7 +92,11 @@ def _as_if_untrained(
             if (pair.first, seed) in ends and (pair.second, seed) in ends
         ]
         if pair.seeds and len(both) > len(pair.seeds):
-            found[pair.first, pair.second] = sum(both) / len(both)
+            found.append(
+                f"If failed runs count as untrained, {pair.first} - {pair.second} is "
+                f"{_change(sum(both) / len(both), pair.by)} instead of "
+                f"{points(pair.mean or 0.0, pair.by)}."
+            )
     return found
 
 
@@ -253,9 +261,7 @@ def _checkpoint_summary(pair: PairResult) -> str:
 
 
 def _cautions(
-    arms: Sequence[ArmResult],
-    pairs: Sequence[PairResult],
-    as_if_untrained: Mapping[tuple[str, str], float],
+    arms: Sequence[ArmResult], pairs: Sequence[PairResult], as_if_untrained: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the cautions: the reasons to trust the headline less."""
     found = []
@@ -265,13 +271,7 @@ def _cautions(
             f"The comparison is incomplete: {'; '.join(missing)}. Pairs use the seeds that both "
             "arms finished. If runs failed because of their arm, the rest overrates that arm."
         )
-        named = {(pair.first, pair.second): pair for pair in pairs}
-        found += [
-            f"If failed runs count as untrained, {first} - {second} is "
-            f"{_change(value, named[first, second].by)} instead of "
-            f"{points(named[first, second].mean or 0.0, named[first, second].by)}."
-            for (first, second), value in as_if_untrained.items()
-        ]
+        found += as_if_untrained
     few = [pair for pair in pairs if pair.decision == "two seeds"]
     if few and len(few) < len(pairs):
         found.append(

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from covey._version import __version__
+from covey.analysis.compare.comparison import RunOutcome
 from covey.analysis.compare.comparison_folder import (
     OUTCOME_FILE,
     Design,
-    RunOutcome,
     log_path,
     read_outcome,
     run_path,

@@ -49,17 +49,13 @@ def result_table(found: Conclusion) -> TextTable:
     distinct = any(arm.distinct_answers is not None for arm in found.arms)
     more = [*["above constant"] * constant, *["answers"] * distinct]
     return TextTable(
-        title=f"Held-out {VALUES[_by(found)]} before and after training",
+        title=f"Held-out {VALUES[found.by]} before and after training",
         head=["arm", "initial", "final", "improvement", "95 % interval", *more, "seeds"],
         rows=[_result(arm, constant, distinct) for arm in found.arms],
         note=" ".join(
-            [RESULT_NOTES[_by(found)], *([CONSTANT_NOTE] * constant), *([ANSWERS_NOTE] * distinct)]
+            [RESULT_NOTES[found.by], *([CONSTANT_NOTE] * constant), *([ANSWERS_NOTE] * distinct)]
         ),
     )
-
-
-def _by(found: Conclusion) -> Metric:
-    return next((arm.by for arm in found.arms if arm.seeds), "success")
 
 
 def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
@@ -141,7 +137,7 @@ def speed_table(found: Conclusion) -> TextTable:
         rows.append([arm.arm, *(_time(reached.get(x)) if arm.seeds else EMPTY for x in levels)])
     return TextTable(
         title="Time to accuracy",
-        head=["arm", *(_goal(each, _by(found)) for each in levels)],
+        head=["arm", *(_goal(each, found.by) for each in levels)],
         rows=rows if levels else [],
         note="Sampled tokens and seconds of training, medians over finished seeds.",
     )

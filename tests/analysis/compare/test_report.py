@@ -16,13 +16,15 @@ from covey.analysis.compare import report_contents as contents_module
 from covey.analysis.compare import report_files
 from covey.analysis.compare.report_contents import ReportContents, report_contents
 from covey.analysis.compare.report_files import (
+    HERE,
+    MISSING,
     SCHEMA,
     markdown,
+    page,
     report_data,
     terminal_report,
     write_reports,
 )
-from covey.analysis.compare.report_html import HERE, MISSING, page
 from covey.analysis.compare.report_tables import (
     p_value,
     pair_summaries,
