@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,20 +27,19 @@ from covey.analysis.compare.comparison import Comparison, Point, RunResult
 from covey.analysis.compare.conclusion import conclude, count
 from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.report_contents import ReportContents, report_contents
-from covey.analysis.page.html import (
+from covey.analysis.page.render import (
+    TextTable,
     embedded_json,
+    fenced,
     page_file,
+    render,
     script,
     security_policy,
     style_sheet,
-    template,
-    visible,
 )
-from covey.analysis.page.markdown import TextTable, fenced, literal
 from covey.escape import finite, printable
 from covey.run.files import write_text
 
-HERE = "covey.analysis.compare"
 SCHEMA = 3
 """Format version of report.json; it increases when a field is renamed, removed or redefined."""
 COLOURS = 8
@@ -149,28 +148,27 @@ def _text(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-# The report as HTML and as Markdown, from the templates in the folder `page`.
+# The report as HTML and as Markdown, from the templates in covey/analysis/page.
 
 
 def page(contents: ReportContents) -> str:
-    """Return the HTML of the report; page/report.html is its template."""
+    """Return the HTML of the report; comparison.html is its template."""
     comparison, library = contents.comparison, _plotly_source()
-    chart_data = {  # what page/report.js draws
+    chart_data = {  # what comparison.js draws
         "arms": [arm.name for arm in comparison.arms],
         "by": contents.conclusion.by,
         "axes": {name: label for name, (label, _) in AXES.items()},
         "curves": [asdict(curve) for curve in contents.curves],
         "health": {panel: [asdict(t) for t in trends] for panel, trends in contents.health.items()},
     }
-    scripts = [library, page_file("report.js", HERE)] if library is not None else []
+    scripts = [library, page_file("comparison.js")] if library is not None else []
     about = (
         f"{count(len(comparison.arms), 'arm')}, {count(len(comparison.seeds), 'seed')} each, "
         f"{comparison.amount:,} {comparison.budget} per run"
     )
     return _rendered(
-        "report.html",
+        "comparison.html",
         contents,
-        finalize=visible,
         axes=AXES,
         colours={arm.name: number % COLOURS for number, arm in enumerate(comparison.arms)},
         longest=LONGEST_COMPLETION,
@@ -187,22 +185,19 @@ def page(contents: ReportContents) -> str:
 
 
 def markdown(contents: ReportContents) -> str:
-    """Return the report for a comment on GitHub; page/report.md is its template."""
-    return _rendered("report.md", contents, finalize=literal, fenced=fenced)
+    """Return the report for a comment on GitHub; comparison.md is its template."""
+    return _rendered("comparison.md", contents, fenced=fenced)
 
 
-def _rendered(
-    name: str, contents: ReportContents, finalize: Callable[[Any], Any], **values: Any
-) -> str:
-    """Render a template of the page folder; `finalize` escapes everything that is not `Markup`."""
-    about = json.dumps(dict(contents.comparison.environment), indent=2, default=str)
-    return template(name, HERE, finalize).render(
+def _rendered(name: str, contents: ReportContents, **values: Any) -> str:
+    return render(
+        name,
         contents=contents,
         comparison=contents.comparison,
         conclusion=contents.conclusion,
         tables=tables,
         by=contents.conclusion.by,
-        environment=about,
+        environment=json.dumps(dict(contents.comparison.environment), indent=2, default=str),
         **values,
     )
 

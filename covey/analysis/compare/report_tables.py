@@ -11,7 +11,7 @@ from covey.analysis.compare.conclusion import Conclusion, points
 from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.report_contents import Agreement, Trend
-from covey.analysis.page.markdown import TextTable
+from covey.analysis.page.render import TextTable
 from covey.evaluation.intervals import Estimate
 from covey.run.estimate_text import value_text
 

@@ -18,7 +18,7 @@ from covey.analysis.compare.report_contents import (
     choose_examples,
     trends,
 )
-from covey.analysis.page.markdown import TextTable
+from covey.analysis.page.render import TextTable
 from covey.errors import RunError
 from covey.run.estimate_text import change_text, estimate_text, value_text
 from covey.run.folder import RunFolder, settings_of
