@@ -170,9 +170,11 @@ def _pair_summary(pair: PairResult, tested: int) -> str:
                 f"algorithm (these two checkpoints differ by {_change(pair.mean or 0.0, pair.by)})."
             )
         case "two seeds":
+            each = zip(pair.differences, pair.seeds, strict=True)
+            by_seed = _listed([f"{_change(x, pair.by)} in seed {seed}" for x, seed in each])
             return (
                 f"Too few seeds to rank {both}: {pair.first} - {pair.second} is "
-                f"{_by_seed(pair)}; run at least three seeds."
+                f"{by_seed}; run at least three seeds."
             )
         case "no difference" if pair.by == "reward":
             return f"{both} get the same rewards in {seeds}, with different weights."
@@ -185,11 +187,6 @@ def _pair_summary(pair: PairResult, tested: int) -> str:
             )
         case _:
             return _better(pair, tested)
-
-
-def _by_seed(pair: PairResult) -> str:
-    each = zip(pair.differences, pair.seeds, strict=True)
-    return _listed([f"{_change(value, pair.by)} in seed {seed}" for value, seed in each])
 
 
 def _better(pair: PairResult, tested: int) -> str:
@@ -283,7 +280,7 @@ def _cautions(
             "mean reward. For accuracies, give the reward a success (success_at of a function), or "
             "evaluate with another reward (evaluate.reward)."
         )
-    found += [_at_constant(arm) for arm in arms if _is_at_constant(arm)]
+    found += [text for arm in arms if (text := _at_constant(arm))]
     found += [
         f"{arm.arm} seed {one.seed} collapsed ({one.kind}): "
         f"from {value_text(arm.by, one.before)} to {value_text(arm.by, one.final)}."
@@ -293,18 +290,16 @@ def _cautions(
     return tuple(found)
 
 
-def _is_at_constant(arm: ArmResult) -> bool:
-    """Return whether an arm improved, but does not beat a constant answer to all prompts."""
-    if arm.above_constant is None or arm.final is None or arm.improvement is None:
-        return False
-    return arm.improvement.value > 0 and arm.final.low <= arm.final.value - arm.above_constant
-
-
 def _at_constant(arm: ArmResult) -> str:
-    answers = arm.distinct_answers
+    """Return a caution if an arm improved, but does not beat a constant answer to all prompts."""
+    above, answers = arm.above_constant, arm.distinct_answers
+    if above is None or arm.final is None or arm.improvement is None:
+        return ""
+    if arm.improvement.value <= 0 or arm.final.low > arm.final.value - above:
+        return ""
     distinct = "" if answers is None else f", with {answers:.3g} distinct answers"
     return (
-        f"{arm.arm} ends {points(arm.above_constant or 0.0)} points from the best constant "
+        f"{arm.arm} ends {points(above)} points from the best constant "
         f"answer{distinct}: its interval includes what answering the same to every prompt gets."
     )
 

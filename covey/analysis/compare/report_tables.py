@@ -137,14 +137,10 @@ def speed_table(found: Conclusion) -> TextTable:
         rows.append([arm.arm, *(_time(reached.get(x)) if arm.seeds else EMPTY for x in levels)])
     return TextTable(
         title="Time to accuracy",
-        head=["arm", *(_goal(each, found.by) for each in levels)],
+        head=["arm", *(f"{100 * x:.3g}%" if found.by == "success" else f"{x:.3g}" for x in levels)],
         rows=rows if levels else [],
         note="Sampled tokens and seconds of training, medians over finished seeds.",
     )
-
-
-def _goal(value: float, by: Metric) -> str:
-    return f"{100 * value:.3g}%" if by == "success" else f"{value:.3g}"
 
 
 def _time(found: TimeToAccuracy | None) -> str:

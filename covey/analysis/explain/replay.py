@@ -218,20 +218,19 @@ def _moment(
         return dots[lead_a, lead_b] * by_a * by_b
 
     norms = {name: dot(name, name) ** 0.5 for name in algorithms}
+
+    def cosine(a: str, b: str) -> float | None:
+        size = norms[a] * norms[b]
+        return max(-1.0, min(1.0, dot(a, b) / size)) if size else None
+
     return Moment(
         updates=updates,
         algorithms=tuple(
             _replayed(name, batches[name], effects[name], norms[name]) for name in algorithms
         ),
-        cosine=tuple(
-            tuple(_cosine(dot(a, b), norms[a], norms[b]) for b in algorithms) for a in algorithms
-        ),
+        cosine=tuple(tuple(cosine(a, b) for b in algorithms) for a in algorithms),
         families=found,
     )
-
-
-def _cosine(dot: float, a: float, b: float) -> float | None:
-    return max(-1.0, min(1.0, dot / (a * b))) if a and b else None
 
 
 def _replayed(name: str, batch: Batch, found: Effect, norm: float) -> Replayed:

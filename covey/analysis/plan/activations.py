@@ -176,7 +176,9 @@ def training_bytes(
         # The first norm keeps the layer's input itself, and the result of attention is kept.
         attended = batch.tokens * (shape.query * size + shape.heads * FLOAT) * kernels.flash
         again = layer - stream - attended if checkpointing else 0
-        passing = max(0, again + _fused_backward(shape, size, batch) - head)
+        # The temporary tensors in the backward pass of the last MLP.
+        backward = batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))
+        passing = max(0, again + backward - head)
         kept = inputs * stream + shape.layers * attended if checkpointing else shape.layers * layer
         return kept + ends + passing
     layers = shape.layers * layer
@@ -186,8 +188,3 @@ def training_bytes(
     freed = batch.tokens * kernels.inner * shape.inner * size
     passing = max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device) - freed)
     return layers + ends + passing
-
-
-def _fused_backward(shape: Shape, size: int, batch: Pass) -> int:
-    """Return the bytes of temporary tensors in the backward pass of the last MLP."""
-    return batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))

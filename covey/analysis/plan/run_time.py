@@ -90,7 +90,10 @@ def run_time(
     if device.kind == "cpu" and config.train.old_logp == "auto":  # the engine's are exact there
         config = changed(config, {"train.old_logp": "sampler"})
     needs_reference = "reference" in objective_of(config).needs
-    work = workload(config, _typical_prompt(config, facts), reference=needs_reference)
+    prompt, lengths = usable_prompt(config, facts), facts.prompt_tokens
+    if prompt is not None and lengths:  # a few long prompts hardly cost time: the median counts
+        prompt = min(prompt, lengths[len(lengths) // 2])
+    work = workload(config, prompt, reference=needs_reference)
     asked = (facts.held_out or 0) * (1 + config.evaluate.samples)
     evaluations = most_evaluations(config) if asked else 0
     seconds = _gpu_seconds if device.kind == "cuda" else cpu_seconds
@@ -103,12 +106,6 @@ def run_time(
         evaluations=evaluations,
         **_source(device, ranks),
     )
-
-
-def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
-    """Return the median prompt length in tokens; a few long prompts hardly cost time."""
-    usable, lengths = usable_prompt(config, facts), facts.prompt_tokens
-    return usable if usable is None or not lengths else min(usable, lengths[len(lengths) // 2])
 
 
 def _source(device: Device, ranks: int) -> dict[str, str]:
