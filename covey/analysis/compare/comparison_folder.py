@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +212,7 @@ def _points(run: RunFolder) -> tuple[Point, ...]:
     for row in run.evaluations():
         items = run.items(row["step"])
         if len(items) == row["prompts"]:
-            point = _point(row["step"], steps, items)
-            points.append(replace(point, distinct_answers=row.get("distinct_answers")))
+            points.append(_point(row, steps, items))
         else:
             to_stderr(
                 f"{run.path}: the evaluation of step {row['step']} is left out, because only "
@@ -222,7 +221,10 @@ def _points(run: RunFolder) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) -> Point:
+def _point(
+    evaluation: Mapping[str, Any], steps: list[dict[str, Any]], items: list[dict[str, Any]]
+) -> Point:
+    step = evaluation["step"]
     done = [row for row in steps if row["step"] <= step]
     newest = done[-1] if done else {}
     return Point(
@@ -240,4 +242,5 @@ def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) 
             for row in items
             if row.get("reward") is not None
         },
+        distinct_answers=evaluation.get("distinct_answers"),
     )

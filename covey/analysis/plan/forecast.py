@@ -245,10 +245,7 @@ class Forecast:
             "tensor_bytes": self.tensors,
             "fits": self.fits,
             "phases": {phase: self.during(phase) for phase in PHASES},
-            "parts": [
-                {"name": p.name, "bytes": p.bytes, "phases": list(p.phases), "why": p.why}
-                for p in self.parts
-            ],
+            "parts": [part._asdict() for part in self.parts],
             "micro_batch_tokens": self.micro_batch_tokens,
             "suggested_micro_batch_tokens": self.suggested_micro_batch_tokens,
             "notes": list(self.notes),
