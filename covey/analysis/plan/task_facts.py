@@ -274,13 +274,12 @@ def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
-    return [text for prompt in prompts if (text := _solution(prompt, config))]
-
-
-def _solution(prompt: Prompt, config: Config) -> str:
-    """Return a correct completion, including the reasoning if the task provides it."""
-    try:
-        text = write_solution(prompt, config.sft.template)
-    except DataError:
-        return write_solution(prompt, "{solution}")
-    return text.removeprefix(config.model.prefill)
+    """Return correct completions, including the reasoning if the task provides it."""
+    texts = []
+    for prompt in prompts:
+        try:
+            text = write_solution(prompt, config.sft.template).removeprefix(config.model.prefill)
+        except DataError:
+            text = write_solution(prompt, "{solution}")
+        texts.append(text)
+    return [text for text in texts if text]
