@@ -14,9 +14,8 @@ from speed_shapes import encoded_prompts, rollouts_of, step_bytes
 from speed_sizes import Sizes
 
 from covey.analysis.plan.engine_memory import engine_parts
-from covey.analysis.plan.forecast import Device
+from covey.analysis.plan.forecast import Device, RunFacts
 from covey.analysis.plan.model_shape import measure
-from covey.analysis.plan.run_facts import RunFacts
 from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import load_config
 from covey.engines.native.engine import NativeEngine

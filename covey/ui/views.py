@@ -205,6 +205,6 @@ def report(site: Site, query: Query) -> str:
     place = site.place(query, "comparison", "comparison")
     from covey.analysis.compare.comparison_folder import load_comparison
     from covey.analysis.compare.report_contents import report_contents
-    from covey.analysis.compare.report_html import page
+    from covey.analysis.compare.report_files import page
 
     return page(report_contents(place.path, load_comparison(place.path)))

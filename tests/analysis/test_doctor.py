@@ -82,9 +82,9 @@ def test_a_wrong_denominator(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> N
         output = own(objective, micro, *rest)
         return output._replace(loss=output.loss / len(micro))
 
-    assert failed(gradient_checks(parts, groups)) == []
+    assert failed(gradient_checks(parts, groups, Clock())) == []
     monkeypatch.setattr(step, "policy_loss", mean)
-    assert "gradient: micro-batches" in failed(gradient_checks(parts, groups))
+    assert "gradient: micro-batches" in failed(gradient_checks(parts, groups, Clock()))
 
 
 def test_shifted_log_probs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,15 +94,15 @@ def test_shifted_log_probs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> Non
         own(source, [replace(c, logp=(*c.logp[1:], c.logp[0])) for c in completions])
 
     monkeypatch.setattr(episode.SingleTurnEpisodes, "done", shifted)
-    assert failed(engine_checks(parts, groups_of(parts))) == ["engine: log-probs"]
+    assert failed(engine_checks(parts, groups_of(parts), Clock())) == ["engine: log-probs"]
 
 
 def test_stale_weights(parts: Parts) -> None:
     """An engine with a copy of the weights that new ones never reach."""
     stale = replace(parts, engine=NativeEngine(upcast(parts.policy.model)))
     groups = groups_of(stale)
-    assert failed(engine_checks(stale, groups)) == []
-    assert failed(weights_check(stale, groups)) == ["engine: new weights"]
+    assert failed(engine_checks(stale, groups, Clock())) == []
+    assert failed(weights_check(stale, groups, Clock())) == ["engine: new weights"]
 
 
 def test_a_reward_that_depends_on_chance() -> None:
@@ -127,7 +127,7 @@ def test_a_broken_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         own(optimizer, weights, {name: value * 0 for name, value in moments.items()})
 
     monkeypatch.setattr(MasterAdamW, "load", forgets)
-    assert "resume" in failed(resume_checks(config_of(), tmp_path, forecast(config_of())))
+    assert "resume" in failed(resume_checks(config_of(), tmp_path, forecast(config_of()), Clock()))
 
 
 def test_a_checkup_without_time_says_what_it_skips() -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.analysis.compare.comparison_folder import RunOutcome, write_design, write_outcome
+from covey.analysis.compare.comparison import RunOutcome
+from covey.analysis.compare.comparison_folder import write_design, write_outcome
 from covey.analysis.compare.design import Request, design_comparison
 from covey.cli.main import run as covey
 

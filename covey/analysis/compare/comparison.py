@@ -83,17 +83,14 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """One run: an arm with a seed."""
+class RunOutcome:
+    """How a run ended: the contents of outcome.json, which exists once the run has ended."""
 
-    arm: str
-    seed: int
+    key: str
+    """Digest of all inputs that determine a run (see launch.py)."""
     state: State
     error: str = ""
     """The reason why the run failed, in one line."""
-    points: tuple[Point, ...] = ()
-    folder: str = ""
-    """The path of the run folder, relative to the comparison's folder."""
     weights: str = ""
     """Digest of the final weights; policies with equal digests are the same, bit for bit."""
     first_rollouts: str = ""
@@ -104,6 +101,18 @@ class RunResult:
     """CPU time of the run's process, including evaluations; 0 if unknown. If the run was resumed,
     memory and CPU time cover only its last process.
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult(RunOutcome):
+    """One run: an arm with a seed, its outcome and its evaluations."""
+
+    arm: str
+    seed: int
+    key: str = ""
+    points: tuple[Point, ...] = ()
+    folder: str = ""
+    """The path of the run folder, relative to the comparison's folder."""
 
     @property
     def finished(self) -> bool:

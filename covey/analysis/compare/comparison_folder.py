@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from covey.analysis.compare.comparison import (
     BudgetKind,
     Comparison,
     Point,
+    RunOutcome,
     RunResult,
-    State,
     compared_by,
     with_metric,
 )
@@ -64,19 +64,6 @@ class Design:
     a CPU.
     """
     findings: tuple[Mapping[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutcome:
-    """The outcome of a run: the contents of outcome.json, which exists once the run has ended."""
-
-    key: str
-    state: State
-    error: str = ""
-    weights: str = ""
-    first_rollouts: str = ""
-    memory_gib: float = 0.0
-    cpu_seconds: float = 0.0
 
 
 OUTCOME: Shape = TypeAdapter(RunOutcome)
@@ -213,10 +200,9 @@ def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
     """Read one run; a run that has not started has no evaluations."""
     path = run_path(folder, arm, seed)
-    ended = asdict(read_outcome(path) or RunOutcome(key="", state="unfinished"))
-    del ended["key"]
-    where = str(path.relative_to(folder))
-    return RunResult(arm=arm, seed=seed, points=_points(RunFolder(path)), folder=where, **ended)
+    ended = read_outcome(path) or RunOutcome(key="", state="unfinished")
+    points, where = _points(RunFolder(path)), str(path.relative_to(folder))
+    return RunResult(arm=arm, seed=seed, points=points, folder=where, **asdict(ended))
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
@@ -226,8 +212,7 @@ def _points(run: RunFolder) -> tuple[Point, ...]:
     for row in run.evaluations():
         items = run.items(row["step"])
         if len(items) == row["prompts"]:
-            point = _point(row["step"], steps, items)
-            points.append(replace(point, distinct_answers=row.get("distinct_answers")))
+            points.append(_point(row, steps, items))
         else:
             to_stderr(
                 f"{run.path}: the evaluation of step {row['step']} is left out, because only "
@@ -236,7 +221,10 @@ def _points(run: RunFolder) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) -> Point:
+def _point(
+    evaluation: Mapping[str, Any], steps: list[dict[str, Any]], items: list[dict[str, Any]]
+) -> Point:
+    step = evaluation["step"]
     done = [row for row in steps if row["step"] <= step]
     newest = done[-1] if done else {}
     return Point(
@@ -254,4 +242,5 @@ def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) 
             for row in items
             if row.get("reward") is not None
         },
+        distinct_answers=evaluation.get("distinct_answers"),
     )

@@ -29,6 +29,11 @@ class Conclusion:
     arms: tuple[ArmResult, ...]
     pairs: tuple[PairResult, ...]
 
+    @property
+    def by(self) -> Metric:
+        """The metric by which arms are compared."""
+        return next((arm.by for arm in self.arms if arm.seeds), "success")
+
 
 def conclude(comparison: Comparison) -> Conclusion:
     """Analyse a comparison. All numbers are computed without unfinished runs."""
@@ -69,18 +74,17 @@ def _as_if_untrained(
     comparison: Comparison,
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
-) -> dict[tuple[str, str], float]:
-    """Return mean differences between arms; a failed run counts as if it were not trained.
+) -> list[str]:
+    """Return the mean difference of each pair if its failed runs count as if they were not trained.
 
-    The result contains a pair of arms only if one of its arms has failed runs. The differences show
-    how much the failed runs could change the conclusion.
+    The sentences show how much the failed runs could change the conclusion.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
     for run in comparison.runs:
         if run.state == "failed" and run.arm in starts:
             ends[run.arm, run.seed] = starts[run.arm]
-    found = {}
+    found = []
     for pair in pairs:
         both = [
             ends[pair.first, seed] - ends[pair.second, seed]
@@ -88,7 +92,11 @@ def _as_if_untrained(
             if (pair.first, seed) in ends and (pair.second, seed) in ends
         ]
         if pair.seeds and len(both) > len(pair.seeds):
-            found[pair.first, pair.second] = sum(both) / len(both)
+            found.append(
+                f"If failed runs count as untrained, {pair.first} - {pair.second} is "
+                f"{_change(sum(both) / len(both), pair.by)} instead of "
+                f"{points(pair.mean or 0.0, pair.by)}."
+            )
     return found
 
 
@@ -162,9 +170,11 @@ def _pair_summary(pair: PairResult, tested: int) -> str:
                 f"algorithm (these two checkpoints differ by {_change(pair.mean or 0.0, pair.by)})."
             )
         case "two seeds":
+            each = zip(pair.differences, pair.seeds, strict=True)
+            by_seed = _listed([f"{_change(x, pair.by)} in seed {seed}" for x, seed in each])
             return (
                 f"Too few seeds to rank {both}: {pair.first} - {pair.second} is "
-                f"{_by_seed(pair)}; run at least three seeds."
+                f"{by_seed}; run at least three seeds."
             )
         case "no difference" if pair.by == "reward":
             return f"{both} get the same rewards in {seeds}, with different weights."
@@ -177,11 +187,6 @@ def _pair_summary(pair: PairResult, tested: int) -> str:
             )
         case _:
             return _better(pair, tested)
-
-
-def _by_seed(pair: PairResult) -> str:
-    each = zip(pair.differences, pair.seeds, strict=True)
-    return _listed([f"{_change(value, pair.by)} in seed {seed}" for value, seed in each])
 
 
 def _better(pair: PairResult, tested: int) -> str:
@@ -253,9 +258,7 @@ def _checkpoint_summary(pair: PairResult) -> str:
 
 
 def _cautions(
-    arms: Sequence[ArmResult],
-    pairs: Sequence[PairResult],
-    as_if_untrained: Mapping[tuple[str, str], float],
+    arms: Sequence[ArmResult], pairs: Sequence[PairResult], as_if_untrained: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the cautions: the reasons to trust the headline less."""
     found = []
@@ -265,13 +268,7 @@ def _cautions(
             f"The comparison is incomplete: {'; '.join(missing)}. Pairs use the seeds that both "
             "arms finished. If runs failed because of their arm, the rest overrates that arm."
         )
-        named = {(pair.first, pair.second): pair for pair in pairs}
-        found += [
-            f"If failed runs count as untrained, {first} - {second} is "
-            f"{_change(value, named[first, second].by)} instead of "
-            f"{points(named[first, second].mean or 0.0, named[first, second].by)}."
-            for (first, second), value in as_if_untrained.items()
-        ]
+        found += as_if_untrained
     few = [pair for pair in pairs if pair.decision == "two seeds"]
     if few and len(few) < len(pairs):
         found.append(
@@ -283,7 +280,7 @@ def _cautions(
             "mean reward. For accuracies, give the reward a success (success_at of a function), or "
             "evaluate with another reward (evaluate.reward)."
         )
-    found += [_at_constant(arm) for arm in arms if _is_at_constant(arm)]
+    found += [text for arm in arms if (text := _at_constant(arm))]
     found += [
         f"{arm.arm} seed {one.seed} collapsed ({one.kind}): "
         f"from {value_text(arm.by, one.before)} to {value_text(arm.by, one.final)}."
@@ -293,18 +290,16 @@ def _cautions(
     return tuple(found)
 
 
-def _is_at_constant(arm: ArmResult) -> bool:
-    """Return whether an arm improved, but does not beat a constant answer to all prompts."""
-    if arm.above_constant is None or arm.final is None or arm.improvement is None:
-        return False
-    return arm.improvement.value > 0 and arm.final.low <= arm.final.value - arm.above_constant
-
-
 def _at_constant(arm: ArmResult) -> str:
-    answers = arm.distinct_answers
+    """Return a caution if an arm improved, but does not beat a constant answer to all prompts."""
+    above, answers = arm.above_constant, arm.distinct_answers
+    if above is None or arm.final is None or arm.improvement is None:
+        return ""
+    if arm.improvement.value <= 0 or arm.final.low > arm.final.value - above:
+        return ""
     distinct = "" if answers is None else f", with {answers:.3g} distinct answers"
     return (
-        f"{arm.arm} ends {points(arm.above_constant or 0.0)} points from the best constant "
+        f"{arm.arm} ends {points(above)} points from the best constant "
         f"answer{distinct}: its interval includes what answering the same to every prompt gets."
     )
 

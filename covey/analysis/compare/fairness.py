@@ -26,33 +26,28 @@ GENERATION = (
 
 def check_prompts(configs: Mapping[str, Config]) -> None:
     """Reject held-out prompts that are also training prompts, or that differ between arms."""
-    first_name, first = next(iter(configs.items()))
-    expected = prompts_digest(held_out_of(first, task_of(first)))
+    first, expected = next(iter(configs)), ""
     seen: list[dict[str, object]] = []
     for name, config in configs.items():
         task = task_of(config)
-        if prompts_digest(held_out_of(config, task)) != expected:
+        held_out = held_out_of(config, task)
+        digest = prompts_digest(held_out)
+        expected = expected or digest  # that of the first arm
+        if digest != expected:
             raise ConfigError(
                 f"--arm {name}: the held-out prompts differ from the held-out prompts of arm "
-                f"{first_name}, so accuracies cannot be compared; change [task] for all arms with "
-                "--set"
+                f"{first}, so accuracies cannot be compared; change [task] for all arms with --set"
             )
         section = config.task.model_dump()
-        if section not in seen:
-            _check_disjoint(config, task)
-            seen.append(section)
-
-
-def _check_disjoint(config: Config, task: Task) -> None:
-    """Reject a held-out prompt whose text equals the text of a training prompt."""
-    held_out = held_out_of(config, task)
-    found = shared_prompts(task.train(), held_out)
-    if found:
-        raise DataError(
-            f"task: {len(found)} of {len(held_out)} held-out prompts are also training prompts, so "
-            f"evaluations would measure memorization; for example, prompt {found[0].id}: "
-            f"{found[0].text!r}"
-        )
+        if section in seen:
+            continue
+        seen.append(section)
+        if found := shared_prompts(task.train(), held_out):
+            raise DataError(
+                f"task: {len(found)} of {len(held_out)} held-out prompts are also training "
+                "prompts, so evaluations would measure memorization; for example, prompt "
+                f"{found[0].id}: {found[0].text!r}"
+            )
 
 
 def task_digest(task: Task) -> str:

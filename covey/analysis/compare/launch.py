@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from covey._version import __version__
+from covey.analysis.compare.comparison import RunOutcome
 from covey.analysis.compare.comparison_folder import (
     OUTCOME_FILE,
     Design,
-    RunOutcome,
     log_path,
     read_outcome,
     run_path,
@@ -142,9 +142,12 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     renamed. No run is ever deleted.
     """
     path = job.path
-    if path.exists() and _key_of(path) != job.key:
-        _move_aside(path)
     ended = read_outcome(path)
+    if path.exists():
+        about = RunFolder(path).environment(lambda text: None)
+        if job.key != (about.get("key") if ended is None else ended.key):
+            _move_aside(path)
+            ended = None
     if ended is not None and ended.state == "done":
         return False
     if not path.exists() and job.key in elsewhere:
@@ -156,14 +159,6 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     (path / OUTCOME_FILE).unlink(missing_ok=True)  # a failed run is tried again
     path.parent.mkdir(parents=True, exist_ok=True)
     return True
-
-
-def _key_of(path: Path) -> str | None:
-    ended = read_outcome(path)
-    if ended is not None:
-        return ended.key
-    key: str | None = RunFolder(path).environment(lambda text: None).get("key")
-    return key
 
 
 def _move_aside(path: Path) -> None:
@@ -215,17 +210,19 @@ def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> 
     """Run all unfinished jobs, `parallel` at a time; Ctrl-C makes each run save and stop."""
     running = Running(jobs=jobs)
     elsewhere = _finished_elsewhere(folder.parent)
-    waiting: deque[Job] = deque()
-    for job in jobs:
-        if ready(job, elsewhere):
-            waiting.append(job)
-        else:
-            running.status[job.folder] = "done"
+    waiting = deque(job for job in jobs if ready(job, elsewhere))
+    running.status |= {job.folder: "done" for job in jobs if job not in waiting}
     processes: dict[subprocess.Popen[bytes], Job] = {}
     try:
         while waiting or processes:
             try:
-                _collect_and_start(running, waiting, processes, parallel)
+                for process in [p for p in processes if p.poll() is not None]:
+                    job = processes.pop(process)
+                    running.status[job.folder] = _ended(job, process, running.stopping)
+                while waiting and len(processes) < parallel:
+                    job = waiting.popleft()
+                    processes[start(job)] = job
+                    running.status[job.folder] = "running"
                 watch(running)
                 time.sleep(POLL_SECONDS)
             except KeyboardInterrupt:
@@ -241,21 +238,6 @@ def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> 
             process.wait()
     watch(running)
     return running
-
-
-def _collect_and_start(
-    running: Running,
-    waiting: deque[Job],
-    processes: dict[subprocess.Popen[bytes], Job],
-    parallel: int,
-) -> None:
-    for process in [p for p in processes if p.poll() is not None]:
-        job = processes.pop(process)
-        running.status[job.folder] = _ended(job, process, running.stopping)
-    while waiting and len(processes) < parallel:
-        job = waiting.popleft()
-        processes[start(job)] = job
-        running.status[job.folder] = "running"
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from covey.analysis.compare import statistics
 from covey.analysis.compare.comparison import Metric, RunResult
 from covey.analysis.compare.statistics import FEW_SEEDS, LEVEL, Array
-from covey.evaluation.intervals import Difference, Estimate, paired_difference
+from covey.evaluation.intervals import Estimate, paired_difference
 
 Decision = Literal[
     "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
@@ -133,16 +132,13 @@ def pair_results(
     tested = [pair for pair in pairs if pair.tested]
     p_values = [float(statistics.seed_test(p.differences, p.a.shape[1], p.span)) for p in tested]
     corrected = iter(zip(p_values, statistics.holm(p_values), strict=True))
-    checkpoints = _checkpoints(pairs)
     level = LEVEL / max(1, len(tested))
-    return tuple(
-        replace(
-            _result(pair, next(corrected) if pair.tested else (None, None), level),
-            missing=missing[pair.first] + missing[pair.second],
-            checkpoints=tuple(checkpoints[pair.first, pair.second]),
-        )
-        for pair in pairs
-    )
+    results = []
+    for pair, checkpoints in zip(pairs, _checkpoints(pairs), strict=True):
+        p_value, p_holm = next(corrected) if pair.tested else (None, None)
+        lacking = missing[pair.first] + missing[pair.second]
+        results.append(_result(pair, p_value, p_holm, level, lacking, checkpoints))
+    return tuple(results)
 
 
 def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _Pair:
@@ -158,10 +154,14 @@ def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _
 
 
 def _result(
-    pair: _Pair, p_values: tuple[float, float] | tuple[None, None], level: float
+    pair: _Pair,
+    p_value: float | None,
+    p_holm: float | None,
+    level: float,
+    missing: tuple[str, ...],
+    checkpoints: tuple[CheckpointResult, ...],
 ) -> PairResult:
     """Decide which algorithm is better, given the p-value before and after correction."""
-    p_value, p_holm = p_values
     several = len(pair.seeds) >= FEW_SEEDS
     differences = pair.differences if pair.seeds else np.zeros(0)
     items = pair.a.shape[1] if pair.seeds else 0
@@ -182,7 +182,7 @@ def _result(
         first=pair.first,
         second=pair.second,
         seeds=pair.seeds,
-        missing=(),
+        missing=missing,
         differences=tuple(differences.tolist()),
         mean=mean,
         difference=statistics.seed_interval(differences, items, pair.span, pair.limit)
@@ -196,7 +196,7 @@ def _result(
         better=better,
         seeds_needed=needed,
         detectable=detectable,
-        checkpoints=(),
+        checkpoints=checkpoints,
         by=pair.by,
     )
 
@@ -215,29 +215,29 @@ def _decide(pair: _Pair, p_holm: float | None) -> Decision:
     return "better" if p_holm < LEVEL else "cannot tell"
 
 
-def _checkpoints(pairs: Sequence[_Pair]) -> Mapping[tuple[str, str], list[CheckpointResult]]:
+def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
     """Compare the final checkpoints of every pair and seed; correct all p-values together."""
     found = [
-        (pair, seed, _checkpoint_difference(pair, row))
-        for pair in pairs
-        for row, seed in enumerate(pair.seeds)
+        [
+            paired_difference(a.tolist(), b.tolist(), span=1.0 if pair.by == "success" else None)
+            for a, b in zip(pair.a, pair.b, strict=True)
+        ]
         if not pair.same
+        else []
+        for pair in pairs
     ]
-    corrected = statistics.holm([difference.p_value for _, _, difference in found])
-    results: dict[tuple[str, str], list[CheckpointResult]] = defaultdict(list)
-    for (pair, seed, difference), p_holm in zip(found, corrected, strict=True):
-        result = CheckpointResult(
-            seed=seed,
-            difference=difference.estimate,
-            gained=difference.gained,
-            lost=difference.lost,
-            p_value=difference.p_value,
-            p_holm=p_holm,
+    p_holm = iter(statistics.holm([each.p_value for results in found for each in results]))
+    return [
+        tuple(
+            CheckpointResult(
+                seed=seed,
+                difference=each.estimate,
+                gained=each.gained,
+                lost=each.lost,
+                p_value=each.p_value,
+                p_holm=next(p_holm),
+            )
+            for seed, each in zip(pair.seeds, results, strict=False)  # the same policy has none
         )
-        results[pair.first, pair.second].append(result)
-    return results
-
-
-def _checkpoint_difference(pair: _Pair, row: int) -> Difference:
-    span = pair.limit if math.isfinite(pair.limit) else None
-    return paired_difference(pair.a[row].tolist(), pair.b[row].tolist(), span=span)
+        for pair, results in zip(pairs, found, strict=True)
+    ]

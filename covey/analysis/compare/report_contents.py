@@ -159,12 +159,24 @@ def _health(folder: Path, comparison: Comparison) -> dict[str, tuple[Trend, ...]
     for arm in comparison.arms:
         runs = comparison.runs_of(arm.name)
         logs = [RunFolder(folder / run.folder).steps(_ignore) for run in runs]
-        for panel, metrics in HEALTH.items():
-            trends = (trend(arm.name, metric, logs) for metric in metrics)
-            drawn = next((each for each in trends if each.steps), None)
-            if drawn is not None:
-                found.setdefault(panel, []).append(drawn)
+        for panel, drawn in trends(arm.name, HEALTH, logs).items():
+            found.setdefault(panel, []).append(drawn)
     return {panel: tuple(found[panel]) for panel in HEALTH if panel in found}
+
+
+def trends(
+    arm: str,
+    panels: Mapping[str, Sequence[str]],
+    logs: Sequence[Sequence[Mapping[str, Any]]],
+) -> dict[str, Trend]:
+    """Return the trend of each panel that has one: of its first metric that the runs logged."""
+    found = {}
+    for panel, metrics in panels.items():
+        drawn = (trend(arm, metric, logs) for metric in metrics)
+        first = next((each for each in drawn if each.steps), None)
+        if first is not None:
+            found[panel] = first
+    return found
 
 
 def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) -> Trend:

@@ -1,6 +1,6 @@
 """Write the report files of a comparison.
 
-    report.html   one page that opens offline
+    report.html   one page that opens offline, without other files
     report.md     the same tables, for a comment
     report.json   everything, for programs; docs/compare-report.md describes each field
 
@@ -10,6 +10,7 @@ A report depends only on the runs: the same runs give the same files.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -23,16 +24,29 @@ from rich.text import Text
 from covey._version import __version__
 from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.comparison import Comparison, Point, RunResult
-from covey.analysis.compare.conclusion import conclude
+from covey.analysis.compare.conclusion import conclude, count
+from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.report_contents import ReportContents, report_contents
-from covey.analysis.compare.report_html import compared, page, render_page
-from covey.analysis.compare.report_tables import cost_table
-from covey.analysis.page.markdown import TextTable, fenced, literal
+from covey.analysis.page.render import (
+    TextTable,
+    embedded_json,
+    fenced,
+    page_file,
+    render,
+    script,
+    security_policy,
+    style_sheet,
+)
 from covey.escape import finite, printable
 from covey.run.files import write_text
 
 SCHEMA = 3
 """Format version of report.json; it increases when a field is renamed, removed or redefined."""
+COLOURS = 8
+"""Number of colors for arms in the style sheet; further arms reuse them with dashed lines."""
+LONGEST_COMPLETION = 3000
+"""The HTML report cuts off a completion after this number of characters."""
+MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
 
 
 def write_reports(folder: Path, comparison: Comparison) -> None:
@@ -59,7 +73,7 @@ def report_data(contents: ReportContents) -> dict[str, Any]:
         "covey": __version__,
         "name": comparison.name,
         "command": comparison.command,
-        "compared_by": compared(contents),
+        "compared_by": contents.conclusion.by,
         "best_constant": comparison.best_constant,
         "budget": {"kind": comparison.budget, "amount": comparison.amount},
         "seeds": list(comparison.seeds),
@@ -101,7 +115,7 @@ def _point(point: Point) -> dict[str, Any]:
     return {name: getattr(point, name) for name in names} | {"correct": correct, **rewards}
 
 
-# The report as Markdown for a GitHub comment, and its summary for the terminal.
+# The report for the terminal.
 
 
 def terminal_report(comparison: Comparison) -> RenderableType:
@@ -116,7 +130,7 @@ def terminal_report(comparison: Comparison) -> RenderableType:
         _text(f"{tables.finding_title(row)}: {row.get('remedy', '')}", style="dim")
         for row in comparison.findings
     ]
-    made = [tables.result_table(found), cost_table(found)]
+    made = [tables.result_table(found), tables.cost_table(found)]
     return Group(*lines[:1], *(_table(one) for one in made if one.rows), *lines[1:])
 
 
@@ -134,11 +148,64 @@ def _text(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-def markdown(contents: ReportContents) -> str:
-    """Return the report for a comment on GitHub; page/report.md is its template."""
-    return render_page(
-        "report.md",
-        contents,
-        finalize=literal,
-        fenced=fenced,
+# The report as HTML and as Markdown, from the templates in covey/analysis/page.
+
+
+def page(contents: ReportContents) -> str:
+    """Return the HTML of the report; comparison.html is its template."""
+    comparison, library = contents.comparison, _plotly_source()
+    chart_data = {  # what comparison.js draws
+        "arms": [arm.name for arm in comparison.arms],
+        "by": contents.conclusion.by,
+        "axes": {name: label for name, (label, _) in AXES.items()},
+        "curves": [asdict(curve) for curve in contents.curves],
+        "health": {panel: [asdict(t) for t in trends] for panel, trends in contents.health.items()},
+    }
+    scripts = [library, page_file("comparison.js")] if library is not None else []
+    about = (
+        f"{count(len(comparison.arms), 'arm')}, {count(len(comparison.seeds), 'seed')} each, "
+        f"{comparison.amount:,} {comparison.budget} per run"
     )
+    return _rendered(
+        "comparison.html",
+        contents,
+        axes=AXES,
+        colours={arm.name: number % COLOURS for number, arm in enumerate(comparison.arms)},
+        longest=LONGEST_COMPLETION,
+        missing=MISSING,
+        about=about,
+        # The text after a colon may begin with an arm's name, so its first letter stays as it is.
+        headline=re.split(r"(?<=[:.]) ", contents.conclusion.headline, maxsplit=1),
+        version=__version__,
+        style=style_sheet(),
+        policy=security_policy(scripts),
+        scripts=[script(source) for source in scripts],
+        chart_data=embedded_json(finite(chart_data), "chart-data"),
+    )
+
+
+def markdown(contents: ReportContents) -> str:
+    """Return the report for a comment on GitHub; comparison.md is its template."""
+    return _rendered("comparison.md", contents, fenced=fenced)
+
+
+def _rendered(name: str, contents: ReportContents, **values: Any) -> str:
+    return render(
+        name,
+        contents=contents,
+        comparison=contents.comparison,
+        conclusion=contents.conclusion,
+        tables=tables,
+        by=contents.conclusion.by,
+        environment=json.dumps(dict(contents.comparison.environment), indent=2, default=str),
+        **values,
+    )
+
+
+def _plotly_source() -> str | None:
+    """Return plotly's script, or None if plotly is missing; the report then has no charts."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        return None
+    return str(get_plotlyjs())

@@ -11,7 +11,7 @@ from covey.analysis.compare.conclusion import Conclusion, points
 from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.report_contents import Agreement, Trend
-from covey.analysis.page.markdown import TextTable
+from covey.analysis.page.render import TextTable
 from covey.evaluation.intervals import Estimate
 from covey.run.estimate_text import value_text
 
@@ -49,17 +49,13 @@ def result_table(found: Conclusion) -> TextTable:
     distinct = any(arm.distinct_answers is not None for arm in found.arms)
     more = [*["above constant"] * constant, *["answers"] * distinct]
     return TextTable(
-        title=f"Held-out {VALUES[_by(found)]} before and after training",
+        title=f"Held-out {VALUES[found.by]} before and after training",
         head=["arm", "initial", "final", "improvement", "95 % interval", *more, "seeds"],
         rows=[_result(arm, constant, distinct) for arm in found.arms],
         note=" ".join(
-            [RESULT_NOTES[_by(found)], *([CONSTANT_NOTE] * constant), *([ANSWERS_NOTE] * distinct)]
+            [RESULT_NOTES[found.by], *([CONSTANT_NOTE] * constant), *([ANSWERS_NOTE] * distinct)]
         ),
     )
-
-
-def _by(found: Conclusion) -> Metric:
-    return next((arm.by for arm in found.arms if arm.seeds), "success")
 
 
 def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
@@ -141,14 +137,10 @@ def speed_table(found: Conclusion) -> TextTable:
         rows.append([arm.arm, *(_time(reached.get(x)) if arm.seeds else EMPTY for x in levels)])
     return TextTable(
         title="Time to accuracy",
-        head=["arm", *(_goal(each, _by(found)) for each in levels)],
+        head=["arm", *(f"{100 * x:.3g}%" if found.by == "success" else f"{x:.3g}" for x in levels)],
         rows=rows if levels else [],
         note="Sampled tokens and seconds of training, medians over finished seeds.",
     )
-
-
-def _goal(value: float, by: Metric) -> str:
-    return f"{100 * value:.3g}%" if by == "success" else f"{value:.3g}"
 
 
 def _time(found: TimeToAccuracy | None) -> str:

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from covey.analysis.compare.comparison_folder import FIRST_ROLLOUTS_FILE, RunOutcome, write_outcome
+from covey.analysis.compare.comparison import RunOutcome
+from covey.analysis.compare.comparison_folder import FIRST_ROLLOUTS_FILE, write_outcome
 from covey.analysis.compare.launch import Job
 from covey.analysis.compare.shared_rollouts import SharedEngine
 from covey.config import Config, parse_config

@@ -57,9 +57,8 @@ def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
     return parse_config(data)
 
 
-def examine_run(config: Config, clock: Clock | None = None) -> Iterator[Result]:
+def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
     """Check a resolved configuration; yield the result of each check as soon as it is done."""
-    clock = clock or Clock()
     clock.say("reading model and data")
     if (gguf := find_gguf(config.model.path)) is not None:
         import_gguf(gguf)  # once, and not a part of the time that a load takes

@@ -44,11 +44,8 @@ def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) ->
     return Result(name=name, passed=passed, figure=figure, remedy=remedy)
 
 
-def engine_checks(
-    parts: Parts, groups: Sequence[Group], clock: Clock | None = None
-) -> Iterator[Result]:
+def engine_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
     """Check the engine's log-probs and greedy completions with the current weights."""
-    clock = clock or Clock()
     clock.skips("engine: log-probs")
     yield logp_check(
         parts,
@@ -60,11 +57,8 @@ def engine_checks(
     yield clock.skips(GREEDY, clock.pace.rollout) or _greedy(parts, groups)
 
 
-def weights_check(
-    parts: Parts, groups: Sequence[Group], clock: Clock | None = None
-) -> Iterator[Result]:
+def weights_check(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
     """Take an optimizer step, and check that the engine then generates with the new weights."""
-    clock = clock or Clock()
     if skipped := clock.skips(ARRIVES, clock.pace.rollout + 2 * clock.pace.update):
         yield skipped
         return

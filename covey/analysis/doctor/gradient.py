@@ -44,11 +44,8 @@ class _OfTwo(World):
         self.rank = rank
 
 
-def gradient_checks(
-    parts: Parts, groups: Sequence[Group], clock: Clock | None = None
-) -> Iterator[Result]:
+def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum of per-completion gradients."""
-    clock = clock or Clock()
     learner = parts.learner_at(State(beta=parts.learner.objective.beta))
     learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
@@ -63,7 +60,9 @@ def gradient_checks(
     alone = {name: each.detach().clone() for name, each in alone.items()}
     # Half of the padded batch makes at least two micro-batches.
     half = max(1, int((batch.prompt_lengths + batch.lengths).max()) * len(batch) // 2)
-    plain, halves = _unpacked(learner), _with_tokens(learner, half)
+    halves = _with_tokens(learner, half)
+    model = replace(learner.policy.model, packs=False, flash=False, fused=False)
+    plain = replace(learner, policy=replace(learner.policy, model=model))
     ranks = [replace(halves, world=_OfTwo(rank)) for rank in (0, 1)]
     ways: dict[str, Callable[[], Gradient | None]] = {
         "micro-batches": lambda: _gradient([halves], batch),
@@ -136,8 +135,3 @@ def _distance(one: Gradient, other: Gradient) -> float:
 
 def _with_tokens(learner: Learner, tokens: int) -> Learner:
     return replace(learner, settings=replace(learner.settings, micro_batch_tokens=tokens))
-
-
-def _unpacked(learner: Learner) -> Learner:
-    model = replace(learner.policy.model, packs=False, flash=False, fused=False)
-    return replace(learner, policy=replace(learner.policy, model=model))

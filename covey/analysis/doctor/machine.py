@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import socket
 import tempfile
@@ -15,9 +14,10 @@ from typing import Any
 
 import torch
 
+from covey.analysis.compare.run_process import peak_memory
 from covey.analysis.doctor.result import Clock, Result
 from covey.analysis.lab.checks import Lab, examine
-from covey.analysis.plan.forecast import Device, Forecast, size_text
+from covey.analysis.plan.forecast import Forecast, size_text
 from covey.config import Config, to_toml
 from covey.rewards.identity import identity
 from covey.run.digests import DIGESTS_FILE
@@ -141,17 +141,16 @@ def _needs_sandbox(config: Config) -> bool:
 
 
 def resume_checks(
-    config: Config, folder: Path, expected: Forecast, clock: Clock | None = None
+    config: Config, folder: Path, expected: Forecast, clock: Clock
 ) -> Iterator[Result]:
     """Check that a resumed run ends with the same checkpoint; check memory and time."""
-    clock = clock or Clock()
     if skipped := clock.skips("resume, memory, time", clock.pace.resume):
         yield skipped
         return
     _reset_peak()
     whole = RunFolder.create(folder / "whole", to_toml(config), {})
     _trained(config, whole)
-    used = _memory_used(expected.device)
+    used = peak_memory(torch.device(expected.device.kind))
     resumed = RunFolder(folder / "resumed")
     last = f"{2:06d}"  # the checkpoint that the resumed run must write again
     shutil.copytree(whole.path, resumed.path, ignore=shutil.ignore_patterns(last))
@@ -188,12 +187,6 @@ def _same_end(config: Config, whole: RunFolder, resumed: RunFolder) -> Result:
         remedy="the run depends on state that checkpoints do not save; look for state in your own "
         "reward, task or algorithm",
     )
-
-
-def _memory_used(device: Device) -> int:
-    if device.kind == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _memory(expected: Forecast, used: int) -> Result:

@@ -17,7 +17,7 @@ import torch
 
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import micro_batches
-from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with_weight
+from covey.objective import Objective, policy_loss, with_marks, with_weight
 from covey.objective.advantage import zero_variance
 from covey.training.optimizer import Optimizer
 from covey.training.policy import Policy
@@ -53,6 +53,10 @@ def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
     slopes = torch.autograd.grad(
         output.loss, (logp, entropy), allow_unused=True, materialize_grads=True
     )
+    gain = output.gain
+    clipped = gain.clipped_low.long() + 2 * gain.clipped_high.long()
+    if gain.clipped_dual is not None:
+        clipped = clipped.masked_fill(gain.clipped_dual, 3)
     kl = output.penalty
     if kl is None and batch.token_penalty is not None:
         kl = batch.token_penalty / objective.beta
@@ -62,7 +66,7 @@ def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
         entropy_gradient=slopes[1],
         old_logp=logp.detach() - output.x,
         ratio=output.log_ratio.exp(),
-        clipped=_clipped(output).where(batch.mask, 0),
+        clipped=clipped.where(batch.mask, 0),
         kl=kl,
     )
 
@@ -71,12 +75,6 @@ def whole_effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
     """Return token gradients and ratios for one optimizer step on the whole batch."""
     batch = with_marks(objective, with_weight(objective, batch), now.logp)
     return effect(objective, batch, now)
-
-
-def _clipped(output: PolicyLoss) -> torch.Tensor:
-    gain = output.gain
-    at = gain.clipped_low.long() + 2 * gain.clipped_high.long()
-    return at if gain.clipped_dual is None else at.masked_fill(gain.clipped_dual, 3)
 
 
 # Computes gradients of the parameters from gradients of log-probs and entropies.

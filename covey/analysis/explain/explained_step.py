@@ -19,9 +19,10 @@ from covey.analysis.explain.recorded import (
     Recorded,
     RecordedRollout,
     Trainee,
+    Watched,
     check_trained,
+    relearn,
 )
-from covey.analysis.explain.relearn import Watched, relearn
 from covey.objective.advantage import zero_variance
 from covey.run.records import episode_row, turn_lines
 from covey.types import Batch
@@ -135,8 +136,12 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
     """
     check_trained(recorded)
     batch, watched, metrics = relearn(trainee, recorded)
-    rollouts = _rollouts(batch, watched, recorded, trainee)
-    groups = _groups(batch, watched, recorded)
+    tokens = {token for one in recorded.learned for token in one.rollout.tokens}
+    decode = trainee.policy.model.tokenizer.decode
+    texts = {token: decode([token]) for token in tokens}
+    rollouts = tuple(
+        _rollout(batch, watched, row, one, texts) for row, one in enumerate(recorded.learned)
+    )
     size = watched["gradient"].abs().sum(dim=1)
     mask, silent = batch.mask, (watched["gradient"] == 0) & (watched["entropy_gradient"] == 0)
     return Explanation(
@@ -144,7 +149,7 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
         algorithm=trainee.config.objective.name,
         origin=trainee.origin,
         updates=int(watched["number"].max()) + 1,
-        groups=groups,
+        groups=_groups(batch, watched, recorded),
         rollouts=rollouts,
         filtered_out=len(recorded.rollouts) - len(rollouts),
         tokens=int(mask.sum()),
@@ -158,19 +163,6 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
             for name in metrics
             if recorded.metrics.get(name) is not None
         },
-    )
-
-
-def _rollouts(
-    batch: Batch, watched: Watched, recorded: Recorded, trainee: Trainee
-) -> tuple[ExplainedRollout, ...]:
-    decode = trainee.policy.model.tokenizer.decode
-    texts: dict[int, str] = {}
-    for one in recorded.learned:
-        for token in one.rollout.tokens:
-            texts.setdefault(token, decode([token]))
-    return tuple(
-        _rollout(batch, watched, row, one, texts) for row, one in enumerate(recorded.learned)
     )
 
 

@@ -1,4 +1,4 @@
-"""Loads a recorded training step, and the policy as it was before that step.
+"""Loads a recorded training step and the policy as it was before that step; repeats the step.
 
 A run keeps only some checkpoints, but all rollouts. The policy before a step is therefore loaded
 from the last earlier checkpoint, or from the initial model if there is no earlier checkpoint. On
@@ -9,13 +9,16 @@ exact weights. No rollout is generated or scored again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from covey.analysis.explain.effect import Effect, effect
 from covey.config import Config, load_config
 from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
+from covey.objective.rollouts import joined
 from covey.run.folder import RunFolder
 from covey.run.records import read_episode, to_stderr
 from covey.run.resume import last_good
@@ -25,8 +28,8 @@ from covey.training.checkpoint import State
 from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of
-from covey.training.step import Learner, training_step
-from covey.types import Group, Prompt, Rollout
+from covey.training.step import Learner, Seen, training_step
+from covey.types import Batch, Group, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +70,31 @@ class Recorded:
 def read_step(run: RunFolder, step: int) -> Recorded:
     """Read the recorded rollouts of a step."""
     rows = run.require_rollouts(step)
-    numbered = list(zip(rows, itertools.accumulate(_begins(rows)), itertools.count(1)))
-    rollouts = tuple(
-        RecordedRollout(
-            line=line,
-            group=group,
-            prompt=row["prompt"],
-            rollout=_rollout(row),
-            advantage=row["advantage"],
+    rollouts: list[RecordedRollout] = []
+    group = 0
+    for before, row in zip([None, *rows], rows, strict=False):
+        same_prompt = before is not None and before["prompt_id"] == row["prompt_id"]
+        if before is None or not same_prompt or row["sample"] <= before["sample"]:
+            group += 1
+        rollouts.append(
+            RecordedRollout(
+                line=len(rollouts) + 1,
+                group=group,
+                prompt=row["prompt"],
+                rollout=_rollout(row),
+                advantage=row["advantage"],
+            )
         )
-        for row, group, line in numbered
-    )
     groups = [
-        Group(prompt=_prompt(part[0][0]), rollouts=tuple(rollouts[n - 1].rollout for *_, n in part))
-        for _, members in itertools.groupby(numbered, key=lambda item: item[1])
-        if (part := list(members))[0][0]["advantage"] is not None
+        Group(
+            prompt=_prompt(rows[members[0].line - 1]),
+            rollouts=tuple(one.rollout for one in members),
+        )
+        for _, part in itertools.groupby(rollouts, key=lambda one: one.group)
+        if (members := list(part))[0].advantage is not None
     ]
     metrics = next((row for row in run.steps() if row["step"] == step), {})
-    return Recorded(step=step, rollouts=rollouts, groups=tuple(groups), metrics=metrics)
+    return Recorded(step=step, rollouts=tuple(rollouts), groups=tuple(groups), metrics=metrics)
 
 
 def check_trained(recorded: Recorded) -> None:
@@ -94,15 +104,6 @@ def check_trained(recorded: Recorded) -> None:
             f"step {recorded.step} did not train on any rollout, because all groups were filtered "
             "out"
         )
-
-
-def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Return 1 for each recorded rollout that begins a new group, else 0."""
-    before = [None, *rows[:-1]]
-    return [
-        int(b is None or b["prompt_id"] != row["prompt_id"] or row["sample"] <= b["sample"])
-        for b, row in zip(before, rows, strict=True)
-    ]
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
@@ -131,26 +132,21 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         raise RunError(f"a recorded rollout of prompt {row['prompt_id']} cannot be used: {problem}")
     values = {name: row[name] for name in _RECORDED}
     values["teacher_prompt"] = tuple(row.get("teacher_prompt", ()))
-    if row.get("segments"):
-        return _multi_turn(row, values)
+    if row.get("segments"):  # of a multi-turn environment
+        for name in ("prompt_tokens", "tokens", "trained", "sampler_logp", "policy_version"):
+            del values[name]
+        try:
+            return Rollout(**values, **read_episode(row))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"cannot read the recorded episode of prompt {row['prompt_id']}: {error!r}"
+            ) from None
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
     trained = row["trained"]
     values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
     values["kept"] = tuple(row.get("kept", ()))
     return Rollout.single_turn(**values)
-
-
-def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
-    """Return a recorded rollout of a multi-turn environment."""
-    for name in ("prompt_tokens", "tokens", "trained", "sampler_logp", "policy_version"):
-        del values[name]
-    try:
-        return Rollout(**values, **read_episode(row))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"cannot read the recorded episode of prompt {row['prompt_id']}: {error!r}"
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,16 +209,65 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     behind = max(0, step - 1 - number)
     origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
-    return _caught_up(trainee, run, step) if exact else trainee
-
-
-def _caught_up(trainee: Trainee, run: RunFolder, step: int) -> Trainee:
-    state = trainee.state
-    for number in range(state.step + 1, step):
-        recorded = read_step(run, number)
-        state.step = number
-        *_, state.beta = training_step(trainee.learner_now(), recorded.groups, number)
+    if not exact:
+        return trainee
+    for again in range(state.step + 1, step):
+        recorded = read_step(run, again)
+        state.step = again
+        *_, state.beta = training_step(trainee.learner_now(), recorded.groups, again)
         state.episode += len(recorded.rollouts)
         state.tokens += recorded.tokens
-    origin = replace(trainee.origin, replayed_steps=trainee.origin.steps_behind, steps_behind=0)
-    return replace(trainee, origin=origin)
+    return replace(trainee, origin=replace(origin, replayed_steps=behind, steps_behind=0))
+
+
+Watched = dict[str, torch.Tensor]
+"""Maps the name of each observed quantity to a tensor [B, T] with one value per token. The values
+come from the last optimizer step that trains on the token. The quantities are logp, entropy,
+weight, and the fields of `Effect` except `loss`. The entry `number` [B] is the index of the last
+optimizer step that trains on each row, counted from 0.
+"""
+
+
+def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
+    """Repeat the optimizer steps of a recorded training step.
+
+    Return the batch with one row for each rollout, the values of its tokens, and the metrics.
+    """
+    state = trainee.state
+    state.step = recorded.step
+    beta = recorded.metrics.get("objective/beta")
+    state.beta = state.beta if beta is None else beta
+    learner = trainee.learner_now()
+    settings = replace(learner.settings, skip_zero_gradient=False)
+    if not trainee.origin.exact:
+        # With other weights, recorded log-probs would look like a change of the policy.
+        settings = replace(settings, old_logp_from_sampler=False)
+    learner = replace(learner, settings=settings)
+    seen: list[Seen] = []
+    batch, metrics, state.beta = training_step(
+        learner, recorded.groups, recorded.step, watch=seen.append
+    )
+    assert batch is not None, "there are groups"
+    watched: Watched = {"number": torch.zeros_like(batch.lengths)}
+    for one in seen:
+        _record(watched, effect(learner.objective, one.micro, one.now), batch, one)
+    rollouts = joined(batch)
+    if rollouts.batch is batch:
+        return batch, watched, metrics
+    assert batch.rollout is not None
+    assert rollouts.batch.rollout is not None
+    first = [(batch.rollout == number).nonzero()[0, 0] for number in rollouts.batch.rollout]
+    tokens = {name: rollouts.join(v) for name, v in watched.items() if v.ndim == 2}
+    watched = {**tokens, "number": watched["number"][torch.stack(first)]}
+    return rollouts.batch, watched, metrics
+
+
+def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
+    """Write what one micro-batch shows of its tokens into the tensors of the batch."""
+    watched["number"][seen.rows] = seen.number
+    now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
+    for name, value in {**now, **found._asdict()}.items():
+        if value is not None and name != "loss":
+            dtype = torch.int64 if name == "clipped" else torch.float64
+            blank = torch.zeros_like(batch.mask, dtype=dtype)
+            watched.setdefault(name, blank)[seen.rows, : value.shape[1]] = value.to(dtype)

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from covey.analysis.explain.effect import Effect, parameter_gradients, whole_effect
-from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_trained
-from covey.analysis.explain.relearn import relearn
+from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_trained, relearn
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
@@ -134,8 +133,9 @@ def replay(
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)
-    if "beta" not in given:
-        algorithms = _with_own_beta(trainee, recorded, algorithms)
+    own, beta = trainee.config.objective.name, recorded.metrics.get("objective/beta")
+    if "beta" not in given and own in algorithms and beta is not None:  # that of the step
+        algorithms = {**algorithms, own: replace(algorithms[own], beta=beta)}
     base = _base(trainee, recorded, algorithms)
     batches = {
         name: _with_advantage(trainee, objective, base) for name, objective in algorithms.items()
@@ -151,22 +151,12 @@ def replay(
     second = _moment(policy, algorithms, batches, after, budget, updates=updates)
     return Replay(
         step=recorded.step,
-        run_algorithm=trainee.config.objective.name,
+        run_algorithm=own,
         options=given,
         origin=trainee.origin,
         rollouts=len(base),
         moments=(first, second),
     )
-
-
-def _with_own_beta(
-    trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]
-) -> Mapping[str, Objective]:
-    """Set the KL coefficient (beta) of the run's own algorithm to the value of the step."""
-    own, beta = trainee.config.objective.name, recorded.metrics.get("objective/beta")
-    if own not in algorithms or beta is None:
-        return algorithms
-    return {**algorithms, own: replace(algorithms[own], beta=beta)}
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
@@ -208,45 +198,39 @@ def _moment(
     updates: int,
 ) -> Moment:
     effects = {name: whole_effect(o, batches[name], now) for name, o in algorithms.items()}
-    found = families({name: _slopes(e) for name, e in effects.items()})
+    slopes = {  # one vector with all token gradients, for log-probs and for entropies
+        name: torch.cat([found.gradient.flatten(), found.entropy_gradient.flatten()]).double()
+        for name, found in effects.items()
+    }
+    found = families(slopes)
     leaders = {family.leader: effects[family.leader] for family in found}
     some = next(iter(batches.values()))
     gradients = parameter_gradients(policy, some, leaders, budget)
     factors = {m.name: (f.leader, m.factor) for f in found for m in f.members}
-    dots = _dots(gradients)
+    dots = {
+        (a, b): float((x.double() * y.double()).sum())
+        for a, x in gradients.items()
+        for b, y in gradients.items()
+    }
 
     def dot(a: str, b: str) -> float:
         (lead_a, by_a), (lead_b, by_b) = factors[a], factors[b]
         return dots[lead_a, lead_b] * by_a * by_b
 
     norms = {name: dot(name, name) ** 0.5 for name in algorithms}
+
+    def cosine(a: str, b: str) -> float | None:
+        size = norms[a] * norms[b]
+        return max(-1.0, min(1.0, dot(a, b) / size)) if size else None
+
     return Moment(
         updates=updates,
         algorithms=tuple(
             _replayed(name, batches[name], effects[name], norms[name]) for name in algorithms
         ),
-        cosine=tuple(
-            tuple(_cosine(dot(a, b), norms[a], norms[b]) for b in algorithms) for a in algorithms
-        ),
+        cosine=tuple(tuple(cosine(a, b) for b in algorithms) for a in algorithms),
         families=found,
     )
-
-
-def _slopes(found: Effect) -> torch.Tensor:
-    """Return one vector with all token gradients, for log-probs and for entropies."""
-    return torch.cat([found.gradient.flatten(), found.entropy_gradient.flatten()]).double()
-
-
-def _cosine(dot: float, a: float, b: float) -> float | None:
-    return max(-1.0, min(1.0, dot / (a * b))) if a and b else None
-
-
-def _dots(gradients: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], float]:
-    return {
-        (a, b): float((x.double() * y.double()).sum())
-        for a, x in gradients.items()
-        for b, y in gradients.items()
-    }
 
 
 def _replayed(name: str, batch: Batch, found: Effect, norm: float) -> Replayed:

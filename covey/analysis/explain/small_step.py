@@ -11,7 +11,6 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,14 +89,13 @@ def small_batch(
         success=good,
         group=torch.zeros(count, dtype=torch.int64),
         truncated=torch.zeros(count, dtype=torch.bool),
-        parts=torch.tensor([[r, float(g)] for r, g in zip(rewards, good.tolist(), strict=True)]),
+        parts=torch.tensor(list(zip(rewards, good.tolist(), strict=True))).double(),
         old_logp=old.where(mask, zeros),
         ref_logp=(old - 0.1).where(mask, zeros),
         values=(zeros + sum(rewards) / count).where(mask, zeros),  # a critic that knows the mean
         teacher_logp=(old + 0.1 * pattern).where(mask, zeros),
         entropy=(1.0 + 0.5 * pattern).where(mask, zeros),
     )
-    batch = replace(batch, parts=batch.parts.double() if batch.parts is not None else None)
     logp = (old + drift * pattern).where(mask, zeros)
     assert batch.entropy is not None
     return batch, LogProbs(logp, batch.entropy)

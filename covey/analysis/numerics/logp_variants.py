@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -15,7 +16,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, padded_hidden
 from covey.training.parallel.passes import whole_batch
 from covey.training.policy import Policy
-from covey.types import Batch, Group
+from covey.types import Batch, Group, Rollout
 
 SORTED_COPIES = 4
 """Number of tensors that truncation needs: sorted values, indices, cumulative sums, mask."""
@@ -92,19 +93,16 @@ def log_kept(
     return whole_batch(batch, micro_batch_tokens, kept).logp
 
 
+def paired(one: Sequence[Group], other: Sequence[Group]) -> list[tuple[Rollout, Rollout]]:
+    """Return the two versions of each completion."""
+    groups = zip(one, other, strict=True)
+    return [pair for a, b in groups for pair in zip(a.rollouts, b.rollouts, strict=True)]
+
+
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
     """Return a mask [B, T] of the common prefix of the two versions of each completion."""
     mask = torch.zeros_like(like.mask)
-    pairs = [
-        pair
-        for a, b in zip(one, other, strict=True)
-        for pair in zip(a.rollouts, b.rollouts, strict=True)
-    ]
-    for row, (a, b) in enumerate(pairs):
-        same = 0
-        for x, y in zip(a.tokens, b.tokens, strict=False):
-            if x != y:
-                break
-            same += 1
-        mask[row, :same] = True
+    for row, (a, b) in enumerate(paired(one, other)):
+        tokens = zip(a.tokens, b.tokens, strict=False)
+        mask[row, : sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tokens))] = True
     return mask

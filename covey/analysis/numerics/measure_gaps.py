@@ -29,6 +29,7 @@ from covey.analysis.numerics.logp_variants import (
     alone_logp,
     common_prefix,
     log_kept,
+    paired,
     trainer_logp,
     wide_logp,
 )
@@ -46,7 +47,7 @@ from covey.training.collate import collate
 from covey.training.make_engine import native_engine
 from covey.training.schedule import Budget
 from covey.training.step import Learner, filled_batch, optimize
-from covey.types import Batch, Group
+from covey.types import Group
 
 ALONE = 16
 """The number of completions that are also generated and evaluated one at a time."""
@@ -102,7 +103,6 @@ def measure(
     if not _clips_ratios(parts):
         name = parts.config.objective.name
         notes = (*notes, f"outside: {name} has no clip range of ratios; grpo's is used")
-    order = [name for name in CAUSES if name in found]
     weight = parts.policy.model.head.linear.weight
     return Report(
         model=parts.config.model.path,
@@ -110,9 +110,9 @@ def measure(
         dtype=str(weight.dtype).removeprefix("torch."),
         completions=sum(len(group.rollouts) for group in groups),
         alone=sum(len(group.rollouts) for group in few),
-        diverged=_diverged(few, solo),
+        diverged=sum(a.tokens != b.tokens for a, b in paired(few, solo)),
         clip=clip,
-        causes=(*(Cause(name=name, gap=found[name]) for name in order), *stale),
+        causes=(*(Cause(name=n, gap=found[n]) for n in CAUSES if n in found), *stale),
         notes=notes,
     )
 
@@ -159,11 +159,6 @@ def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: i
         sampling=replace(parts.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
         step=step,
     )
-
-
-def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
-    tokens = ([r.tokens for group in groups for r in group.rollouts] for groups in (few, solo))
-    return sum(a != b for a, b in zip(*tokens, strict=True))
 
 
 def _over_all(
@@ -233,7 +228,8 @@ def _stale(
         found.append(Cause(name="staleness", gap=gap, updates=number))
     # A penalty or an entropy bonus may still move the policy.
     still = once.objective.only_surrogate or found[-1].gap.max == 0
-    if still and not _has_advantage(batch):
+    assert batch.advantage is not None, "set with the batch"
+    if still and not bool(((batch.advantage != 0) & batch.mask).any()):
         notes += (
             "staleness: no trained token has an advantage, so these steps changed nothing; "
             "other rollouts change more",
@@ -254,11 +250,6 @@ def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]
     note = f"staleness: the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
     at_peak = replace(once, learning_rate=lambda version: peak)
     return replace(learner, settings=at_peak), (note,)
-
-
-def _has_advantage(batch: Batch) -> bool:
-    assert batch.advantage is not None, "set with the batch"
-    return bool(((batch.advantage != 0) & batch.mask).any())
 
 
 # Causes of differences between the log-probs of engine and trainer, and their remedies.

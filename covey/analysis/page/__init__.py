@@ -1,1 +1,1 @@
-"""Style sheet and templates that all reports share."""
+"""Templates, style sheet and scripts of all reports."""

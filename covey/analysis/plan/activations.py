@@ -29,16 +29,12 @@ input on the device is in use, and another is being copied.
 class Saved:
     """The number of tensors that one Llama layer keeps for its backward pass, by kind."""
 
-    norm_float: int
-    """The number of float32 tensors as wide as the hidden state: the inputs of norms."""
     norm: int
     """The number of hidden-state-wide tensors in the model's precision: norm outputs."""
     norm_frozen: int
     """The value of `norm` for a model with LoRA, in which the norms are frozen."""
     inner: int
     """The number of tensors as wide as the MLP: gate, activation, up, and their product."""
-    inner_adapted: int
-    """The value of `inner` for a model with LoRA, in which LoRA layers keep their inputs."""
     output: int = 1
     """The number of tensors as wide as all query heads: the input of the output projection."""
     projections: int = 7
@@ -49,11 +45,9 @@ class Saved:
     """Whether the model uses flash attention, which pads keys and values, but not queries."""
 
 
-EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
+EAGER = Saved(norm=4, norm_frozen=2, inner=4)
 """Tensors saved by layers that run the unfused code of transformers."""
-FUSED = Saved(
-    norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=2, projections=0, fused=True
-)
+FUSED = Saved(norm=2, norm_frozen=2, inner=2, projections=0, fused=True)
 """Fused layers keep the inputs and outputs of norms, and recompute SwiGLU and LoRA products."""
 FLASH = replace(FUSED, output=0, flash=True)
 """Tensors saved by fused 16-bit layers with flash attention. `output` is 0 because flash attention
@@ -89,9 +83,9 @@ class Pass:
 def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
     """Return the bytes that a layer keeps for its backward pass (`size` bytes per number)."""
     norms = kernels.norm_frozen if shape.rank else kernels.norm
-    inner = kernels.inner_adapted if shape.rank else kernels.inner
-    token = kernels.norm_float * shape.hidden * FLOAT + norms * shape.hidden * size
-    token += (kernels.output * shape.query + inner * shape.inner) * size
+    # Both norms keep their inputs in float32.
+    token = 2 * shape.hidden * FLOAT + norms * shape.hidden * size
+    token += (kernels.output * shape.query + kernels.inner * shape.inner) * size
     if shape.rank:
         token += min(kernels.projections, shape.adapted // shape.layers) * shape.rank * size
     return batch.tokens * token + _attention_bytes(shape, size, batch, kernels, device)
@@ -176,7 +170,9 @@ def training_bytes(
         # The first norm keeps the layer's input itself, and the result of attention is kept.
         attended = batch.tokens * (shape.query * size + shape.heads * FLOAT) * kernels.flash
         again = layer - stream - attended if checkpointing else 0
-        passing = max(0, again + _fused_backward(shape, size, batch) - head)
+        # The temporary tensors in the backward pass of the last MLP.
+        backward = batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))
+        passing = max(0, again + backward - head)
         kept = inputs * stream + shape.layers * attended if checkpointing else shape.layers * layer
         return kept + ends + passing
     layers = shape.layers * layer
@@ -186,8 +182,3 @@ def training_bytes(
     freed = batch.tokens * kernels.inner * shape.inner * size
     passing = max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device) - freed)
     return layers + ends + passing
-
-
-def _fused_backward(shape: Shape, size: int, batch: Pass) -> int:
-    """Return the bytes of temporary tensors in the backward pass of the last MLP."""
-    return batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))

@@ -279,18 +279,9 @@ def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict
     rows = []
     for name, model in models:
         for gpus in COUNTS:
-            found = splits(model, work, gpus, staleness=STALENESS)
-            in_turn = splits(model, work, gpus, staleness=0)
-            if found:
-                rows.append(_row(name, found[0], in_turn[0].seconds))
+            if not (found := splits(model, work, gpus, staleness=STALENESS)):
+                continue
+            best, in_turn = found[0], splits(model, work, gpus, staleness=0)[0]
+            row = {**asdict(best), "shared": best.shared, "seconds": best.seconds}
+            rows.append({"model": name, **row, "seconds_in_turn": in_turn.seconds})
     return rows
-
-
-def _row(name: str, best: Split, in_turn: float) -> dict[str, Any]:
-    return {
-        "model": name,
-        **asdict(best),
-        "shared": best.shared,
-        "seconds": best.seconds,
-        "seconds_in_turn": in_turn,
-    }

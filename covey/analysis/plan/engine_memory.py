@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from covey.accel.sizes import SHORT, VOCABULARY_BLOCK, padded_tokens
 from covey.analysis.plan.activations import FLASH, FLOAT, Pass, kernels_of, passing_bytes
-from covey.analysis.plan.forecast import ALWAYS, Part
+from covey.analysis.plan.forecast import ALWAYS, Part, RunFacts
 from covey.analysis.plan.model_shape import Shape
-from covey.analysis.plan.run_facts import RunFacts
-from covey.config import Config
 from covey.engines.native.sizes import (
     CAPACITY_STEP,
     FUSED_BYTES,
@@ -47,14 +45,6 @@ class Call:
     max_concurrent: int
 
     @property
-    def graph_copies(self) -> int:
-        """The number of logits-sized tensors that the CUDA graph of a decode step keeps.
-
-        The number is 1 if sampling is not truncated (no top-k, top-p or min-p).
-        """
-        return self.copies if self.copies == TRUNCATED_COPIES else 1
-
-    @property
     def together(self) -> int:
         """The number of completions generated at once."""
         return min(self.max_concurrent, self.prompts * self.group_size)
@@ -63,6 +53,11 @@ class Call:
     def width(self) -> int:
         """The number of KV-cache slots on a GPU (`together`, rounded up for CUDA graphs)."""
         return width_for(self.together)
+
+    @property
+    def started(self) -> int:
+        """The number of completions that a GPU starts at the same time."""
+        return min(self.width, self.prompts * self.group_size)
 
     def prefilled(self, completions: int) -> int:
         """Return the number of prompts to prefill for the given number of completions."""
@@ -76,8 +71,7 @@ def engine_parts(run: RunFacts) -> list[Part]:
     """
     calls, shape = _calls(run), run.shape
     if run.on_gpu and (shape.fuses or shape.fused_attention):
-        graph = _graph_parts(run, calls, run.config.engine.cache_gigabytes)
-        return [*graph, *_float8_parts(shape, run.config)]
+        return [*_graph_parts(run, calls), *_float8_parts(run)]
     per_call = [_eager_parts(run, call) for call in calls]
     largest = max(per_call, key=lambda parts: sum(part.bytes for part in parts))
     fused = shape.fusable * run.size
@@ -93,14 +87,14 @@ def _calls(run: RunFacts) -> list[Call]:
     truncates = sampling_of(config).distribution.truncates
     copies = TRUNCATED_COPIES if truncates else SAMPLED_COPIES
     together = config.overlap.staleness + 1 if config.overlap.mode == "ahead" else 1
-    calls = [(run.share(rollout.prompts_per_step) * together, rollout.group_size, copies)]
+    sizes = [(run.share(rollout.prompts_per_step) * together, rollout.group_size, copies)]
     if evaluate.every:
-        calls.append((held_out, 1, GREEDY_COPIES))
+        sizes.append((held_out, 1, GREEDY_COPIES))
         if evaluate.samples:
-            calls.append((held_out, evaluate.samples, copies))
+            sizes.append((held_out, evaluate.samples, copies))
     return [
         Call(prompts=prompts, group_size=size, copies=n, max_concurrent=most)
-        for prompts, size, n in calls
+        for prompts, size, n in sizes
     ]
 
 
@@ -108,7 +102,7 @@ def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
     """Return the memory that one generation call needs without CUDA graphs."""
     shape, slots = run.shape, call.together
     prompts = call.prefilled(slots)
-    capacity = -(-(run.prompt + run.completion) // CAPACITY_STEP) * CAPACITY_STEP
+    capacity = -(-run.row_tokens // CAPACITY_STEP) * CAPACITY_STEP
     cache = slots * capacity * run.position + slots * run.completion * TOKEN_BYTES
     kept = run.device.kind == "cpu" and cache <= SPARE_BYTES
     together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
@@ -145,7 +139,7 @@ def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
     ]
 
 
-def _graph_parts(run: RunFacts, calls: Sequence[Call], gigabytes: float) -> list[Part]:
+def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
     """Return the memory that generation needs if the engine captures CUDA graphs.
 
     CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
@@ -158,9 +152,9 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call], gigabytes: float) -> list
     page = page_for(run.completion)
     longest = -(-run.completion // page)
     pages = width * longest
-    if gigabytes:
+    if gigabytes := run.config.engine.cache_gigabytes:
         pages = max(longest, min(pages, int(gigabytes * 2**30 // (page * run.stored))))
-    passing = [part for call in calls for part in (_prefill(run, call), _first_tokens(run, call))]
+    prefills = [_prefill_parts(run, call) for call in calls]
     return [
         Part(
             "KV cache",
@@ -180,16 +174,17 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call], gigabytes: float) -> list
             ALWAYS,
             f"temporaries of a CUDA graph for {width} completions, mostly logits",
         ),
-        max((_prefill_graph(run, call) for call in calls), key=lambda part: part.bytes),
+        max((graph for graph, *_ in prefills), key=lambda part: part.bytes),
         # The calls run one after the other, so only the largest counts.
-        max(passing, key=lambda part: part.bytes),
+        max((part for _, *parts in prefills for part in parts), key=lambda part: part.bytes),
     ]
 
 
-def _float8_parts(shape: Shape, config: Config) -> list[Part]:
+def _float8_parts(run: RunFacts) -> list[Part]:
     """Return the memory of the engine's float8 copy of the weights."""
-    if config.engine.dtype != "float8":
+    if run.config.engine.dtype != "float8":
         return []
+    shape = run.shape
     outputs = shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.inner
     copies = shape.layers * (_layer_weights(shape) + outputs)
     why = "the weights of the layers in 8 bits, one scale per output"
@@ -204,30 +199,11 @@ def _graph_bytes(run: RunFacts, call: Call) -> int:
     """
     shape, size = run.shape, run.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
-    logits = call.graph_copies * shape.vocabulary * FLOAT + 2 * blocks * FLOAT
+    # Sampling from the full distribution (without top-k, top-p and min-p) needs no copies.
+    copies = call.copies if call.copies == TRUNCATED_COPIES else 1
+    logits = copies * shape.vocabulary * FLOAT + 2 * blocks * FLOAT
     layer = (2 * shape.query + 2 * shape.key + 3 * shape.inner + 2 * shape.hidden) * size
     return call.width * (shape.hidden * (FLOAT + size) + max(logits, layer))
-
-
-def _prefill_graph(run: RunFacts, call: Call) -> Part:
-    """Return the memory that a prefill's CUDA graph keeps for its temporary tensors."""
-    batch = _prefill_pass(run, call)
-    captured = _captures_prefill(run, batch)
-    batch = replace(batch, tokens=padded_tokens(batch.tokens))
-    return Part(
-        "prefill graph",
-        passing_bytes(run.shape, run.size, batch, "cuda") if captured else 0,
-        ALWAYS,
-        f"temporaries of a CUDA graph for {batch.tokens:,} prompt tokens",
-    )
-
-
-def _captures_prefill(run: RunFacts, batch: Pass) -> bool:
-    """Return whether the engine runs the prefill pass `batch` as a CUDA graph."""
-    if kernels_of(run.shape, run.size, "cuda") != FLASH or run.float8_cache:
-        return False
-    weights = run.shape.layers * _layer_weights(run.shape)
-    return 2 * weights * batch.tokens <= PREFILL_FLOPS
 
 
 def _layer_weights(shape: Shape) -> int:
@@ -235,46 +211,43 @@ def _layer_weights(shape: Shape) -> int:
     return shape.hidden * (2 * shape.query + 2 * shape.key + 3 * shape.inner)
 
 
-def _prefill_pass(run: RunFacts, call: Call) -> Pass:
-    """Return the size of the largest forward pass that prefills prompts."""
-    prompts = call.prefilled(_started(call))
+def _prefill_parts(run: RunFacts, call: Call) -> tuple[Part, Part, Part]:
+    """Return the memory of prefill: its CUDA graph, its logits, and sampling the first tokens.
+
+    The logits are counted with the forward pass, if the engine does not capture it as a CUDA graph.
+    """
+    shape, vocabulary, prompts = run.shape, run.shape.vocabulary, call.prefilled(call.started)
     together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
-    return Pass(
-        rows=together,
-        columns=run.prompt,
-        tokens=together * run.prompt,
-        chosen=together,
-        packed=run.shape.fuses,
+    tokens = together * run.prompt
+    batch = Pass(
+        rows=together, columns=run.prompt, tokens=tokens, chosen=together, packed=shape.fuses
     )
-
-
-def _prefill(run: RunFacts, call: Call) -> Part:
-    """Return the memory of prefill logits, plus the forward pass if it has no CUDA graph."""
-    shape, prompts = run.shape, call.prefilled(_started(call))
-    batch = _prefill_pass(run, call)
-    passing = 0
-    if not _captures_prefill(run, batch):
+    padded = replace(batch, tokens=padded_tokens(tokens))
+    flash = kernels_of(shape, run.size, "cuda") == FLASH and not run.float8_cache
+    if flash and 2 * shape.layers * _layer_weights(shape) * tokens <= PREFILL_FLOPS:
+        captured, passing = passing_bytes(shape, run.size, padded, "cuda"), 0
+    else:
         # The KV cache of one prefill is freed once that of the next is allocated.
-        held = (1 if batch.rows == prompts else 2) * batch.tokens * run.position
-        passing = held + passing_bytes(shape, run.size, batch, "cuda")
-    return Part(
-        "prefill",
-        passing + prompts * shape.vocabulary * FLOAT,
-        ("sample",),
-        f"{prompts} prompts, {batch.rows} at a time",
+        held = (1 if together == prompts else 2) * tokens * run.position
+        captured, passing = 0, held + passing_bytes(shape, run.size, batch, "cuda")
+    return (
+        Part(
+            "prefill graph",
+            captured,
+            ALWAYS,
+            f"temporaries of a CUDA graph for {padded.tokens:,} prompt tokens",
+        ),
+        Part(
+            "prefill",
+            passing + prompts * vocabulary * FLOAT,
+            ("sample",),
+            f"{prompts} prompts, {together} at a time",
+        ),
+        Part(
+            "sampling",
+            (call.started * call.copies + prompts) * vocabulary * FLOAT,
+            ("sample",),
+            f"logits of {call.started} first tokens over {vocabulary:,} tokens, "
+            f"{call.copies} copies",
+        ),
     )
-
-
-def _first_tokens(run: RunFacts, call: Call) -> Part:
-    completions, vocabulary = _started(call), run.shape.vocabulary
-    return Part(
-        "sampling",
-        (completions * call.copies + call.prefilled(completions)) * vocabulary * FLOAT,
-        ("sample",),
-        f"logits of {completions} first tokens over {vocabulary:,} tokens, {call.copies} copies",
-    )
-
-
-def _started(call: Call) -> int:
-    """Return how many completions start at the same time."""
-    return min(call.width, call.prompts * call.group_size)

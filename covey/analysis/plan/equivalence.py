@@ -102,7 +102,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
         "correction": piece_of(objective.correction) if corrects and objective.correction else None,
         "mean_one": objective.correction_mean_one and corrects,
         "veto": objective.veto if corrects else 0.0,
-        "critic": _critic(setup),
+        "critic": [piece_of(each) for each in (objective.targets, objective.value_loss) if each],
         "to_sampler": "sampler_as_old" in objective.needs and not setup.exact,
         "off_policy_limit": objective.off_policy_limit if drifts else 0.0,
     }
@@ -145,12 +145,6 @@ def reference_is_policy(setup: Setup) -> bool:
     # Within a batch the policy moves away from the reference, which affects a KL in the loss.
     unseen = setup.one_update or setup.objective.kl_in == "reward"
     return whole and unseen and setup.config.train.updates % reference.every == 0
-
-
-def _critic(setup: Setup) -> tuple[Piece, Piece] | None:
-    """Return the critic's functions for targets and value loss; None without a critic."""
-    targets, loss = setup.objective.targets, setup.objective.value_loss
-    return None if targets is None or loss is None else (piece_of(targets), piece_of(loss))
 
 
 def _advantage(setup: Setup) -> Piece:

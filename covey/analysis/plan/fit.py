@@ -30,44 +30,34 @@ def memory_findings(
     """Yield a finding if the run needs more memory than its device has."""
     if found.fits:
         return
-    if ranks > 1:
-        yield _more_ranks(config, found, facts, shape, ranks)
-        return
-    changes = settings_that_fit(config, found.device, facts, shape)
-    name, memory = found.device.name, size_text(found.device.memory)
-    remedy = f"use a device with {size_text(found.peak / (1 - MARGIN))}, which leaves a tenth free"
-    if changes is not None:
-        remedy = "set " + ", ".join(f"{key} = {toml_value(v)}" for key, v in changes.items())
-        peak = forecast(changed(config, changes), found.device, facts).peak
-        remedy += f": the peak is then {size_text(peak)}"
-    if (needed := ranks_that_fit(config, found.device, facts, shape)) is not None:
-        remedy += f"; or train on {needed} such devices with parallel.strategy = 'fsdp'"
+    needs, memory = size_text(found.peak), size_text(found.device.memory)
+    enough = f"{size_text(found.peak / (1 - MARGIN))}, which leaves a tenth free"
+    needed = ranks_that_fit(config, found.device, facts, shape)
+    if ranks == 1:
+        changes = settings_that_fit(config, found.device, facts, shape)
+        settings, docs = tuple(changes or ("model.path",)), "docs/memory.md"
+        subject, remedy = "the run", f"use a device with {enough}"
+        if changes is not None:
+            remedy = "set " + ", ".join(f"{key} = {toml_value(v)}" for key, v in changes.items())
+            peak = forecast(changed(config, changes), found.device, facts).peak
+            remedy += f": the peak is then {size_text(peak)}"
+        if needed is not None:
+            remedy += f"; or train on {needed} such devices with parallel.strategy = 'fsdp'"
+    else:
+        settings, docs = ("parallel.strategy",), "docs/scaling.md"
+        subject, remedy = f"each of {ranks} ranks", f"use devices with {enough}"
+        if needed is not None:
+            remedy = f"train on {needed} ranks with parallel.strategy = 'fsdp'"
+    phase = found.peak_phase
+    largest = max((p for p in found.parts if phase in p.phases), key=lambda p: p.bytes)
     yield Finding(
         kind="risk",
-        title=f"the run needs {size_text(found.peak)}, but {name} has {memory}",
-        why=f"The run would run out of memory. Largest part: {_largest(found)}.",
+        title=f"{subject} needs {needs}, but {found.device.name} has {memory}",
+        why="The run would run out of memory. Largest part: "
+        f"{largest.name}, {size_text(largest.bytes)} ({largest.why}).",
         remedy=remedy,
-        docs="docs/memory.md",
-        settings=tuple(changes or ("model.path",)),
-    )
-
-
-def _more_ranks(
-    config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int
-) -> Finding:
-    """Return the finding for a run with several ranks that each need too much memory."""
-    needed = ranks_that_fit(config, found.device, facts, shape)
-    remedy = f"use devices with {size_text(found.peak / (1 - MARGIN))}, which leaves a tenth free"
-    if needed is not None:
-        remedy = f"train on {needed} ranks with parallel.strategy = 'fsdp'"
-    return Finding(
-        kind="risk",
-        title=f"each of {ranks} ranks needs {size_text(found.peak)}, but {found.device.name} has "
-        f"{size_text(found.device.memory)}",
-        why=f"The run would run out of memory. Largest part: {_largest(found)}.",
-        remedy=remedy,
-        docs="docs/scaling.md",
-        settings=("parallel.strategy",),
+        docs=docs,
+        settings=settings,
     )
 
 
@@ -85,28 +75,35 @@ def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shap
     return None
 
 
-def _largest(found: Forecast) -> str:
-    phase = found.peak_phase
-    part = max((p for p in found.parts if phase in p.phases), key=lambda p: p.bytes)
-    return f"{part.name}, {size_text(part.bytes)} ({part.why})"
-
-
 def settings_that_fit(
     config: Config, device: Device, facts: TaskFacts, shape: Shape
 ) -> Settings | None:
     """Return the cheapest changes of settings that leave 10 % of the device's memory free."""
+
+    def fitting(changes: Settings) -> Settings | None:
+        """Return `changes`, plus a smaller micro_batch_tokens if the current value does not fit.
+
+        Return None if no micro-batch size fits into the memory of the device.
+        """
+        same_shape = shape if "adapter.rank" not in changes else None
+        found = forecast(changed(config, changes), device, facts, same_shape)
+        tokens = found.suggested_micro_batch_tokens
+        if tokens is None or tokens >= found.micro_batch_tokens:
+            fits = tokens is not None and found.peak <= (1 - MARGIN) * device.memory
+            return changes if fits else None
+        return {**changes, "train.micro_batch_tokens": tokens}
+
     chosen: dict[str, Any] = {}
+    found: Settings | None = None
     for change in _changes(config):
         chosen |= change
-        if _fitting(config, chosen, device, facts, shape) is not None:
+        if (found := fitting(chosen)) is not None:
             break
-    else:
-        return None
-    for key in list(chosen)[:-1]:  # a later change may have made this one unnecessary
+    for key in list(chosen)[:-1] if found is not None else ():
         fewer = {k: v for k, v in chosen.items() if k != key}
-        if _fitting(config, fewer, device, facts, shape) is not None:
-            chosen = fewer
-    return _fitting(config, chosen, device, facts, shape)
+        if (less := fitting(fewer)) is not None:  # a later change made this one unnecessary
+            chosen, found = fewer, less
+    return found
 
 
 def _changes(config: Config) -> Iterator[Settings]:
@@ -124,22 +121,6 @@ def _changes(config: Config) -> Iterator[Settings]:
         yield {"optimizer.state": "compact"}
     if not config.adapter.rank:
         yield {"adapter.rank": RANK}
-
-
-def _fitting(
-    config: Config, changes: Settings, device: Device, facts: TaskFacts, shape: Shape
-) -> Settings | None:
-    """Return `changes`, plus a smaller micro_batch_tokens if the current value does not fit.
-
-    Return None if no micro-batch size fits into the memory of the device.
-    """
-    same_shape = shape if "adapter.rank" not in changes else None
-    found = forecast(changed(config, changes), device, facts, same_shape)
-    tokens = found.suggested_micro_batch_tokens
-    if tokens is None or tokens >= found.micro_batch_tokens:
-        fits = tokens is not None and found.peak <= (1 - MARGIN) * device.memory
-        return changes if fits else None
-    return {**changes, "train.micro_batch_tokens": tokens}
 
 
 def changed(config: Config, changes: Settings) -> Config:

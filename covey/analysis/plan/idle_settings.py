@@ -13,7 +13,7 @@ from covey.analysis.plan.equivalence import (
     reference_is_policy,
 )
 from covey.analysis.plan.finding import Said, Setup, rule
-from covey.analysis.plan.run_length import most_steps
+from covey.analysis.plan.summary import most_steps
 from covey.config import Config
 from covey.config.schema import Section
 from covey.errors import CoveyError

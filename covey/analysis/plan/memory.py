@@ -9,8 +9,6 @@ sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from covey.accel.sizes import CHUNK_STEP, LIVE_COPIES, chunk_rows, padded_tokens
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
 from covey.analysis.plan.engine_memory import engine_parts
@@ -22,9 +20,9 @@ from covey.analysis.plan.forecast import (
     Device,
     Forecast,
     Part,
+    RunFacts,
 )
 from covey.analysis.plan.model_shape import Shape, shape_of
-from covey.analysis.plan.run_facts import RunFacts
 from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config
 from covey.config.schema import Adapter
@@ -53,7 +51,7 @@ def forecast(
     `facts` (about the task) and `shape` (of the model) if the caller does not pass them.
     """
     config = resolve(config)
-    run = _Run(
+    run = RunFacts(
         config=config,
         device=Device.here(config.model.device) if device is None else device,
         shape=shape_of(config) if shape is None else shape,
@@ -64,19 +62,19 @@ def forecast(
     tokens = config.train.micro_batch_tokens
     return Forecast(
         device=run.device,
-        parts=run.parts(tokens),
+        parts=_parts(run, tokens),
         micro_batch_tokens=tokens,
         suggested_micro_batch_tokens=_suggest(run),
-        notes=run.notes(),
+        notes=_notes(run),
     )
 
 
-def _suggest(run: _Run) -> int | None:
+def _suggest(run: RunFacts) -> int | None:
     """Return the largest micro_batch_tokens with 10 % of memory free; None if none fits."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:
-        parts = run.parts(steps * MICRO_BATCH_STEP)
+        parts = _parts(run, steps * MICRO_BATCH_STEP)
         return max(sum(p.bytes for p in parts if phase in p.phases) for phase in ALWAYS) <= room
 
     all_at_once = -(-run.rows * run.row_tokens // MICRO_BATCH_STEP)
@@ -91,198 +89,196 @@ def _suggest(run: _Run) -> int | None:
     return low * MICRO_BATCH_STEP or None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run(RunFacts):
-    """A run, with methods that compute the parts of its memory."""
-
-    def micro_batch(self, micro_batch_tokens: int) -> Pass:
-        """Return the size of the largest micro-batch if all sequences have full length."""
-        completion, group_size = self.config.rollout.max_tokens, self.config.rollout.group_size
-        if self.on_gpu:
-            rows, prompts = largest_micro_batch(
-                self.rows, group_size, self.prompt, completion, micro_batch_tokens
-            )
-        else:
-            rows = min(self.rows, max(1, micro_batch_tokens // self.row_tokens))
-            # Packed rows share a group's prompt, and the model does not read the last tokens.
-            prompts = min(rows, -(-rows // group_size))
-        packed = self.shape.fused_attention
-        tokens = rows * self.row_tokens
-        if packed:
-            tokens = prompts * self.prompt + rows * (completion - 1)
-        chosen = rows * completion
-        return Pass(
-            rows=rows,
-            columns=self.row_tokens - (1 if packed else 0),
-            tokens=padded_tokens(tokens) if self.captured else tokens,
-            chosen=padded_tokens(chosen) if self.captured else chosen,
-            packed=packed,
+def _micro_batch(run: RunFacts, micro_batch_tokens: int) -> Pass:
+    """Return the size of the largest micro-batch if all sequences have full length."""
+    completion, group_size = run.completion, run.config.rollout.group_size
+    if run.on_gpu:
+        rows, prompts = largest_micro_batch(
+            run.rows, group_size, run.prompt, completion, micro_batch_tokens
         )
+    else:
+        rows = min(run.rows, max(1, micro_batch_tokens // run.row_tokens))
+        # Packed rows share a group's prompt, and the model does not read the last tokens.
+        prompts = min(rows, -(-rows // group_size))
+    packed = run.shape.fused_attention
+    tokens = rows * run.row_tokens
+    if packed:
+        tokens = prompts * run.prompt + rows * (completion - 1)
+    chosen = rows * completion
+    return Pass(
+        rows=rows,
+        columns=run.row_tokens - (1 if packed else 0),
+        tokens=padded_tokens(tokens) if run.captured else tokens,
+        chosen=padded_tokens(chosen) if run.captured else chosen,
+        packed=packed,
+    )
 
-    def parts(self, micro_batch_tokens: int) -> tuple[Part, ...]:
-        """Return all parts of the run's memory."""
-        batch = self.micro_batch(micro_batch_tokens)
-        framework, why = FRAMEWORK[self.device.kind]
-        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.engine_actors
-        return (
-            Part("framework", framework, ALWAYS, why),
-            *self._model_parts(),
-            *(() if elsewhere else engine_parts(self)),
-            *self._pass_parts(batch),
-            *([] if self.sharded else self._gradient_parts(batch)),
-        )
 
-    def _model_parts(self) -> list[Part]:
-        """Return the memory of weights, optimizer state and (only with FSDP) gradients."""
-        shape, size = self.shape, self.size
-        weights = shape.parameters + shape.added
-        state = self.config.optimizer.state
-        master, moments = STATE_BYTES[state]
-        others = [reference_part(self, weights), *teacher_parts(self)]
-        if "values" in self.objective.needs:
-            others += critic_parts(self.config, shape, size, (master, moments))
-        if self.sharded:
-            stays = self.shards == 1 and self.on_gpu and shape.fuses
-            own = sharded_parts(shape, size, self.shards, moments, stays_gathered=stays)
-            return [*own, *others]
-        return [
-            Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
-            Part(
-                "master weights",
-                shape.trained * master if size < FLOAT else 0,
-                ALWAYS,
-                "trained parameters in float32" + ", lower half" * (state == "compact"),
-            ),
-            Part(
-                "moments",
-                shape.trained * moments,
-                ALWAYS,
-                f"AdamW's two moments of {shape.trained:,} trained parameters",
-            ),
-            *others,
-            *self._engine_copies(weights),
-        ]
+def _parts(run: RunFacts, micro_batch_tokens: int) -> tuple[Part, ...]:
+    """Return all parts of the run's memory."""
+    batch = _micro_batch(run, micro_batch_tokens)
+    framework, why = FRAMEWORK[run.device.kind]
+    elsewhere = run.config.engine.kind == "vllm" or run.config.cluster.engine_actors
+    return (
+        Part("framework", framework, ALWAYS, why),
+        *_model_parts(run),
+        *([] if elsewhere else engine_parts(run)),
+        *_pass_parts(run, batch),
+        *([] if run.sharded else _gradient_parts(run, batch)),
+    )
 
-    def _engine_copies(self, weights: int) -> list[Part]:
-        """Return the memory of the engine's own weight copies on the training device."""
-        overlap, engine = self.config.overlap, self.config.engine
-        if engine.kind == "native" or engine.device not in ("auto", self.config.model.device):
-            return []
-        waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
-        held = weights + self.shape.trained * (1 + waiting)
-        why = f"a copy, 1 to hand over, {waiting} waiting"
-        return [Part("weights of the engine", held * self.size, ALWAYS, why)]
 
-    def _by_reference(self) -> bool:
-        """Return whether a reference or a teacher runs on this device."""
-        needs, config = self.objective.needs, self.config
-        reference = "reference" in needs and config.reference.kind != "server"
-        teacher = config.teacher.path or config.teacher.policy
-        return reference or ("teacher" in needs and bool(teacher))
+def _model_parts(run: RunFacts) -> list[Part]:
+    """Return the memory of weights, optimizer state and (only with FSDP) gradients."""
+    shape, size = run.shape, run.size
+    weights = shape.parameters + shape.added
+    state = run.config.optimizer.state
+    master, moments = STATE_BYTES[state]
+    others = [_reference_part(run, weights), *_teacher_parts(run)]
+    if "values" in run.objective.needs:
+        others += _critic_parts(run, master, moments)
+    if run.sharded:
+        return [*_sharded_parts(run, moments), *others]
+    return [
+        Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
+        Part(
+            "master weights",
+            shape.trained * master if size < FLOAT else 0,
+            ALWAYS,
+            "trained parameters in float32" + ", lower half" * (state == "compact"),
+        ),
+        Part(
+            "moments",
+            shape.trained * moments,
+            ALWAYS,
+            f"AdamW's two moments of {shape.trained:,} trained parameters",
+        ),
+        *others,
+        *_engine_copies(run, weights),
+    ]
 
-    def _pass_parts(self, batch: Pass) -> list[Part]:
-        """Return the memory of forward passes with and without gradients."""
-        shape, size, config, device = self.shape, self.size, self.config, self.device.kind
-        checkpointing = config.model.gradient_checkpointing
-        layout = "packed" if batch.packed else "padded"
-        layout += ", recomputed" if checkpointing else ""
-        offload = checkpointing and config.model.offload_activations
-        layout += ", layer inputs in main memory" if offload else ""
-        by_reference = self._by_reference()
-        old_policy = self.objective.needs & {"old_logp", "old_entropy"}
-        by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
-        # A CUDA graph of the policy computes log-probs in the memory of its activations.
-        no_grad = by_reference or (by_policy and not self.captured)
-        graph = " in a CUDA graph, which keeps its memory" if self.captured else ""
-        chunk = self._logits(batch)
-        head = chunk + self._head_gradient()
-        kept = training_bytes(
-            shape, size, batch, device=device, checkpointing=checkpointing, head=head,
-            offload=offload,
-        )  # fmt: skip
-        passing = passing_bytes(shape, size, batch, device)
-        return [
-            Part(
-                "activations",
-                kept,
-                ALWAYS if self.captured else ("update",),
-                f"{batch.tokens:,} tokens {layout}, in {batch.rows} rows{graph}",
-            ),
-            Part(
-                "fragmentation",
-                int(FRAGMENTATION * kept) if device == "cpu" else 0,
-                ("update",),
-                "holes that malloc leaves between activations",
-            ),
-            Part(
-                "no-grad pass",
-                # In measurements, a pass that is not fused took twice the counted bytes.
-                (1 if self.on_gpu and shape.fuses else 2) * passing if no_grad else 0,
-                ("prepare",),
-                "the same tokens without gradient, for the reference or old_logp",
-            ),
-            Part(
-                "logits",
-                chunk,
-                ALWAYS if self.captured else ("prepare", "update"),
-                f"chunk by chunk, within {config.train.logits_megabytes:g} MiB",
-            ),
-        ]
 
-    def _gradient_parts(self, batch: Pass) -> list[Part]:
-        """Return the memory of the gradients of an optimizer step."""
-        shape = self.shape
-        several = batch.rows < self.rows
-        head = shape.head * self.size if shape.head_trained else 0
-        embedding = head + (shape.head * FLOAT if head and self.size < FLOAT else 0)
-        how = ", accumulated over micro-batches" if several else ""
-        # With one micro-batch, gradients reuse the memory of the activations.
-        phases = ALWAYS[2:] if several else ALWAYS[3:]
-        if self.gradient_sinks or (self.size < FLOAT and self.config.optimizer.state == "compact"):
-            phases, how = ALWAYS, ", kept until the next optimizer step"
-            embedding = 0 if self.gradient_sinks and shape.fuses else head
-        return [
-            Part("gradients", shape.trained * FLOAT, phases, f"float32{how}"),
-            Part(
-                "head gradient",
-                self._head_gradient(),
-                ("update", "step"),
-                "of the output layer, before it is added",
-            ),
-            Part("embedding grad", embedding, ("step",), "of the embedding, before it is added"),
-        ]
+def _engine_copies(run: RunFacts, weights: int) -> list[Part]:
+    """Return the memory of the engine's own weight copies on the training device."""
+    overlap, engine = run.config.overlap, run.config.engine
+    if engine.kind == "native" or engine.device not in ("auto", run.config.model.device):
+        return []
+    waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
+    held = weights + run.shape.trained * (1 + waiting)
+    why = f"a copy, 1 to hand over, {waiting} waiting"
+    return [Part("weights of the engine", held * run.size, ALWAYS, why)]
 
-    def _head_gradient(self) -> int:
-        """Return the bytes of a separate output-layer gradient; 0 if there is none."""
-        if self.gradient_sinks or self.sharded:
-            return 0
-        return self.shape.head * self.size * self.shape.head_trained
 
-    def _logits(self, batch: Pass) -> int:
-        vocabulary, megabytes = self.shape.vocabulary, self.config.train.logits_megabytes
-        if self.on_gpu:  # logits, and their gradient if it is a rounded copy
-            token = vocabulary * (FLOAT + self.size if self.size < FLOAT else FLOAT)
-            rows = max(1, int(megabytes * 2**20 / token))
-            rows -= rows % CHUNK_STEP if rows > CHUNK_STEP else 0
-            return min(rows, batch.chosen) * token
-        rows = min(chunk_rows(vocabulary, megabytes), batch.chosen)
-        # float32 needs no rounded copy.
-        copies = LIVE_COPIES if self.size < FLOAT else LIVE_COPIES - 1
-        return rows * vocabulary * FLOAT * copies
+def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
+    """Return the memory of forward passes with and without gradients."""
+    shape, size, config, device = run.shape, run.size, run.config, run.device.kind
+    checkpointing = config.model.gradient_checkpointing
+    layout = "packed" if batch.packed else "padded"
+    layout += ", recomputed" if checkpointing else ""
+    offload = checkpointing and config.model.offload_activations
+    layout += ", layer inputs in main memory" if offload else ""
+    graph = " in a CUDA graph, which keeps its memory" if run.captured else ""
+    logits = _logits(run, batch)
+    kept = training_bytes(
+        shape, size, batch, device=device, checkpointing=checkpointing,
+        head=logits + _head_gradient(run), offload=offload,
+    )  # fmt: skip
+    # In measurements, a pass that is not fused took twice the counted bytes.
+    passing = (1 if run.on_gpu and shape.fuses else 2) * passing_bytes(shape, size, batch, device)
+    return [
+        Part(
+            "activations",
+            kept,
+            ALWAYS if run.captured else ("update",),
+            f"{batch.tokens:,} tokens {layout}, in {batch.rows} rows{graph}",
+        ),
+        Part(
+            "fragmentation",
+            int(FRAGMENTATION * kept) if device == "cpu" else 0,
+            ("update",),
+            "holes that malloc leaves between activations",
+        ),
+        Part(
+            "no-grad pass",
+            passing if _passes_without_gradient(run) else 0,
+            ("prepare",),
+            "the same tokens without gradient, for the reference or old_logp",
+        ),
+        Part(
+            "logits",
+            logits,
+            ALWAYS if run.captured else ("prepare", "update"),
+            f"chunk by chunk, within {config.train.logits_megabytes:g} MiB",
+        ),
+    ]
 
-    def notes(self) -> tuple[str, ...]:
-        """Return the assumptions of the forecast."""
-        prompts = f"prompts of {self.prompt} tokens"
-        if self.facts.longest_prompt is None:
-            prompts += f", which could not be measured ({self.facts.problem})"
-        else:
-            prompts += f", the longest of {self.facts.measured}"
-        longest = self.config.rollout.max_tokens
-        assumed = f"assumed: {prompts}; all completions of {longest} tokens"
-        if self.ranks == 1:
-            return (assumed,)
-        how = f"{self.shards} of them share one model" if self.sharded else "each has the model"
-        return (f"for each of {self.ranks} ranks ({self.config.parallel.strategy}: {how})", assumed)
+
+def _passes_without_gradient(run: RunFacts) -> bool:
+    """Return whether a model on this device computes log-probs outside of the training pass."""
+    needs, config = run.objective.needs, run.config
+    by_reference = "reference" in needs and config.reference.kind != "server"
+    by_teacher = "teacher" in needs and (config.teacher.path or config.teacher.policy)
+    old_policy = needs & {"old_logp", "old_entropy"} or config.train.updates > 1 or config.stale
+    # A CUDA graph of the policy computes log-probs in the memory of its activations.
+    return bool(by_reference or by_teacher or (old_policy and not run.captured))
+
+
+def _gradient_parts(run: RunFacts, batch: Pass) -> list[Part]:
+    """Return the memory of the gradients of an optimizer step."""
+    shape = run.shape
+    several = batch.rows < run.rows
+    head = shape.head * run.size if shape.head_trained else 0
+    embedding = head + (shape.head * FLOAT if head and run.size < FLOAT else 0)
+    how = ", accumulated over micro-batches" if several else ""
+    # With one micro-batch, gradients reuse the memory of the activations.
+    phases = ALWAYS[2:] if several else ALWAYS[3:]
+    if run.gradient_sinks or (run.size < FLOAT and run.config.optimizer.state == "compact"):
+        phases, how = ALWAYS, ", kept until the next optimizer step"
+        embedding = 0 if run.gradient_sinks and shape.fuses else head
+    return [
+        Part("gradients", shape.trained * FLOAT, phases, f"float32{how}"),
+        Part(
+            "head gradient",
+            _head_gradient(run),
+            ("update", "step"),
+            "of the output layer, before it is added",
+        ),
+        Part("embedding grad", embedding, ("step",), "of the embedding, before it is added"),
+    ]
+
+
+def _head_gradient(run: RunFacts) -> int:
+    """Return the bytes of a separate output-layer gradient; 0 if there is none."""
+    if run.gradient_sinks or run.sharded:
+        return 0
+    return run.shape.head * run.size * run.shape.head_trained
+
+
+def _logits(run: RunFacts, batch: Pass) -> int:
+    vocabulary, megabytes = run.shape.vocabulary, run.config.train.logits_megabytes
+    if run.on_gpu:  # logits, and their gradient if it is a rounded copy
+        token = vocabulary * (FLOAT + run.size if run.size < FLOAT else FLOAT)
+        rows = max(1, int(megabytes * 2**20 / token))
+        rows -= rows % CHUNK_STEP if rows > CHUNK_STEP else 0
+        return min(rows, batch.chosen) * token
+    rows = min(chunk_rows(vocabulary, megabytes), batch.chosen)
+    # float32 needs no rounded copy.
+    copies = LIVE_COPIES if run.size < FLOAT else LIVE_COPIES - 1
+    return rows * vocabulary * FLOAT * copies
+
+
+def _notes(run: RunFacts) -> tuple[str, ...]:
+    """Return the assumptions of the forecast."""
+    prompts = f"prompts of {run.prompt} tokens"
+    if run.facts.longest_prompt is None:
+        prompts += f", which could not be measured ({run.facts.problem})"
+    else:
+        prompts += f", the longest of {run.facts.measured}"
+    assumed = f"assumed: {prompts}; all completions of {run.completion} tokens"
+    if run.ranks == 1:
+        return (assumed,)
+    how = f"{run.shards} of them share one model" if run.sharded else "each has the model"
+    return (f"for each of {run.ranks} ranks ({run.config.parallel.strategy}: {how})", assumed)
 
 
 # Memory of the models besides the policy: the reference, a teacher and a critic.
@@ -292,9 +288,10 @@ STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
 for the master weight, in addition to the bfloat16 weight; the second size is for AdamW's two
 moments.
 """
+ONLY_WHILE_USED = "on the device only while it is used"
 
 
-def teacher_parts(run: RunFacts) -> list[Part]:
+def _teacher_parts(run: RunFacts) -> list[Part]:
     """Return the memory of a teacher's weights on this device."""
     teacher = run.config.teacher
     if "teacher" not in run.objective.needs or not (teacher.policy or teacher.path):
@@ -309,48 +306,52 @@ def teacher_parts(run: RunFacts) -> list[Part]:
         alone = run.config.model_copy(update={"model": model, "adapter": Adapter()})
         shape, why = shape_of(alone), f"{teacher.path}: its weights"
     weights = shape.parameters + shape.added
-    held, phases = weights * run.size, ALWAYS
-    if teacher.policy == "moving" and run.size < FLOAT:
-        held, why = held + weights * FLOAT, f"{why}, also in float32"
-    if run.sharded:
-        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
+    held, why = _held(run, weights, why, averaged=teacher.policy == "moving")
     if teacher.offload and run.on_gpu:
-        phases, why = ("prepare",), f"{why}, on the device only while it is used"
-    return [Part("teacher", held, phases, why)]
+        return [Part("teacher", held, ("prepare",), f"{why}, {ONLY_WHILE_USED}")]
+    return [Part("teacher", held, ALWAYS, why)]
 
 
-def reference_part(run: RunFacts, weights: int) -> Part:
+def _reference_part(run: RunFacts, weights: int) -> Part:
     """Return the memory of the reference policy's weights on this device."""
-    kind, phases, held = run.config.reference.kind, ALWAYS, weights * run.size
-    why = f"{kind}: a second copy of the weights"
+    kind = run.config.reference.kind
     under = run.shape.rank and kind == "frozen" and not adapter_base(run.config.model.path)
-    if kind in ("moving", "renewed") and run.size < FLOAT:
+    if "reference" not in run.objective.needs:
+        return Part("reference", 0, ALWAYS, "none: the objective has no penalty")
+    if kind in ("server", "adapter_off") or under:
+        return Part("reference", 0, ALWAYS, f"{kind}: no copy on this device")
+    if kind == "offloaded" and run.on_gpu:
+        if run.sharded:
+            what = "offloaded: in main memory, gathered block by block"
+            return Part("reference", 0, ALWAYS, what)
+        what = f"offloaded: a copy, {ONLY_WHILE_USED}"
+        return Part("reference", weights * run.size, ("prepare",), what)
+    averaged = kind in ("moving", "renewed")
+    held, why = _held(run, weights, f"{kind}: a second copy of the weights", averaged=averaged)
+    return Part("reference", held, ALWAYS, why)
+
+
+def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int, str]:
+    """Return the bytes of a second model on this rank, and `why` with the form of its weights."""
+    held = weights * run.size
+    if averaged and run.size < FLOAT:
         held, why = held + weights * FLOAT, f"{why}, also in float32"
     if run.sharded:
         held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
-    if "reference" not in run.objective.needs:
-        held, why = 0, "none: the objective has no penalty"
-    elif kind == "server" or kind == "adapter_off" or under:
-        held, why = 0, f"{kind}: no copy on this device"
-    elif kind == "offloaded" and run.on_gpu and run.sharded:
-        held, why = 0, "offloaded: in main memory, gathered block by block"
-    elif kind == "offloaded" and run.on_gpu:
-        phases, why = ("prepare",), "offloaded: a copy, on the device only while it is used"
-    return Part("reference", held, phases, why)
+    return held, why
 
 
-def critic_parts(config: Config, policy: Shape, size: int, state: tuple[int, int]) -> list[Part]:
+def _critic_parts(run: RunFacts, master: int, moments: int) -> list[Part]:
     """Return the memory of a critic's weights, optimizer state and gradients.
 
     The result omits the critic's activations, because critic and policy never run passes at the
-    same time. `size` is the number of bytes per number in the critic's computations (2 for
-    bfloat16). `state` is a pair from `STATE_BYTES` with the bytes of master weights and moments.
+    same time. `master` and `moments` are the bytes of a parameter's master weight and moments.
     """
-    path, (master, moments) = config.critic.path, state
+    config, path = run.config, run.config.critic.path
     model = config.model.model_copy(update={"path": path})
-    shape = shape_of(config.model_copy(update={"model": model})) if path else policy
-    kept = (shape.parameters + shape.added) * size
-    kept += shape.trained * (moments + (master if size < FLOAT else 0))
+    shape = shape_of(config.model_copy(update={"model": model})) if path else run.shape
+    kept = (shape.parameters + shape.added) * run.size
+    kept += shape.trained * (moments + (master if run.size < FLOAT else 0))
     return [
         Part("critic", kept, ALWAYS, "a second model with master weights and moments"),
         Part("critic gradients", shape.trained * FLOAT, ("update", "step"), "float32"),
@@ -370,19 +371,18 @@ or the gradients of the previous block.
 """
 
 
-def sharded_parts(
-    shape: Shape, size: int, shards: int, moments: int, *, stays_gathered: bool = False
-) -> list[Part]:
+def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:
     """Return the memory of weights, gradients and optimizer state on one FSDP rank.
 
-    `size` is the number of bytes of a weight in computations, and `moments` is the number of bytes
-    of a trained parameter's AdamW moments. With `stays_gathered`, all weights are gathered once per
-    optimizer step, instead of block by block.
+    `moments` is the number of bytes of a trained parameter's AdamW moments.
     """
+    shape, size, shards = run.shape, run.size, run.shards
+    # With one rank, all weights are gathered once per optimizer step, instead of block by block.
+    stays_gathered = shards == 1 and run.on_gpu and shape.fuses
     weights = shape.parameters + shape.added
     own = shape.trained * FLOAT + (weights - shape.trained) * size
     what = f"1 of {shards} parts"
-    parts = [
+    return [
         Part("weights", weights * size, ALWAYS, "the engine's whole copy"),
         Part("sharded weights", -(-own // shards), ALWAYS, f"{what}, trained ones in float32"),
         Part(
@@ -397,48 +397,40 @@ def sharded_parts(
             ALWAYS if stays_gathered else ("update", "step"),
             f"{what}, float32" + ", kept until the next optimizer step" * stays_gathered,
         ),
+        *(_gathered_once(shape, size) if stays_gathered else _gathered_by_block(shape, size)),
     ]
-    if stays_gathered:
-        joined = 0 if shape.rank else shape.layers * shape.hidden * (
-            shape.query + 2 * shape.key + 2 * shape.inner
-        )  # fmt: skip
-        return [
-            *parts,
-            Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
-            Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
-        ]
-    gathered = BLOCKS * block_parameters(shape) + end_parameters(shape)
+
+
+def _gathered_once(shape: Shape, size: int) -> list[Part]:
+    """Return the memory of weights that are gathered once per optimizer step."""
+    weights = shape.parameters + shape.added
+    joined = 0 if shape.rank else shape.layers * shape.hidden * (
+        shape.query + 2 * shape.key + 2 * shape.inner
+    )  # fmt: skip
     return [
-        *parts,
+        Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
+        Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
+    ]
+
+
+def _gathered_by_block(shape: Shape, size: int) -> list[Part]:
+    """Return the memory of weights and gradients that are gathered block by block."""
+    if shape.fuses:
+        block = 2 * shape.hidden * (shape.query + shape.key) + shape.hidden * (3 * shape.inner + 2)
+        block += shape.added // shape.layers
+    else:
+        block = (shape.parameters + shape.added - shape.head) // shape.layers
+    ends = max(shape.head, shape.parameters + shape.added - shape.layers * block)
+    trained = shape.trained // shape.layers if shape.rank else block
+    # With bfloat16 weights, the reduce-scatter also needs a float32 copy of a block's gradients.
+    gradients = trained * (size + (FLOAT if size < FLOAT else 0))
+    gradients += shape.head * size * shape.head_trained
+    return [
         Part(
             "gathered",
-            gathered * size,
+            (BLOCKS * block + ends) * size,
             ("prepare", "update"),
             f"whole weights of {BLOCKS} blocks, embedding and head",
         ),
-        Part("gathered grad", _gradients(shape, size), ("update",), "of one block, whole"),
+        Part("gathered grad", gradients, ("update",), "of one block, whole"),
     ]
-
-
-def block_parameters(shape: Shape) -> int:
-    """Return the number of parameters of one block, including its adapter."""
-    if not shape.fuses:
-        return (shape.parameters + shape.added - shape.head) // shape.layers
-    attention = 2 * shape.hidden * (shape.query + shape.key)
-    return attention + shape.hidden * (3 * shape.inner + 2) + shape.added // shape.layers
-
-
-def end_parameters(shape: Shape) -> int:
-    """Return the number of parameters outside the transformer blocks."""
-    whole = shape.parameters + shape.added
-    return max(shape.head, whole - shape.layers * block_parameters(shape))
-
-
-def _gradients(shape: Shape, size: int) -> int:
-    """Return the bytes of unsharded gradients for one block and a trained output layer.
-
-    With bfloat16 weights, the reduce-scatter also needs a float32 copy of the block's gradients.
-    """
-    per_block = shape.trained // shape.layers if shape.rank else block_parameters(shape)
-    sent = FLOAT if size < FLOAT else 0
-    return per_block * (size + sent) + shape.head * size * shape.head_trained

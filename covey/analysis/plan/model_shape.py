@@ -122,9 +122,13 @@ def shape_of(config: Config) -> Shape:
             return _shape(modules, "lm_head", found, adapter, fused_attention=True, fuses=fuses)
         return measure(_meta_model(source, more), *adapter)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         what = f"model: cannot read the configuration of {config.model.path!r}"
-        raise ModelError(f"{what}: {reason[:300]}") from None
+        raise ModelError(f"{what}: {first_line(error, 300)}") from None
+
+
+def first_line(error: Exception, most: int) -> str:
+    """Return the first line of an error's message, with at most `most` characters."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def _meta_model(source: str, more: dict[str, str]) -> Any:

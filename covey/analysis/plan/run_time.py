@@ -24,7 +24,7 @@ from covey.analysis.plan.cost_model import (
 from covey.analysis.plan.fit import changed
 from covey.analysis.plan.forecast import ANY_GPU, Device
 from covey.analysis.plan.model_shape import Shape
-from covey.analysis.plan.run_length import least_steps, most_evaluations
+from covey.analysis.plan.summary import least_steps, most_evaluations
 from covey.analysis.plan.task_facts import TaskFacts, usable_prompt
 from covey.config import Config, parse_config, to_toml
 from covey.environments.registry import NONE
@@ -90,7 +90,10 @@ def run_time(
     if device.kind == "cpu" and config.train.old_logp == "auto":  # the engine's are exact there
         config = changed(config, {"train.old_logp": "sampler"})
     needs_reference = "reference" in objective_of(config).needs
-    work = workload(config, _typical_prompt(config, facts), reference=needs_reference)
+    prompt, lengths = usable_prompt(config, facts), facts.prompt_tokens
+    if prompt is not None and lengths:  # a few long prompts hardly cost time: the median counts
+        prompt = min(prompt, lengths[len(lengths) // 2])
+    work = workload(config, prompt, reference=needs_reference)
     asked = (facts.held_out or 0) * (1 + config.evaluate.samples)
     evaluations = most_evaluations(config) if asked else 0
     seconds = _gpu_seconds if device.kind == "cuda" else cpu_seconds
@@ -103,12 +106,6 @@ def run_time(
         evaluations=evaluations,
         **_source(device, ranks),
     )
-
-
-def _typical_prompt(config: Config, facts: TaskFacts) -> int | None:
-    """Return the median prompt length in tokens; a few long prompts hardly cost time."""
-    usable, lengths = usable_prompt(config, facts), facts.prompt_tokens
-    return usable if usable is None or not lengths else min(usable, lengths[len(lengths) // 2])
 
 
 def _source(device: Device, ranks: int) -> dict[str, str]:
@@ -219,7 +216,7 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
     def typical(name: str) -> float:
         return statistics.median(float(row[name]) for row in rows)
 
-    rollout, every = typical("time/rollout"), config.evaluate.every
+    rollout = typical("time/rollout")
     completions = config.rollout.prompts_per_step * config.rollout.group_size
     evaluated = held_out * (1 + config.evaluate.samples)
     return TimeForecast(
@@ -227,9 +224,9 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
         score=typical("time/score"),
         update=typical("time/update"),
         step=typical("time/total"),
-        steps=config.train.steps,
+        steps=least_steps(config),
         evaluation=rollout * evaluated / completions,
-        evaluations=1 + math.ceil(config.train.steps / every) if every else 0,
+        evaluations=most_evaluations(config),
         tokens_per_second=typical("time/tokens_per_second"),
     )
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from covey.analysis.plan.run_length import least_steps, most_evaluations, most_steps, most_tokens
 from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 from covey.objective import Objective
 from covey.objective.penalty import PENALTIES
 from covey.training.ray_actors import needs_text
 from covey.training.resolve import objective_of, reward_of
+from covey.training.schedule import PATIENCE
 
 REFERENCES = {
     "frozen": "the initial weights",
@@ -138,9 +138,10 @@ class Plan:
         takes = (
             "one optimizer step" if self.updates == 1 else f"{self.mini_batches} optimizer steps"
         )
+        age = "1 optimizer step" if self.age == 1 else f"{self.age} optimizer steps"
         return (
             f"{self.algorithm} takes {takes}{epochs}; at the last optimizer step the completions "
-            f"are {'up to ' * (self.staleness > 0)}{_steps(self.age)} old."
+            f"are {'up to ' * (self.staleness > 0)}{age} old."
         )
 
     def _evaluations_text(self) -> str:
@@ -216,10 +217,6 @@ def _learning_rate(config: Config) -> str:
     return f"{optimizer.learning_rate:g}, {optimizer.schedule}" + f", warm-up {warmup}" * some
 
 
-def _steps(count: int) -> str:
-    return "1 optimizer step" if count == 1 else f"{count} optimizer steps"
-
-
 def _penalty(config: Config, objective: Objective) -> str:
     if not objective.beta:
         return ""
@@ -233,3 +230,52 @@ def _first_sentence(reward: object) -> str:
     text = inspect.getdoc(getattr(reward, "function", type(reward))) or "a function without text."
     first = " ".join(text.partition("\n\n")[0].split())
     return first if first.endswith(".") else f"{first}."
+
+
+# How many steps, tokens and evaluations a run can have.
+
+
+def step_tokens(config: Config) -> int:
+    """Return the largest number of tokens that a step can generate."""
+    rollout, filters = config.rollout, config.filter
+    rounds = filters.max_rounds if filters.dynamic_sampling else 1
+    return rollout.prompts_per_step * rollout.group_size * rounds * rollout.max_tokens
+
+
+def least_steps(config: Config) -> int:
+    """Return the smallest possible number of steps of a run.
+
+    With a token budget, a run has the fewest steps if all completions have the maximum length.
+    """
+    train = config.train
+    if train.budget == "tokens":
+        return math.ceil(train.amount / step_tokens(config))
+    return math.ceil(train.amount / train.updates) if train.budget == "updates" else train.steps
+
+
+def most_steps(config: Config) -> int:
+    """Return the largest possible number of steps of a run.
+
+    With a token budget, a run has the most steps if all completions have one token. If a number of
+    optimizer steps ends the run, dynamic sampling can add training steps, because a training step
+    whose groups are all dropped takes no optimizer step.
+    """
+    train, least = config.train, least_steps(config)
+    if train.budget == "tokens":
+        completions = config.rollout.prompts_per_step * config.rollout.group_size
+        return math.ceil(train.amount / completions)
+    gives_up = train.budget == "updates" and config.filter.dynamic_sampling
+    return PATIENCE * least + 1 if gives_up else least
+
+
+def most_tokens(config: Config) -> int:
+    """Return the largest number of tokens in all rollouts; it may exceed a token budget."""
+    whole, train = step_tokens(config), config.train
+    return train.amount + whole - 1 if train.budget == "tokens" else most_steps(config) * whole
+
+
+def most_evaluations(config: Config) -> int:
+    """Return the largest number of evaluations: at the start, at every interval and at the end."""
+    every, steps = config.evaluate.every, config.train.steps
+    marks = math.ceil(steps / every) if every else 0
+    return 1 + min(marks, most_steps(config)) if every else 0

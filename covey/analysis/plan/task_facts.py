@@ -12,7 +12,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
-from covey.analysis.plan.model_shape import source_of
+from covey.analysis.plan.model_shape import first_line, source_of
 from covey.config import Config
 from covey.environments.registry import NONE
 from covey.errors import CoveyError, DataError
@@ -42,17 +42,15 @@ UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
 """If reading the data or the tokenizer raises one of these errors, `covey plan` continues without
 token counts."""
 
+LINE = 120
+"""The largest number of characters of an error's message that a plan shows."""
+
 Job = Mapping[str, Any]
 """A job is a request to count tokens. The keys of a job are the model's `path`, the tokenizer's
 `source` and `options`, the chat `template`, and the inputs `solutions` (texts) and `prompts` (lists
 of messages).
 """
 Measure = Callable[[Job], Mapping[str, Any]]
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def measure(job: Job) -> Mapping[str, Any]:
@@ -67,7 +65,7 @@ def measure(job: Job) -> Mapping[str, Any]:
         found["prompts"] = [len(renderer.tokens(messages)) for messages in job["prompts"]]
         found["context"] = _context(job["source"])
     except UNREADABLE as error:
-        found["problem"] = first_line(error)
+        found["problem"] = first_line(error, LINE)
     return found
 
 
@@ -184,7 +182,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         prompts, measured = task.train(), held_out_of(config, task)
         known, overlap = _baselines(config, measured), _overlap(prompts, measured)
     except UNREADABLE as error:
-        return TaskFacts(problem=first_line(error), unreadable=str(error))
+        return TaskFacts(problem=first_line(error, LINE), unreadable=str(error))
     some, long, held_out = _sample(prompts), _longest(prompts), len(measured)
     try:
         source, options = source_of(config.model.path)
@@ -199,7 +197,10 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         found = measure(job)
     except UNREADABLE as error:
         return TaskFacts(
-            held_out=held_out, prompts=len(prompts), problem=first_line(error), baselines=known
+            held_out=held_out,
+            prompts=len(prompts),
+            problem=first_line(error, LINE),
+            baselines=known,
         )
     lengths = found.get("prompts", ())
     return TaskFacts(
@@ -273,13 +274,12 @@ def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
-    return [text for prompt in prompts if (text := _solution(prompt, config))]
-
-
-def _solution(prompt: Prompt, config: Config) -> str:
-    """Return a correct completion, including the reasoning if the task provides it."""
-    try:
-        text = write_solution(prompt, config.sft.template)
-    except DataError:
-        return write_solution(prompt, "{solution}")
-    return text.removeprefix(config.model.prefill)
+    """Return correct completions, including the reasoning if the task provides it."""
+    texts = []
+    for prompt in prompts:
+        try:
+            text = write_solution(prompt, config.sft.template).removeprefix(config.model.prefill)
+        except DataError:
+            text = write_solution(prompt, "{solution}")
+        texts.append(text)
+    return [text for text in texts if text]

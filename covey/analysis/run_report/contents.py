@@ -16,9 +16,9 @@ from covey.analysis.compare.report_contents import (
     Example,
     Trend,
     choose_examples,
-    trend,
+    trends,
 )
-from covey.analysis.page.markdown import TextTable
+from covey.analysis.page.render import TextTable
 from covey.errors import RunError
 from covey.run.estimate_text import change_text, estimate_text, value_text
 from covey.run.folder import RunFolder, settings_of
@@ -92,7 +92,7 @@ def run_report(run: RunFolder) -> RunReport:
         name=run.path.resolve().name,
         headline=headline(steps, evaluations),
         about=_about(run, steps, environment),
-        trends=_trends(steps),
+        trends=trends("", PANELS, [steps]),
         evaluations=evaluation_table(evaluations),
         examples=_examples(run, evaluations, notes.append),
         sampled_step=sampled,
@@ -139,27 +139,15 @@ def _about(
     run: RunFolder, steps: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]
 ) -> str:
     settings = settings_of(run)
+    named = (("objective", "name"), ("task", "name"), ("model", "path"))
     facts = [
-        *(f"{settings.get(s, {}).get(key)}" for s, key in _SHOWN if settings.get(s, {}).get(key)),
+        *(str(settings.get(section, {}).get(key) or "") for section, key in named),
         f"{len(steps)} steps",
         f"seed {environment['seed']}" if "seed" in environment else "",
         str(environment.get("device") or ""),
         f"started {environment['started']}" if "started" in environment else "",
     ]
     return ", ".join(fact for fact in facts if fact)
-
-
-_SHOWN = (("objective", "name"), ("task", "name"), ("model", "path"))
-
-
-def _trends(steps: Sequence[Mapping[str, Any]]) -> dict[str, Trend]:
-    found = {}
-    for panel, metrics in PANELS.items():
-        drawn = (trend("", metric, [steps]) for metric in metrics)
-        first = next((each for each in drawn if each.steps), None)
-        if first is not None:
-            found[panel] = first
-    return found
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:

@@ -9,7 +9,7 @@ The report depends only on the run: the same run gives the same files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,11 @@ from markupsafe import Markup, escape
 
 from covey._version import __version__
 from covey.analysis.compare.report_contents import Trend
-from covey.analysis.page.html import security_policy, style_sheet, template, visible
-from covey.analysis.page.markdown import fenced, literal
+from covey.analysis.page.render import fenced, render, security_policy, style_sheet
 from covey.analysis.run_report.contents import KINDS, RunReport, run_report
 from covey.run.files import write_text
 from covey.run.folder import RunFolder
 
-HERE = "covey.analysis.run_report"
 LONGEST = 3000
 """The number of characters of a completion that the report shows."""
 
@@ -41,25 +39,17 @@ def write_run_report(run: RunFolder, folder: Path) -> list[Path]:
 
 def html(report: RunReport) -> str:
     """Return the page."""
-    return _rendered(
-        "run.html",
-        report,
-        visible,
-        policy=security_policy([]),
-        style=style_sheet() + STYLE,
-        svg=svg,
-    )
+    style = style_sheet() + STYLE
+    return _rendered("run.html", report, policy=security_policy([]), style=style, svg=svg)
 
 
 def markdown(report: RunReport) -> str:
     """Return the Markdown."""
-    return _rendered("run.md", report, literal, fenced=lambda text: fenced(text[:LONGEST]))
+    return _rendered("run.md", report, fenced=lambda text: fenced(text[:LONGEST]))
 
 
-def _rendered(name: str, report: RunReport, finalize: Callable[[Any], Any], **values: Any) -> str:
-    return template(name, HERE, finalize).render(
-        report=report, kinds=KINDS, longest=LONGEST, version=__version__, **values
-    )
+def _rendered(name: str, report: RunReport, **values: Any) -> str:
+    return render(name, report=report, kinds=KINDS, longest=LONGEST, version=__version__, **values)
 
 
 # Curves as SVG without scripts, so that they also appear offline, in print and in mail.
@@ -81,11 +71,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(n * step, 12) for n in range(first, last + 1)]
 
 
-def svg(title: str, trend: Trend, *, style: bool = False) -> Markup:
-    """Return the chart of a metric as SVG.
-
-    If `style` is true, the SVG contains its own style sheet, so that it can be a separate file.
-    """
+def svg(title: str, trend: Trend) -> Markup:
+    """Return the chart of a metric as SVG, without a style sheet."""
     x0, x1 = _range(trend.steps, 0.0)
     y0, y1 = _range(trend.values, 0.06)
     across = (WIDTH - LEFT - RIGHT) / (x1 - x0)
@@ -109,11 +96,10 @@ def svg(title: str, trend: Trend, *, style: bool = False) -> Markup:
     ]
     told = f"{title}: {trend.values[0]:.4g} at step {trend.steps[0]:g}, {trend.values[-1]:.4g} at "
     told += f"step {trend.steps[-1]:g}"
-    own = f"<style>{STYLE}</style>" if style else ""
     dot = f'<circle cx="{px(trend.steps[-1])}" cy="{py(trend.values[-1])}" r="3" class="dot"/>'
     return Markup(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'class="curve" aria-label="{escape(told)}">{own}{"".join(grid)}'
+        f'class="curve" aria-label="{escape(told)}">{"".join(grid)}'
         f'<polyline points="{points}" class="line"/>{dot}</svg>'
     )
 

@@ -12,6 +12,7 @@ from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.design import Request, config_of, design_comparison, kept_options
 from covey.analysis.compare.report_tables import cost_table
 from covey.analysis.compare.run_process import peak_memory
+from covey.analysis.doctor import machine
 from covey.errors import ConfigError
 from tests.analysis.compare.sample_comparison import comparison, run
 
@@ -35,6 +36,16 @@ def test_the_cost_of_an_arm_is_its_median_time_and_its_largest_memory() -> None:
 def test_the_peak_of_a_process_is_at_least_what_it_holds() -> None:
     held = torch.ones(2**24)  # 64 MiB
     assert peak_memory(held.device) > held.nbytes
+
+
+def test_the_peak_of_a_process_is_in_bytes_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ru_maxrss` is in bytes there, and in KiB on Linux; the doctor used KiB everywhere."""
+    assert machine.peak_memory is peak_memory
+    monkeypatch.setattr("sys.platform", "darwin")
+    cpu = torch.device("cpu")
+    in_bytes = peak_memory(cpu)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert peak_memory(cpu) >= 1024 * in_bytes
 
 
 def test_the_beta_of_a_pair_is_not_that_of_a_penalty() -> None:

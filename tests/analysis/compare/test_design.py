@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from covey.analysis.compare.comparison import Arm
+from covey.analysis.compare.comparison import Arm, RunOutcome
 from covey.analysis.compare.comparison_folder import (
     Design,
-    RunOutcome,
     read_design,
     read_outcome,
     write_design,

@@ -16,13 +16,14 @@ from covey.analysis.compare import report_contents as contents_module
 from covey.analysis.compare import report_files
 from covey.analysis.compare.report_contents import ReportContents, report_contents
 from covey.analysis.compare.report_files import (
+    MISSING,
     SCHEMA,
     markdown,
+    page,
     report_data,
     terminal_report,
     write_reports,
 )
-from covey.analysis.compare.report_html import HERE, MISSING, page
 from covey.analysis.compare.report_tables import (
     p_value,
     pair_summaries,
@@ -33,8 +34,7 @@ from covey.analysis.compare.report_tables import (
     speed_table,
     training_table,
 )
-from covey.analysis.page.html import page_file
-from covey.analysis.page.markdown import fenced, plain
+from covey.analysis.page.render import fenced, page_file, plain
 from covey.errors import DiskError
 from tests.analysis.compare import sample_comparison as sample
 
@@ -167,7 +167,7 @@ def test_a_comparison_without_evaluations_has_no_empty_chart(tmp_path: Path) -> 
         tag for tag, attrs in read.tags if tag == "input" or "chart" in attrs.get("class", "")
     ] == []
     # The program draws the other charts all the same.
-    assert 'if (!document.getElementById("chart-curves")) return;' in page_file("report.js", HERE)
+    assert 'if (!document.getElementById("chart-curves")) return;' in page_file("comparison.js")
 
 
 def test_long_name_wraps_on_a_narrow_screen() -> None:

@@ -43,6 +43,12 @@ def test_a_forecast_is_the_steps_and_the_evaluations() -> None:
     assert forecast_time(none, [row(10.0, 6.0, 3.0)], held_out=64).run == 20.0
 
 
+def test_a_budget_of_optimizer_steps_decides_the_number_of_steps() -> None:
+    sets = ["train.stop_after={updates=12}", "train.mini_batches=4", "evaluate.every=20"]
+    found = forecast_time(load_config("arithmetic", sets), [row(10.0, 6.0, 3.0)], held_out=64)
+    assert (found.steps, found.evaluations) == (3, 4)  # not train.steps, which is 100
+
+
 def test_words_for_times() -> None:
     assert [duration(s) for s in (0.4, 59.6, 3599.4, 3600)] == [
         "0 min 0 s", "1 min 0 s", "59 min 59 s", "1 h 0 min",

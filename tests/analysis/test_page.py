@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from covey.analysis.page.html import embedded_json, script, security_policy
+from covey.analysis.page.render import embedded_json, script, security_policy
 from covey.escape import finite
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>&\""

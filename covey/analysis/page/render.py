@@ -1,0 +1,123 @@
+"""Renders reports: HTML that opens offline, and Markdown, in which no text of a model can act.
+
+Jinja escapes all text that is inserted into a template, except `Markup` (trusted HTML, Markdown,
+CSS or scripts). All templates are in this folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader
+from markupsafe import Markup
+
+from covey.escape import printable, printable_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table of text, which all report formats can show; the first column names the rows."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def page_file(name: str) -> str:
+    """Return the text of a template, style sheet or script in this folder."""
+    return files("covey.analysis.page").joinpath(name).read_text("utf-8")
+
+
+def render(name: str, **values: Any) -> str:
+    """Return a report from a template of this folder, in HTML or (`name` ends in .md) Markdown."""
+    return _environment(markdown=name.endswith(".md")).get_template(name).render(**values)
+
+
+@functools.cache
+def _environment(*, markdown: bool) -> Environment:
+    return Environment(
+        loader=FunctionLoader(page_file),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=literal if markdown else visible,
+    )
+
+
+def visible(value: object) -> object:
+    """Make control characters visible in all text that is not markup."""
+    return value if isinstance(value, Markup) else printable(str(value))
+
+
+def plain(text: str) -> str:
+    """Return text in one line, escaped so that Markdown shows it literally.
+
+    >>> plain("a|b <c> *d*")
+    'a\\\\|b &lt;c&gt; \\\\*d\\\\*'
+    """
+    line = (
+        printable(" ".join(text.split()))
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+    )
+    # A zero-width space keeps @name from notifying that user.
+    return re.sub(r"([\\|`*_\[\]#~])", r"\\\1", line).replace("@", "@\u200b")
+
+
+def literal(value: object) -> Markup:
+    """Return a value for a Markdown template; markup stays unchanged, other text is escaped."""
+    return value if isinstance(value, Markup) else Markup(plain(str(value)))
+
+
+def fenced(text: str) -> Markup:
+    """Return text as a code block, with a fence that is longer than any fence in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return Markup(f"{fence}\n{printable(text.rstrip())}\n{fence}")
+
+
+def style_sheet() -> Markup:
+    """Return the style sheet of all reports."""
+    return Markup(page_file("report.css"))
+
+
+def embedded_json(data: object, name: str) -> Markup:
+    """Return a script element with data as JSON, escaped so that no text ends the element."""
+    text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
+    return Markup(f'<script type="application/json" id="{name}">{text}</script>')
+
+
+def script(source: str) -> Markup:
+    """Return one of Covey's scripts as markup."""
+    assert "</script" not in source.lower()
+    return Markup(source)
+
+
+def security_policy(scripts: Iterable[str]) -> Markup:
+    """Return a Content-Security-Policy that loads nothing and runs only the given scripts.
+
+    With a Content-Security-Policy, even unescaped text of a completion cannot run a script.
+    """
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
+        for source in scripts
+    ]
+    rules = {
+        "default-src": ["'none'"],
+        "style-src": ["'unsafe-inline'"],
+        "img-src": ["data:", "blob:"],  # to save a chart as an image
+        "script-src": hashes or ["'none'"],
+    }
+    content = "; ".join(f"{name} {' '.join(values)}" for name, values in rules.items())
+    return Markup(f'<meta http-equiv="Content-Security-Policy" content="{content}">')
