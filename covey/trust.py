@@ -115,5 +115,6 @@ def _check_origin(function: Any, path: str, where: str) -> None:
         inspect.signature(function)
     except (ValueError, TypeError):
         raise ConfigError(
-            f"config: {where} = {path!r} is a function without a readable signature"
+            f"config: the signature of {where} = {path!r} cannot be read; wrap the function in one "
+            "that names its parameters"
         ) from None

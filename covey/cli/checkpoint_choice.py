@@ -55,6 +55,7 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
     if wanted not in checkpoints:
         kept = ", ".join(str(s) for s in checkpoints)
         raise RunError(
-            f"--step {step}: {run.path} has no checkpoint of this step, only of the steps {kept}"
+            f"--step {step}: {run.path} has no checkpoint for this step; it has some "
+            f"for steps {kept}"
         )
     return checkpoints[wanted]

@@ -72,8 +72,8 @@ Amount = Annotated[
     typer.Option(
         min=1,
         max=10**15,
-        help="Training budget of each run, in the unit of --budget. Default: train.steps of the "
-        "configuration.",
+        help="Training budget of each run, in the unit that --budget names. Default: train.steps "
+        "of the configuration.",
     ),
 ]
 Overrides = Annotated[

@@ -289,12 +289,12 @@ class Teacher(Section):
     every: Positive = 1
     """Optimizer steps between updates of a teacher with policy = "moving"."""
     context: dict[str, str] = Field(default=CONTEXT)
-    """With `policy`: maps each source of privileged text to a template that contains {text}. The
-    source `success` is a correct completion of the same group. The source `feedback` is the
-    reward's feedback on the trained completion. Other sources of privileged text are `target` (the
-    reference answer) and any column of the data."""
+    """With teacher.policy: one template for each kind of privileged text in the teacher's prompt,
+    where {text} stands for the text. The kind `success` is a correct completion of the same group.
+    The kind `feedback` is the reward's feedback on the trained completion. Other kinds are `target`
+    (the reference answer) and any column of the data."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
-    """With `policy`, the template of the last message in the teacher's prompt, with the
+    """With teacher.policy: the template of the last message in the teacher's prompt, with the
     placeholders {prompt} and {context}."""
 
 
@@ -345,8 +345,8 @@ class Engine(Section):
     device: Device = "auto"
     """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
     dtype: Literal["model", "float8"] = "model"
-    """Dtype of the matrix products in the native engine's layers. With float8, weights and
-    activations have 8 bits, which is faster for models of several billion parameters on Ada, Hopper
+    """Dtype of the matrix products in the native engine's layers. float8 rounds weights and
+    activations to 8 bits, so models of several billion parameters generate faster on Ada, Hopper
     and newer GPUs. A float8 engine needs objective.correction; the default of objective.correction
     with float8 is token_truncate."""
     kv_dtype: Literal["model", "float8"] = "model"

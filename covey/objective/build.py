@@ -202,7 +202,7 @@ def _checked(name: str, objective: Objective) -> Objective:
 
 
 def _check_pairs(name: str, objective: Objective) -> None:
-    """Reject options that have no effect if the loss compares pairs of completions."""
+    """Reject options that have no effect on a loss that compares pairs of completions."""
     refused = {
         "correction": objective.correction is not None,
         "veto": objective.veto > 0,

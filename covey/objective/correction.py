@@ -7,10 +7,11 @@ so dropped tokens make the optimizer step smaller. The native engine samples fro
 weights, so the default is no correction.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
-over a completion is unbiased, but its variance explodes with length. For long completions, the
-product varies so much that truncation penalizes these completions and masking drops them. The
-geometric mean of token ratios has the same scale for short and long completions. The geometric mean
-of token ratios is not an importance weight, but it is a good criterion for dropping completions.
+over a completion is unbiased, but its variance explodes with length. For a long completion, the
+product is often extremely large or small: truncating the factor then shrinks the gradient of such
+completions, and masking drops most of them. The geometric mean of token ratios has the same scale
+for short and long completions. It is not an importance weight, but it is a good criterion for
+dropping completions.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class PromptChoice:
         if len(self.prompts) > MOST_PROMPTS:
             raise ConfigError(
                 f"config: [curriculum] supports at most {MOST_PROMPTS} prompts, but the task has "
-                f"{len(self.prompts)}; reduce the size of the task"
+                f"{len(self.prompts)}; use a task with fewer prompts"
             )
         if self.settings.mixture == "progress" and not self.block:
             raise ConfigError(

@@ -447,7 +447,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:needy", "config: objective.strength must be set for own_module:needy, because it has no default"),
         (
             "builtins:int",
-            "config: objective.name = 'builtins:int' is a function without a readable signature",
+            "config: the signature of objective.name = 'builtins:int' cannot be read; wrap the function in one that names its parameters",
         ),
     ],
 )  # fmt: skip

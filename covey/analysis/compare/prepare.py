@@ -55,9 +55,8 @@ def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepa
                 "--folder"
             )
     raise ConfigError(
-        f"{folder} contains a comparison with other settings, arms or budget; choose another "
-        "--folder, or extend this comparison with only the options --folder, --add, --arm and "
-        "--seeds"
+        f"{folder} already contains a comparison with different settings, arms or budget; choose "
+        "another --folder, or pass only --folder, --add, --arm and --seeds to extend it"
     )
 
 

@@ -43,7 +43,7 @@ from covey.run.files import write_text
 SCHEMA = 3
 """Format version of report.json; it increases when a field is renamed, removed or redefined."""
 COLOURS = 8
-"""Number of colors for arms in the style sheet; further arms reuse them with dashed lines."""
+"""Number of arm colors in the style sheet; further arms reuse these colors with dashed lines."""
 LONGEST_COMPLETION = 3000
 """The HTML report cuts off a completion after this number of characters."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
