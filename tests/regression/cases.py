@@ -237,6 +237,14 @@ CASES: dict[str, Callable[[Path], Series]] = {
     "explain": explain,
     "compare": compare,
 }  # fmt: skip
+ROUNDING_DECIDES = {
+    "algorithm/clip_cov": "tokens are chosen by a range of covariances",
+    "algorithm/kl_cov": "tokens are chosen by the order of covariances",
+    "algorithm/sapo": "a last bit of the first steps changes a token of the third",
+    "settings/bfloat16": "sums in bfloat16 depend on their order",
+    "settings/kl_in_reward": "equal rewards differ by the rounding of a KL divergence of 0",
+}
+"""Cases whose numbers on another kind of processor say nothing, with the reason."""
 QUICK = (
     "algorithm/grpo", "algorithm/clip_cov", "settings/lora", "settings/dynamic", "resume/killed",
     "supervised/steps", "evaluate",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
 from tests.regression import record
-from tests.regression.cases import CASES, QUICK
+from tests.regression.cases import CASES, QUICK, ROUNDING_DECIDES
 
 CHOSEN = list(CASES) if os.environ.get("ALL_NUMBERS") else list(QUICK)
 
@@ -17,8 +19,26 @@ def test_numbers_are_those_that_were_recorded(name: str) -> None:
     assert record.check(name, record.load()) == []
 
 
-def test_every_case_is_recorded() -> None:
-    assert set(record.load()["cases"]) == set(CASES)
+@pytest.mark.parametrize("file", sorted(record.FOLDER.glob("*.json")), ids=lambda file: file.stem)
+def test_every_case_is_recorded(file: Path) -> None:
+    fixture = json.loads(file.read_text(encoding="utf-8"))
+    assert set(fixture["cases"]) == set(CASES)
+    assert fixture["environment"]["processor"].replace(" ", "-") == file.stem
+
+
+def test_machines_that_recorded_agree_where_rounding_decides_nothing() -> None:
+    first, second = (
+        json.loads(file.read_text(encoding="utf-8"))["cases"]
+        for file in sorted(record.FOLDER.glob("*.json"))
+    )
+    differ = {
+        name
+        for name in CASES
+        for key, values in first[name].items()
+        if not isinstance(values, str)
+        and record.differences({key: values}, {key: second[name][key]}, exact=False)
+    }
+    assert differ == set(ROUNDING_DECIDES)
 
 
 def test_a_difference_is_named_and_what_is_new_is_not() -> None:
