@@ -58,13 +58,14 @@ class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
     A completion of at most L tokens gets no penalty, and from L to 2 L tokens the penalty falls
-    linearly from 0 to -`size`. The length L is the mean completion length, or the midpoint between
-    the shortest and the longest completion if this midpoint is larger. In an easy group (accuracy
-    of at least `easy`), the length L is computed from the correct rollouts, and only correct
-    rollouts are penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised.
-    In groups that are neither easy nor hard, the length L is computed from all rollouts. In groups
-    that are neither easy nor hard, only the majority is penalised: the correct rollouts if they are
-    the majority, else the incorrect rollouts.
+    linearly from 0 to -`size`. L is the mean completion length, or the midpoint between the
+    shortest and the longest completion if this midpoint is larger.
+
+    - In an easy group (accuracy of at least `easy`), L is computed from the correct rollouts, and
+      only they are penalised.
+    - In a hard group (accuracy of at most 1 - easy), no rollout is penalised.
+    - In any other group, L is computed from all rollouts, and only the majority is penalised: the
+      correct rollouts if they are the majority, else the incorrect rollouts.
 
     The default of `easy` is Covey's choice, because the paper gives no value.
     """
