@@ -52,8 +52,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """In a mixture of tasks, the order of tasks repeats after each block of prompts. This tuple
-        names the task of each prompt in a block; it is empty without a mixture."""
+        """The task of each prompt in one block of a mixture, which repeats this order of tasks;
+        empty without a mixture."""
 
     def __len__(self) -> int:
         return self.size
@@ -138,8 +138,7 @@ def hashed_into(split: str, text: str, share: float) -> bool:
 def bad_rows_of(task: Task) -> list[str]:
     """Return one line of text for each bad row that a task skipped.
 
-    If the training split and the held-out split are read from the same rows, each bad row is
-    returned only once.
+    If both splits are read from the same rows, each bad row is returned only once.
     """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})
     return list(dict.fromkeys(line for lines in by_split.values() for line in lines))
