@@ -42,8 +42,8 @@ class Reply:
     """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The named terms of the reward that the environment gives for the whole episode. The outcome
-    is None before the end of the episode, or if the environment has no reward."""
+    """The named terms of the reward that the environment gives for the whole episode; None before
+    the end of the episode, or if the environment has no reward."""
     error: str = ""
     """The error that ended the episode; after an error, the episode has no reward."""
 

@@ -134,7 +134,7 @@ class ToolEnvironment:
 
     A message without tool calls ends the episode. An exception in a tool becomes an error message
     to the policy. A subclass can override `reset` to prepare the episode, and define `reward` to
-    score the episode.
+    score it.
     """
 
     RESERVED = ("reset", "step", "reward", "tools")
