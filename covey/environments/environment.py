@@ -77,10 +77,8 @@ class Environment(Protocol):
 
 
 Factory = Callable[[], Any]
-"""A function that makes the environment of one rollout.
-
-The factory must be picklable, unless its environments have `quick = True`.
-"""
+"""A function that makes the environment of one rollout. It must be picklable, unless its
+environments have `quick = True`."""
 
 
 def prepare(factory: Factory) -> None:

@@ -173,8 +173,8 @@ class Maze:
 class Sokoban:
     """A board of `size` x `size` squares with some walls and one box per 16 squares.
 
-    The board is generated backwards, by pulling boxes away from their goals. The player can solve
-    every board in at most `PULLS` moves.
+    The board is generated backwards, by pulling boxes away from their goals, so the player can
+    solve it in at most `PULLS` moves.
     """
 
     SIZES: ClassVar[tuple[int, int, int]] = (4, 5, 20)

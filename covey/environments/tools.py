@@ -1,6 +1,6 @@
 """Tools that the policy can call; each tool is a method of a Python class.
 
-Covey derives the JSON schema of each tool from the type hints and the docstring of the method.
+The type hints and the docstring of a method give the tool's JSON schema.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:

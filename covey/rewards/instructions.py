@@ -46,8 +46,8 @@ class Instructions(Reward):
 
 # The 25 verifiable instructions of IFEval (arXiv 2311.07911), each as a check of a text.
 #
-# An instruction has a name and arguments, as in google/IFEval. Those by which open-instruct's data
-# refers to the instructions are accepted too.
+# An instruction has a name and arguments, as in google/IFEval. The names and arguments of
+# open-instruct's data are accepted too.
 
 Check = Callable[[str, Mapping[str, Any]], bool]
 

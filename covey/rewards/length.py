@@ -13,8 +13,8 @@ ROUNDING = 1e-9
 """Allowed rounding error in the product of a fraction and a group size, such as 0.8 * 5."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
-"""A function that returns a penalty for each rollout of a group. A penalty is 0 or negative, and is
-added to the reward of the rollout."""
+"""A function that returns a penalty for each rollout of a group: 0 or a negative number, which is
+added to the rollout's reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,8 @@ class GroupRelative:
 class Unfinished:
     """Limits the reward of truncated completions, like open-instruct's non_stop_penalty.
 
-    If the reward of a truncated completion is above `at_most`, Covey lowers it to `at_most`. In
-    open-instruct, a fixed value replaces the reward of a truncated completion, even if the reward
-    is lower.
+    A reward above `at_most` is lowered to `at_most`. In open-instruct, a fixed value replaces the
+    reward of a truncated completion, even if the reward is lower.
     """
 
     at_most: float = 0.0

@@ -33,8 +33,7 @@ class Call:
     """The tokens of each completion."""
     global_step: int | None = None
     """Number of optimizer steps that the run schedules before this training step; None in
-    evaluations. In evaluations, TRL-style reward functions get `max_steps` as the `global_step`.
-    """
+    evaluations, where TRL-style reward functions get `max_steps` as the `global_step`."""
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 if the reward is called outside a run."""
 

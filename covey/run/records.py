@@ -246,10 +246,7 @@ def _checked(raw: bytes, shape: Shape) -> Row:
 
 
 def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
-    """Read a JSON Lines file; ignore an unfinished last line.
-
-    Raise RunError if a complete line is invalid.
-    """
+    """Read a JSON Lines file without an unfinished last line; raise RunError for invalid lines."""
     rows = []
     for line in scan_lines(path, shape):
         if line.row is None:

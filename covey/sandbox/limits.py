@@ -14,8 +14,8 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 class Limits:
     """Resource limits.
 
-    Limits on time and output apply to each test case. Limits on memory, processes and files apply
-    at every moment.
+    Those on time and output apply to each test case, those on memory, processes and files at every
+    moment.
     """
 
     cpu_seconds: int = 4

@@ -24,7 +24,7 @@ _MOST_IN_A_KEY = 1000
 
 
 def read_expected(text: str) -> object:
-    """Parse a Python literal. The literal comes from the dataset, so Covey trusts it.
+    """Parse a Python literal, which is trusted because it comes from the dataset.
 
     Raises ValueError if the text is not a literal.
     """
@@ -40,9 +40,9 @@ def matches(expected: object, reply: bytes) -> bool:
     `reply` is the return value as JSON that the sandboxed process wrote.
 
     Values of different types are not equal, as in Python: a list does not equal a tuple. A number
-    equals an expected float if the relative difference is at most 1e-6. For an expected 0.0, the
-    absolute difference must be at most 1e-12. A numpy array equals a list or tuple with the same
-    items. A Fraction or Decimal equals a plain number of the same value.
+    equals an expected float if the relative difference is at most 1e-6 or, for an expected 0.0, if
+    the absolute difference is at most 1e-12. A numpy array equals a list or tuple with the same
+    items, and a Fraction or Decimal equals a plain number of the same value.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)

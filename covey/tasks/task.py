@@ -28,10 +28,10 @@ class Task(Protocol):
     """A task: prompts for training, and other prompts that are held out for evaluation.
 
     Each prompt depends only on its index in the sequence. Some tasks store a correct answer in
-    `info["solution"]`: the text between the answer tags, the code, or the tool call.
-    `info["worked"]` is the reasoning that leads to the solution.
+    `info["solution"]`: the text between the answer tags, the code, or the tool call. The reasoning
+    that leads to it is `info["worked"]`.
 
-    A task that skips bad rows lists the skipped rows in `bad_rows`; see `bad_rows_of`.
+    A task that skips bad rows lists them in `bad_rows`; see `bad_rows_of`.
     """
 
     @property

@@ -18,7 +18,7 @@ class Verifiers(SplitTask):
     """Prompts from an environment package; the package's evaluation dataset is held out.
 
     Use this task with the reward `environment` and the environment `verifiers`, which must name the
-    same package.
+    same package as the task.
     """
 
     package: str
