@@ -1,7 +1,7 @@
 """Convert the GRPOConfig options of a TRL script to settings; list unsupported options.
 
-If TRL's default of an option differs from Covey's default, the converted settings include TRL's
-default. On one device, the ported run trains in the same way as the TRL script.
+If TRL's default of an option differs from Covey's, the converted settings include TRL's default. On
+one device, the ported run trains in the same way as the TRL script.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def from_script(text: str, name: str = "script.py") -> Ported:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The option's first setting is always returned. Each further setting of the option is returned
-    only if its value in `settings` is nonzero.
+    The option's first setting is always returned, each further one only if its value in `settings`
+    is nonzero.
     """
     first, *others = *_depends(option), None
     found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]

@@ -1,15 +1,15 @@
 """Adapters with which Covey can use environment classes that were written for TRL.
 
 An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
-add to the prompt. The public methods of a TRL environment class are tools, except `reset` and the
-optional `get_reward`. Differences to TRL:
+add to the prompt. Its other public methods are tools, except the optional `get_reward`. Differences
+to TRL:
 
-- Covey makes a new instance of the environment class for each rollout. TRL reuses the instances of
-  an environment class, and calls `reset` before each rollout.
+- Covey makes a new instance for each rollout. TRL reuses the instances, and calls `reset` before
+  each rollout.
 - Tools are listed in the order of their definition in the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
-- If an environment class draws random numbers itself, a resumed run does not reproduce these
-  numbers. If `reset` has a parameter `seed`, all rollouts of a group get the same seed.
+- If a class draws random numbers itself, a resumed run does not reproduce them. If `reset` has a
+  parameter `seed`, all rollouts of a group get the same seed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from covey.types import Prompt
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
     """Return a class unchanged if it has Covey's interface; wrap a TRL-style class in an adapter.
 
-    A class with Covey's interface has `step`, and a `reset` with a seed. If `kind` is a function
-    that returns environments, return the function unchanged.
+    A class with Covey's interface has `step`, and a `reset` with a seed. A function that returns
+    environments is also returned unchanged.
     """
     if not inspect.isclass(kind):
         return kind

@@ -4,8 +4,8 @@
     llama3   a message that is {"name": ..., "parameters": {...}}, several separated by ;
     tags     <name>argument</name>, for tools that take one text
 
-A tool call that cannot be parsed has an `error` in place of arguments. The environment replies to
-the policy with the error.
+A tool call that cannot be parsed has an `error` in place of arguments, with which the environment
+replies to the policy.
 """
 
 from __future__ import annotations
@@ -105,13 +105,12 @@ class CallFormat:
     """A format of tool calls."""
 
     read: Callable[[str, Sequence[str]], list[Call]]
-    """A function that parses tool calls. Its arguments are the text after the model's thinking, and
-    the names of the tools."""
+    """Parses tool calls, given the text after the model's thinking and the names of the tools."""
     stops: Callable[[Sequence[str]], list[str]]
-    """A function that returns the stop strings that end a tool call, given the tool names."""
+    """Returns the stop strings that end a tool call, given the tool names."""
     instruction: str
     """Instructions for models whose chat template does not support tools. The placeholder {tools}
-    is replaced by the JSON schemas of the tools."""
+    is replaced by the tools' JSON schemas."""
 
 
 _JSON_INSTRUCTION = (

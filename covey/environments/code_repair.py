@@ -1,8 +1,7 @@
 """The `code_repair` environment: the policy tests and edits a wrong program.
 
 The prompts come from the `code` task, or from any data with `info["tests"]`. The wrong program is
-`info["broken"]`. If the data has no `info["broken"]`, Covey inserts one small error into the
-solution.
+`info["broken"]` or, without it, the solution with one small error that Covey inserts.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the three terms of the reward: `tests`, `edits` and `rounds`. The terms `edits` and
-`rounds` reward a repair with few edits and few test rounds."""
+"""Weights of the three terms of the reward. The terms `edits` and `rounds` reward a repair with few
+edits and few test rounds."""
 Test = tuple[Case, object]
 
 
@@ -42,11 +41,10 @@ class CodeRepair(ToolEnvironment):
     """An environment with tools to edit a program and to test it up to `max_rounds` times.
 
     The main part of the reward is 0.75 times the fraction of all tests that the final program
-    passes. A program that passes all tests gets a bonus of up to 0.125 for few edits. The bonus for
-    few edits is 0.125 up to `expected_edits` edits, and falls linearly to 0 at twice that number. A
-    program that passes all tests also gets a bonus of up to 0.125 for few test rounds. Each test
-    round after the first reduces the bonus for few test rounds by 0.125 / `max_rounds`. A correct
-    program gets a reward of at least 0.75, and an incorrect program gets less.
+    passes. A program that passes all tests also gets two bonuses of up to 0.125. The bonus for few
+    edits is 0.125 up to `expected_edits` edits, and falls linearly to 0 at twice that number. The
+    bonus for few test rounds falls by 0.125 / `max_rounds` with each round after the first. So a
+    correct program gets a reward of at least 0.75, and an incorrect program gets less.
     """
 
     def __init__(
@@ -202,7 +200,7 @@ _CALLED = {
 def mutants(program: str, random: Random) -> Iterator[str]:
     """Yield versions of a program with one small error each, in random order.
 
-    This function raises SyntaxError if the program is not valid Python.
+    Raises SyntaxError if the program is not valid Python.
     """
     tree = ast.parse(program)
     places = [place for place, node in enumerate(ast.walk(tree)) if _mutate(copy.deepcopy(node))]

@@ -1,7 +1,7 @@
 """Runs an episode: calls an environment, and converts results and errors to a `Reply`.
 
-Environments with `quick = True` run in the process that makes the rollouts. All other environments
-run in worker processes.
+Environments with `quick = True` run in the process that makes the rollouts, all others in worker
+processes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Reply:
     """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The named terms of the reward that the environment gives for the whole episode. The outcome
-    is None before the end of the episode, or if the environment has no reward."""
+    """The named terms of the reward that the environment gives for the whole episode; None before
+    the end of the episode, or if the environment has no reward."""
     error: str = ""
     """The error that ended the episode; after an error, the episode has no reward."""
 

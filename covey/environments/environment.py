@@ -1,8 +1,8 @@
 """The interface of environments: the methods that turn a prompt into an episode.
 
-An environment sees messages and never token ids. Each rollout has its own instance of the
-environment. All methods may be plain or async. An exception in a method ends the rollout with the
-finish reason `error` and without a reward.
+An environment sees messages and never token ids, and each rollout has its own instance. All methods
+may be plain or async. An exception in one of them ends the rollout with the finish reason `error`
+and without a reward.
 
     class GuessNumber:
         def reset(self, prompt, seed):
@@ -45,7 +45,7 @@ class Start:
 class Step:
     """The environment's reply to a message of the policy.
 
-    The method `step` may return a Step, only messages, or None to end the episode.
+    `step` may also return only messages, or None to end the episode.
     """
 
     messages: Sequence[Message] = ()
@@ -53,9 +53,8 @@ class Step:
     reward: float | None = None
     done: bool = False
     state: Any = None
-    """Data that identifies the state after this step. Some algorithms compare steps that start from
-    equal states. If `state` is None, the messages identify the state.
-    """
+    """Data that identifies the state after this step, for algorithms that compare steps from equal
+    states. If it is None, the messages identify the state."""
 
 
 class Environment(Protocol):
@@ -78,16 +77,14 @@ class Environment(Protocol):
 
 
 Factory = Callable[[], Any]
-"""A function that makes the environment of one rollout.
-
-The factory must be picklable, unless its environments have `quick = True`.
-"""
+"""A function that makes the environment of one rollout. It must be picklable, unless its
+environments have `quick = True`."""
 
 
 def prepare(factory: Factory) -> None:
     """Load the data that all episodes of an environment class share, once per process.
 
-    If the class has a class method `prepare`, call it with the environment's options.
+    If the class has a class method `prepare`, it is called with the environment's options.
     """
     kind = getattr(factory, "func", factory)
     if hasattr(kind, "prepare"):
@@ -97,8 +94,8 @@ def prepare(factory: Factory) -> None:
 def is_quick(factory: Factory) -> bool:
     """Return whether an environment declares that it never takes long and never crashes.
 
-    Environments with `quick = True` run in this process. Environments without `quick = True` run in
-    worker processes, with limits on time and memory.
+    Environments with `quick = True` run in this process, all others in worker processes with limits
+    on time and memory.
     """
     made = getattr(factory, "func", factory)
     return bool(getattr(made, "quick", False))

@@ -1,8 +1,7 @@
 """The `games` environment: games with a hidden state, and one action per turn.
 
-A game is a plain class, whose constructor takes a random number generator and a size. The public
-methods of a game are the tools of the policy. To add a game, write its class and add the class to
-GAMES.
+A game is a plain class: its constructor takes a random number generator and a size, and its public
+methods are the tools of the policy. To add a game, write its class and add it to GAMES.
 """
 
 from __future__ import annotations
@@ -174,8 +173,8 @@ class Maze:
 class Sokoban:
     """A board of `size` x `size` squares with some walls and one box per 16 squares.
 
-    The board is generated backwards, by pulling boxes away from their goals. The player can solve
-    every board in at most `PULLS` moves.
+    The board is generated backwards, by pulling boxes away from their goals, so the player can
+    solve it in at most `PULLS` moves.
     """
 
     SIZES: ClassVar[tuple[int, int, int]] = (4, 5, 20)

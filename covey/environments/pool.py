@@ -1,12 +1,12 @@
 """Runs environments in worker processes, with limits on time and memory.
 
-Each process runs many episodes. Each step of an episode runs in a thread of the process. The
-prompt, the seed and the policy's messages determine an episode. If a process dies or is killed,
-Covey replays its episodes in a new process. If a replayed episode gives different replies, the
-episode ends with an error. A step that takes too long ends its episode. If several steps were
-running when a process died, Covey retries them one at a time, to find the step that killed the
-process. If a process dies while only one step is running, the episode of that step ends with an
-error.
+Each process runs many episodes, and each step of an episode in a thread. The prompt, the seed and
+the policy's messages determine an episode, so if a process dies or is killed, Covey replays its
+episodes in a new process. A replayed episode that gives different replies ends with an error.
+
+A step that takes too long ends its episode. If several steps were running when a process died, they
+are retried one at a time, to find the one that killed it. If only one was running, its episode ends
+with an error.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Keys of the episodes whose commands were running when the process died. These commands are
-    retried one at a time."""
+    """Keys of the episodes whose commands were running when the process died; they are retried one
+    at a time."""
 
 
 class ProcessHost:

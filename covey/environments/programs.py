@@ -16,8 +16,8 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""The ratio of the limit on wall time to the limit on CPU time. The limit on wall time is higher
-than the limit on CPU time, so that a busy machine does not change results."""
+"""The ratio of the limit on wall time to the limit on CPU time. It is above 1, so that a busy
+machine does not change results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

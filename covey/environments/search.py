@@ -31,8 +31,8 @@ ANSWER, CITATIONS = 0.7, 0.3
 def read_documents(folder: str) -> dict[str, str]:
     """Return the documents of a folder by id; an empty `folder` means the built-in documents.
 
-    The function also reads documents in subfolders. The id of a document is its path in the folder,
-    without the file extension.
+    Documents in subfolders are included. The id of a document is its path in the folder, without
+    the file extension.
     """
     if not folder:
         return library.documents()
@@ -62,13 +62,11 @@ def _index_of(folder: str) -> Index:
 class Search(ToolEnvironment):
     """An environment with tools that search and read documents; the last turn is the answer.
 
-    If the prompt has `info["sources"]`, a correct answer earns a reward of 0.7. If the prompt has
-    `info["sources"]`, the citations in the answer earn at most another 0.3. To earn the full reward
-    for citations, the answer must cite every document in `info["sources"]`. The policy cites a
-    document by writing the document's id in square brackets. A citation earns a reward only if a
-    tool has shown the cited document in this episode. A citation of a document outside
-    `info["sources"]` subtracts a quarter of the maximum reward for citations. If the prompt has no
-    `info["sources"]`, a correct answer earns a reward of 1.
+    If the prompt has `info["sources"]`, a correct answer earns 0.7, and citations earn up to 0.3
+    more: the answer must cite every document in `info["sources"]` to earn all of it. The policy
+    cites a document by writing its id in square brackets, and this counts only if a tool has shown
+    the document in this episode. A citation of any other document subtracts a quarter of the
+    maximum reward for citations. Without `info["sources"]`, a correct answer earns 1.
     """
 
     def __init__(
@@ -164,9 +162,8 @@ def _snippet(text: str, query: str, most: int) -> str:
 #   score(d, q) = sum over words w of q:  idf(w) * f (k1 + 1) / (f + k1 (1 - b + b |d| / mean |d|))
 #   idf(w)      = ln(1 + (N - n + 0.5) / (n + 0.5))
 #
-# In the formula, f is the count of word w in document d, and |d| is the number of words in d. In
-# the formula, N is the number of documents, and n is the number of documents with word w. Lucene
-# uses the same formula for BM25.
+# Here f is the count of word w in document d, |d| the number of words in d, N the number of
+# documents, and n the number of documents with word w. Lucene uses the same formula.
 
 K1, B = 1.5, 0.75
 _WORD = re.compile(r"\w+")

@@ -1,6 +1,6 @@
 """Tools that the policy can call; each tool is a method of a Python class.
 
-Covey derives the JSON schema of each tool from the type hints and the docstring of the method.
+The type hints and the docstring of a method give the tool's JSON schema.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:
@@ -134,7 +134,7 @@ class ToolEnvironment:
 
     A message without tool calls ends the episode. An exception in a tool becomes an error message
     to the policy. A subclass can override `reset` to prepare the episode, and define `reward` to
-    score the episode.
+    score it.
     """
 
     RESERVED = ("reset", "step", "reward", "tools")

@@ -1,10 +1,10 @@
 """Run unmodified environment packages of the `verifiers` library, version 0.1.
 
 A package has a function `load_environment()` and its own rollout loop, which this module runs. When
-the package's rollout loop calls its model, the policy generates the next turn. The package's rubric
-computes the reward. The task `verifiers` turns the rows of the package's dataset into prompts.
-Covey raises an error for four unsupported features: rubrics that score a whole group, environments
-that change earlier messages, images, and tasksets of verifiers 0.2 and later.
+the loop calls its model, the policy generates the next turn. The package's rubric computes the
+reward. The task `verifiers` turns the rows of the package's dataset into prompts. Covey raises an
+error for four unsupported features: rubrics that score a whole group, environments that change
+earlier messages, images, and tasksets of verifiers 0.2 and later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW = "row"
 
 @cache
 def _loaded(package: str, arguments: str) -> Any:
-    """Load a package once per process; all episodes share the package."""
+    """Load a package once per process; all episodes share it."""
     load = import_callable(f"{package.replace('-', '_')}:load_environment", "environment.package")
     environment = load(**json.loads(arguments))
     rubric = getattr(environment, "rubric", None)

@@ -1,8 +1,8 @@
 """A worker process that runs environments: `python -m covey.environments.worker FD`.
 
-The process first receives the factory that makes environments, and then receives commands. The
-process sends each reply as soon as the reply is ready. Steps of different episodes run at the same
-time, each in a thread. The async methods of all environments share one event loop.
+The process first receives the factory that makes environments, then commands, and sends each reply
+as soon as it is ready. Steps of different episodes run at the same time, each in a thread. The
+async methods of all environments share one event loop.
 """
 
 from __future__ import annotations

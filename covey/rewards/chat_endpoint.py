@@ -76,8 +76,8 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
     """Send the request `body` and return the model's reply; raise RewardError if there is no reply.
 
     If the server is busy (429), failing (5xx) or unreachable, the request is repeated while time is
-    left. Do not repeat the request after an error that a retry cannot fix. A malformed reply raises
-    an error without a retry, because a retry would get the same reply.
+    left. It is not repeated after an error that a retry cannot fix, such as a malformed reply,
+    because a retry would get the same reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     headers = {"Content-Type": "application/json", "User-Agent": "covey"}
@@ -177,8 +177,8 @@ def _content(body: bytes) -> str:
 
 # Rate limits of an endpoint, which all scoring processes of a machine share.
 #
-# A file lists the requests of the last minute. Every process locks this file and then adds its
-# own requests. If a request would exceed a limit, the process waits.
+# A file lists the requests of the last minute. Every process locks it and then adds its own
+# requests; if a request would exceed a limit, the process waits.
 
 WINDOW = 60.0
 """The length of the window over which requests and tokens are counted, in seconds."""
@@ -190,16 +190,15 @@ class RateLimit:
     """Maximum requests and tokens per minute; 0 means no limit."""
 
     endpoint: str
-    """The endpoint's URL. All processes of a user that call the same URL share the limit."""
+    """The endpoint's URL. All processes of a user that call it share the limit."""
     requests: int = 0
     tokens: int = 0
 
     def wait(self, tokens: int, until: float) -> float:
         """Wait until a request with `tokens` tokens is allowed; return the seconds waited.
 
-        Raises RewardError if the rate limits do not allow the request before the time `until`. The
-        time `until` is in seconds of `time.monotonic`, a clock that all processes of a machine
-        share.
+        Raises RewardError if the rate limits do not allow the request before the time `until`, in
+        seconds of `time.monotonic`, a clock that all processes of a machine share.
         """
         waited = 0.0
         if not self.requests and not self.tokens:
@@ -220,9 +219,9 @@ class RateLimit:
         return waited
 
     def _take(self, tokens: int) -> float:
-        """Record a request if the rate limits allow it.
+        """Record a request if the rate limits allow it, and return 0.
 
-        Return the seconds to wait before another try; 0 if the request was recorded.
+        Otherwise, return the seconds to wait before another try.
         """
         # Refuse a link, because any user may write into the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -124,10 +124,10 @@ def sources(text: str) -> set[str]:
     """Return the distinct sources that a text cites, each in normalized form.
 
     A URL, DOI or arXiv number is a citation wherever it occurs in the text. A citation mark such as
-    `[1]` cites entry 1 in a list of sources. An entry of a list of sources is a line `[1] ...`, or
-    a line `1. ...` under a heading such as References. A list entry is identified by its URL, DOI
-    or arXiv number. A list entry without any of these is identified by its title, which must have
-    at least three words. A citation mark that has no entry in the list of sources is ignored.
+    `[1]` cites entry 1 in a list of sources, and is ignored if there is no such entry. An entry is
+    a line `[1] ...`, or a line `1. ...` under a heading such as References. It is identified by its
+    URL, DOI or arXiv number or, without any of these, by its title, which must have at least three
+    words.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -146,17 +146,14 @@ def _shape(name: str) -> str:
 class Citations(Reward):
     """The number of different sources cited in the text after the thinking, divided by `minimum`.
 
-    The reward is at most 1.
-
-    A source is a URL, a DOI, an arXiv number, or an entry of the list of sources that a citation
-    mark such as [1] cites. A repeated source counts once.
+    The reward is at most 1, and a completion with at least `minimum` sources is a success. A source
+    is a URL, a DOI, an arXiv number, or an entry of the list of sources that a citation mark such
+    as [1] cites. A repeated source counts once.
 
     If `prompt.info` has `sources`, a list of URLs, DOIs, arXiv numbers or ids such as `doc3`, only
-    the listed sources count. A citation mark such as `[doc3]` cites the source with the id `doc3`.
-    Every cited URL, DOI or arXiv number that is not in `sources` lowers the reward by
-    `unknown_penalty`. A citation mark that looks like an id in `sources`, but has a different
-    number, also lowers the reward by `unknown_penalty`. A completion with at least `minimum`
-    sources is a success.
+    the listed sources count. A citation mark `[doc3]` cites the source with the id `doc3`. Every
+    cited URL, DOI or arXiv number that is not listed lowers the reward by `unknown_penalty`, and so
+    does a citation mark that looks like a listed id but has a different number.
     """
 
     minimum: int = 2

@@ -1,9 +1,9 @@
 """The coherence measure: how much a text looks like language, mathematics or code.
 
-The measure uses statistics only: frequent pairs of Latin letters, common characters of other
-writing systems, and pairs of symbols that are typical of formulas and programs. The statistics of
-keyboard mashing and random characters differ from the statistics of real text. The measure cannot
-detect nonsense that consists of real words.
+It uses statistics only: frequent pairs of Latin letters, common characters of other writing
+systems, and pairs of symbols that are typical of formulas and programs. Keyboard mashing and random
+characters differ from real text in these statistics; nonsense that consists of real words does not,
+so it is not detected.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""The level of a letter pair says how common the pair is in words. Letter pairs of level RARE or
-below hardly occur in words. Each letter pair of level RARE or below lowers a word's sum of levels
-by RARE_COSTS.
-"""
+"""The level of a letter pair says how common the pair is in words. Pairs of level RARE or below
+hardly occur; each of them lowers a word's sum of levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""Short texts have too few letter pairs for a reliable mean. Covey therefore adds PRIOR_PAIRS
-letter pairs of level PRIOR to every text before it computes the mean level."""
+"""Short texts have too few letter pairs for a reliable mean level, so PRIOR_PAIRS pairs of level
+PRIOR are added to every text."""
 LOW, HIGH = 3.0, 4.1
-"""A text is noise if the mean level of its letter pairs is below LOW, and language if the mean
-level is above HIGH."""
+"""A text is noise if the mean level of its letter pairs is below LOW, and language if it is above
+HIGH."""
 WINDOW, WINDOWS = 4096, 5
-"""In a long text, Covey measures only WINDOWS evenly spaced excerpts of WINDOW characters."""
+"""Only WINDOWS evenly spaced excerpts of WINDOW characters of a longer text are measured."""
 
 # Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
 # probability of about 2 ** (d - 9), from common words of ten languages, mostly English.
@@ -206,7 +204,7 @@ def _levels(word: str) -> list[int]:
 def _sum_of_levels(word: str) -> tuple[float, int]:
     """Return the sum of the frequency levels of a word's letter pairs, and the number of pairs.
 
-    Each rare letter pair lowers the sum of the levels by RARE_COSTS.
+    Each rare letter pair lowers the sum by RARE_COSTS.
     """
     total, pairs = 0.0, 0
     for levels in map(_levels, _pieces(word)):
@@ -236,8 +234,7 @@ def _latin(text: str) -> float:
 def _jumbled(word: str) -> bool:
     """Return whether a word often switches between cases, or between letters and digits.
 
-    Encoded data, such as base64, often switches between upper and lower case, and between letters
-    and digits.
+    Encoded data, such as base64, does so.
     """
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
@@ -246,7 +243,7 @@ def _jumbled(word: str) -> bool:
 def _signs(text: str) -> float:
     """Return the plausibility of adjacent symbols, from 0 to 1.
 
-    A pair of adjacent symbols is plausible if the pair is common in formulas or programs.
+    A pair of symbols is plausible if it is common in formulas or programs.
     """
     odd = pairs = len(_ODD_INFIX.findall(text))
     for run in _SIGNS.findall(text):
@@ -260,9 +257,9 @@ def coherence(text: str) -> float:
     """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if it is empty.
 
     Each kind of character (Latin words, other alphabets, digits, symbols) gets a plausibility, and
-    the result is the average over all characters. The average is lowered for a text that consists
-    mostly of symbols, mixes many alphabets, or repeats characters or phrases. A coherence below 0.5
-    means noise.
+    the result is the average over all characters. It is lowered for a text that consists mostly of
+    symbols, mixes many alphabets, or repeats characters or phrases. A coherence below 0.5 means
+    noise.
 
     >>> coherence("So 47 + 8 = 55, and 55 - 6 = 49.") > 0.9, coherence("zxcv kjhg qwpt bnmd") < 0.3
     (True, True)

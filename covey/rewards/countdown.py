@@ -17,10 +17,10 @@ from covey.types import Prompt
 class Countdown(Reward):
     """1 for an expression that uses each number once and equals the target; otherwise 0.
 
-    The expression is in the `<answer>` tags after the thinking. The expression consists of whole
-    numbers, + - * / and parentheses, and may end with `= target`. The value of the expression is
-    computed exactly, so 1/3 * 3 is 1. `prompt.info` contains `numbers` and, optionally, `target`.
-    Without `target` in `prompt.info`, the reward uses `prompt.target`.
+    The expression is in the `<answer>` tags after the thinking; it consists of whole numbers, + - *
+    / and parentheses, and may end with `= target`. Its value is computed exactly, so 1/3 * 3 is 1.
+    The numbers are `prompt.info["numbers"]`; the target is `prompt.info["target"]`, or
+    `prompt.target` if the info has none.
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -46,12 +46,11 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    The result is the larger of the fractions of repeated sentences and repeated phrases. Repeated
-    sentences are considered only if the text has more than 3 sentences. A phrase is a sequence of 6
-    words or punctuation marks. Repeated phrases are considered only if the text has at least 24
-    words and punctuation marks. The fraction of repeated phrases also detects padding without
-    punctuation, and padding in which only the ends of the sentences differ. To save time, repeated
-    phrases are not counted if their fraction cannot exceed `above`.
+    The result is the larger of two fractions: that of repeated sentences, if the text has more than
+    3, and that of repeated phrases, if it has at least 24 words and punctuation marks. A phrase is
+    a sequence of 6 words or punctuation marks. Phrases also detect padding without punctuation, and
+    padding in which only the ends of the sentences differ. To save time, they are not counted if
+    their fraction cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -74,13 +73,12 @@ def repetition(text: str, above: float = 0.0) -> float:
 class Efficiency(Reward):
     """1 minus penalties for too many tool calls or words and for repetition; at least 0.
 
-    Each `<tool_call>` beyond the first `expected_steps` tool calls lowers the reward by 0.1. In a
-    multi-turn episode, each edit beyond the first `expected_edits` edits and each policy turn
-    beyond the first `max_rounds` turns also lower the reward by 0.1. The penalties for tool calls,
-    edits and turns together are at most 0.5. An edit is a call of one of the `edit_tools`.
+    Each `<tool_call>` beyond the first `expected_steps` lowers the reward by 0.1. In a multi-turn
+    episode, so does each edit (a call of one of the `edit_tools`) beyond the first `expected_edits`
+    and each policy turn beyond the first `max_rounds`. These penalties together are at most 0.5.
 
-    If a completion has more than `max_words` words, the penalty is 0.3 * (words - max_words) /
-    max_words, at most 0.3. Repetition costs 0.2 if more than 30 % of the text is repeated.
+    A completion of more than `max_words` words loses 0.3 * (words - max_words) / max_words, at most
+    0.3. Repetition costs 0.2 if more than 30 % of the text is repeated.
 
     Each reward part is 1 without a penalty, and 0 with the maximum penalty.
     """

@@ -14,8 +14,8 @@ from covey.types import Prompt, episode_of
 class EnvironmentReward(Reward):
     """The reward that the environment gives to an episode.
 
-    If the environment has a `reward` method, this method gives the reward. Otherwise, the reward is
-    the sum of the turn rewards. An episode with a reward of at least `success_at` is a success.
+    It is the result of the environment's `reward` method or, without such a method, the sum of the
+    turn rewards. An episode with a reward of at least `success_at` is a success.
     """
 
     success_at: float = 1.0

@@ -83,8 +83,7 @@ def _paired(text: str, tag: str) -> bool | None:
 class ThinkToolForm(Reward):
     """A format reward for completions that consist of thinking, then tool calls or an answer.
 
-    The reward is 0.4 * `think` + 0.4 * `tool` + 0.2 * `tidy`, where the parts have the following
-    values.
+    The reward is 0.4 * `think` + 0.4 * `tool` + 0.2 * `tidy`, and at least 0.
 
     | part | value |
     |---|---|
@@ -93,11 +92,10 @@ class ThinkToolForm(Reward):
     | direct | instead of tool if there is none: 1 for text after the thinking |
     | tidy | 1: one think block first, nothing nested; several tool calls may follow |
 
-    Unpaired `<think>` tags set the reward part `think` to -0.5, and unpaired `<tool_call>` tags set
-    `tool` to -0.5. The reward is at least 0.
+    Unpaired `<think>` tags set `think` to -0.5, and unpaired `<tool_call>` tags set `tool` to -0.5.
 
-    The published code of this reward checks only the first tool call. In the published code of this
-    reward, the parts `tidy` and `direct` do not exist, so no completion can score above 0.8.
+    The published code of this reward checks only the first tool call, and lacks the parts `tidy`
+    and `direct`, so no completion can score above 0.8 there.
     """
 
     min_thinking: int = 20

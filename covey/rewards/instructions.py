@@ -20,10 +20,10 @@ from covey.types import Prompt
 class Instructions(Reward):
     """The fraction of IFEval's strict checks that the text after the thinking passes.
 
-    The instructions of a prompt come from the data columns `instruction_id_list` and `kwargs` (as
-    in google/IFEval) or from the target (as in open-instruct's RLVR data). An empty completion
-    follows no instruction. A completion is a success if all checks pass. This reward does not check
-    the content of the text; combine it with a reward that does.
+    A prompt's instructions come from the data columns `instruction_id_list` and `kwargs` (as in
+    google/IFEval) or from the target (as in open-instruct's RLVR data). An empty completion follows
+    no instruction, and a completion that passes all checks is a success. The content of the text is
+    not checked, so combine this reward with one that does.
     """
 
     all_or_nothing: bool = False
@@ -46,8 +46,8 @@ class Instructions(Reward):
 
 # The 25 verifiable instructions of IFEval (arXiv 2311.07911), each as a check of a text.
 #
-# An instruction has a name and arguments, as in google/IFEval. The names and arguments by which
-# open-instruct's data refers to these instructions are accepted too.
+# An instruction has a name and arguments, as in google/IFEval. The names and arguments of
+# open-instruct's data are accepted too.
 
 Check = Callable[[str, Mapping[str, Any]], bool]
 

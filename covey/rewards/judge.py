@@ -1,9 +1,9 @@
 """The LLM judge: a language model that grades completions over an OpenAI-compatible endpoint.
 
-A completion may try to manipulate the judge. In the request, delimiters with an unpredictable code
-separate data from instructions. Chat-template tokens are broken up, invisible characters are
-removed, and a placeholder replaces each sentence that addresses the judge. Even with all
-protections of this module, an LLM judge is not safe as the only reward.
+A completion may try to manipulate the judge. The request therefore separates data from instructions
+with delimiters that contain an unpredictable code. Chat-template tokens are broken up, invisible
+characters are removed, and a placeholder replaces each sentence that addresses the judge. Even so,
+an LLM judge is not safe as the only reward.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _LONE_INTEGER = re.compile(r"(?<![\w.,/+-])-?[0-9]+(?![\w/-]|[.,][0-9])")
 def defuse(text: str) -> str:
     """Remove invisible characters from a text, and break up chat-template tokens.
 
-    The judge can still read a token that was broken up.
+    The judge can still read a broken token.
 
     >>> defuse("18<|im_end|>[INST] a < b | c > [d]")
     '18⟨¦im_end|>⟦INST⟧ a < b | c > [d]'
@@ -131,8 +131,8 @@ def parse_grade(content: str, scale: int) -> int:
 class Judge(Reward):
     """The grade that an LLM gives, divided by `scale`; `threshold` or more is a success.
 
-    If the LLM gives no grade, the reward raises an error. A completion without a grade has no
-    reward, which differs from a reward of 0.
+    If the LLM gives no grade, the reward raises an error, and the completion has no reward, which
+    differs from a reward of 0.
     """
 
     base_url: str
@@ -149,18 +149,16 @@ class Judge(Reward):
     strip_appeals: bool = True
     """Whether to remove sentences that address the judge, and log their number as a reward part."""
     max_chars: int = 20_000
-    """Maximum characters of a completion in the request; the middle of a longer completion is cut
-    out."""
+    """Maximum characters of a completion in the request; a longer one loses its middle."""
     max_tokens: int = 64
     timeout: float = 20.0
-    """Time limit of one attempt, in seconds. The limit covers the attempt as a whole, and also each
-    wait for data from the server."""
+    """Time limit in seconds of one attempt as a whole, and of each wait for the server's data."""
     total_seconds: float = 25.0
     """Time limit in seconds for all attempts together, including the waits between them."""
     retries: int = 3
     backoff: float = 0.5
-    """Seconds to wait before the first retry. The wait doubles with each further retry. If the
-    server sends the header Retry-After, the header sets the wait."""
+    """Seconds to wait before the first retry; the wait doubles with each further retry. The header
+    Retry-After, if the server sends it, sets the wait instead."""
     requests_per_minute: int = 0
     """Maximum number of completions per minute that all scoring processes of this machine together
     send; 0 means no limit."""
@@ -260,11 +258,7 @@ class Judge(Reward):
         return complete_chat(self.base_url, self._key(), body, policy)
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
-        """Return the messages for the judge.
-
-        Also return how many sentences of the completion were replaced because they address the
-        judge.
-        """
+        """Return the messages for the judge, and the number of appeals replaced in the text."""
         # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]

@@ -13,8 +13,8 @@ ROUNDING = 1e-9
 """Allowed rounding error in the product of a fraction and a group size, such as 0.8 * 5."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
-"""A function that returns a penalty for each rollout of a group. A penalty is 0 or negative, and is
-added to the reward of the rollout."""
+"""A function that returns a penalty for each rollout of a group: 0 or a negative number, which is
+added to the rollout's reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,14 @@ class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
     A completion of at most L tokens gets no penalty, and from L to 2 L tokens the penalty falls
-    linearly from 0 to -`size`. The length L is the mean completion length, or the midpoint between
-    the shortest and the longest completion if this midpoint is larger. In an easy group (accuracy
-    of at least `easy`), the length L is computed from the correct rollouts, and only correct
-    rollouts are penalised. In a hard group (accuracy of at most 1 - easy), no rollout is penalised.
-    In groups that are neither easy nor hard, the length L is computed from all rollouts. In groups
-    that are neither easy nor hard, only the majority is penalised: the correct rollouts if they are
-    the majority, else the incorrect rollouts.
+    linearly from 0 to -`size`. L is the mean completion length, or the midpoint between the
+    shortest and the longest completion if this midpoint is larger.
+
+    - In an easy group (accuracy of at least `easy`), L is computed from the correct rollouts, and
+      only they are penalised.
+    - In a hard group (accuracy of at most 1 - easy), no rollout is penalised.
+    - In any other group, L is computed from all rollouts, and only the majority is penalised: the
+      correct rollouts if they are the majority, else the incorrect rollouts.
 
     The default of `easy` is Covey's choice, because the paper gives no value.
     """
@@ -102,9 +103,8 @@ class GroupRelative:
 class Unfinished:
     """Limits the reward of truncated completions, like open-instruct's non_stop_penalty.
 
-    If the reward of a truncated completion is above `at_most`, Covey lowers it to `at_most`. In
-    open-instruct, a fixed value replaces the reward of a truncated completion, even if the reward
-    is lower.
+    A reward above `at_most` is lowered to `at_most`. In open-instruct, a fixed value replaces the
+    reward of a truncated completion, even if the reward is lower.
     """
 
     at_most: float = 0.0

@@ -38,16 +38,15 @@ _TWO_NUMBERS = re.compile(r"(?:^|[^\w^])[0-9.]+ +[0-9]")
 class MathAnswer(TargetReward):
     """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
 
-    Numbers are compared as exact fractions, not as floats. The option `tolerance` is relative, and
-    applies only if the target is not a whole number. If a tolerance of 1 % applied to the target
-    1000, every guess from 990 to 1010 would be correct, and the policy would learn to guess
-    roughly.
+    Numbers are compared as exact fractions, not as floats. `tolerance` is relative, and applies
+    only if the target is not a whole number: if 1 % applied to the target 1000, every guess from
+    990 to 1010 would be correct, and the policy would learn to guess roughly.
 
-    With `symbolic`, formulas are compared by evaluation at a few points. If evaluation at a few
-    points does not decide, the library math-verify compares the formulas. Covey passes only the
-    final answer to math-verify. Given a whole completion, math-verify would pick the part that
-    matches the target. A formula must be marked as the final answer, for example with `\\boxed`. If
-    a completion marks no final answer, the style `number` finds only numbers.
+    With `symbolic`, formulas are compared by evaluation at a few points and, if that does not
+    decide, by the library math-verify. It gets only the final answer, because in a whole completion
+    it would pick the part that matches the target. A formula must be marked as the final answer,
+    for example with `\\boxed`, because the style `number`, for completions that mark no final
+    answer, finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
@@ -76,10 +75,7 @@ class MathAnswer(TargetReward):
 
     @property
     def quick(self) -> bool:
-        """Whether scoring is fast for every text.
-
-        Scoring can be slow if formulas are compared (`symbolic`).
-        """
+        """Whether scoring is fast for every text; comparing formulas (`symbolic`) can be slow."""
         return not self.symbolic
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

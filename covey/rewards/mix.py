@@ -21,25 +21,23 @@ ACCURACY, FORMAT = "accuracy", "format"
 class Mix(Reward):
     """The weighted mean of reward parts: r = sum_k w_k r_k, with weights that sum to 1.
 
-    The reward part called `accuracy` decides `success`. If `gated` is true and a reward part is
-    called `format`, the accuracy counts only if the format is correct. With `gated`, a wrong format
-    sets the accuracy to its lower bound. With `gated`, if the reward part `accuracy` has no lower
-    bound, a wrong format sets a positive accuracy to 0. Without `gated`, a wrong format does not
-    change the accuracy.
+    The part called `accuracy` decides `success`. If `gated` is true and a part is called `format`,
+    the accuracy counts only if the format is correct: a wrong format sets the accuracy to its lower
+    bound or, if it has none, a positive accuracy to 0.
 
-    At the start of a run, the option `early` gives the weights. During the first `early_until` (a
-    fraction) of the run, the weights change linearly from `early` to `weights`. With `robust`, the
-    amount by which the reward exceeds its lower bound is multiplied by `robust_factor`.
+    `early` gives the weights at the start of a run. During the first `early_until` (a fraction) of
+    the run, the weights change linearly from `early` to `weights`. With `robust`, the amount by
+    which the reward exceeds its lower bound is multiplied by `robust_factor`.
 
-    With `correct_first`, a correct completion scores higher than any incorrect completion, for any
-    weights. A correct completion scores in the upper half of the reward range. Within the upper
-    half of the reward range, a higher weighted mean gives a higher score. If the format of a
-    correct completion is wrong, the weighted mean includes only the reward part `format`. An
-    incorrect completion scores in the lower half of the reward range. The score of an incorrect
-    completion is half of the weighted mean of accuracy, judges and, if `gated`, the format. Reward
-    parts other than accuracy, judges and format are ignored for an incorrect completion. A
-    completion without a final answer gets the lowest reward, and so does an incorrect completion of
-    gibberish.
+    With `correct_first`, a correct completion scores higher than any incorrect one, for any
+    weights:
+
+    - A correct completion scores in the upper half of the reward range, in proportion to the
+      weighted mean of the parts. If its format is wrong, the mean includes only the part `format`.
+    - An incorrect completion scores in the lower half, in proportion to the weighted mean of
+      accuracy, judges and, if `gated`, the format. Its other parts are ignored.
+    - A completion without a final answer gets the lowest reward, and so does an incorrect
+      completion of gibberish.
     """
 
     parts: Mapping[str, Reward]

@@ -4,9 +4,9 @@ Bugs of the published implementations are fixed, and the docstring of each rewar
 Covey evaluates expressions with limits and without `eval`, reads the signs of numbers, and compares
 numbers exactly. The rewards never raise an error, whatever the completion is.
 
-Known hacks of the published rewards are not fixed, because published models were trained with these
-rewards. The command `covey rewards lab` tries known hacks, and the docstring of each reward lists
-the hacks that work. For your own runs, use the reward `think_answer` or a template.
+Known hacks of the published rewards are not fixed, because published models were trained with them.
+The command `covey rewards lab` tries known hacks, and the docstring of each reward lists those that
+work. For your own runs, use the reward `think_answer` or a template.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _single_number(text: str) -> Fraction | None:
 class LmBook(Reward):
     """A GSM8K reward from 0 to 2.8 for completions with `<reasoning>` and `<answer>` tags.
 
-    The reward comes from theLMbook and from code that is based on theLMbook.
+    The reward comes from theLMbook and from code that is based on it.
 
     | part | value |
     |---|---|
@@ -127,7 +127,7 @@ class NanoAha(Reward):
     | | but the answer has other characters than digits, `+-*/().` and spaces; else 0 |
     | equation | 1: the first answer part uses each number exactly once and equals the target |
 
-    The published code evaluates expressions with `eval`, which never finishes on `95**87**64`. A
+    The published code evaluates expressions with `eval`, which never finishes on `95**87**64`; a
     later version uses `literal_eval`, which rejects every sum. This reward does not allow powers
     and `//`.
 
@@ -164,7 +164,7 @@ class GrpoZero(Reward):
     | | think part and 0.5 for an answer part |
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
-    GRPO-Zero's README describes a fixed reward of 0.1 for the format. GRPO-Zero's code, like this
+    GRPO-Zero's README describes a fixed reward of 0.1 for the format, but its code, like this
     reward, gives partial credit for an incomplete format. The published code uses `eval`, and its
     format check allows further tags inside the think part and the answer part.
 
@@ -208,8 +208,8 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The regex in the published code reads -5 as 5, and the end of `1,000` as 0. Covey reads -5 as
-    -5, and `1,000` as 1000.
+    The regex in the published code reads -5 as 5, and the end of `1,000` as 0; Covey reads them as
+    -5 and 1000.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; numbers, target last; target
@@ -245,10 +245,9 @@ class OpenInstruct(Reward):
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
     If the format is wrong, the whole text is searched for the answer. The published code treats the
-    format as correct only if the format reward is exactly 1. In the published code, every score is
-    0 if `r1_style_format_reward` is not 1. In Covey, this reward works with any value of
-    `r1_style_format_reward`. The regex in the published code drops the minus sign of whole numbers;
-    this reward keeps the sign.
+    format as correct only if the format reward is exactly 1, so every score is 0 with any other
+    `r1_style_format_reward`; in Covey, any value works. The regex in the published code drops the
+    minus sign of whole numbers; this reward keeps the sign.
 
     Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
     gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;

@@ -1,9 +1,8 @@
 """The Reasoning Gym reward: the score of the dataset's own scorer, corrected for known flaws.
 
-Some scorers of reasoning_gym evaluate the answer as code. If a scorer evaluates answers as code,
-Covey runs the scorer in a sandbox, and passes only plain data or arithmetic to the scorer. One
-scorer of reasoning_gym accepts every answer, one accepts `nan`, and one accepts `0` for `0.375`.
-This reward gives 0 to wrong answers that a flawed scorer accepts.
+Some scorers of reasoning_gym evaluate the answer as code. Covey runs these in a sandbox, and passes
+them only plain data or arithmetic. One scorer accepts every answer, one accepts `nan`, and one
+accepts `0` for `0.375`. This reward gives 0 to wrong answers that a flawed scorer accepts.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class ReasoningGym(Reward):
     """The score that the dataset's own scorer gives, from 0 to 1; a score of 1 is a success.
 
     Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
-    `<answer>` after the thinking; without the tag, it is all text after the thinking. If the scorer
-    of the dataset evaluates the answer as code, an answer that is not plain data or arithmetic
-    scores 0. If the scorer times out or crashes, the answer scores 0.
+    `<answer>` after the thinking; without the tag, it is all text after the thinking. It scores 0
+    if the scorer times out or crashes, or if the scorer evaluates answers as code and this one is
+    not plain data or arithmetic.
     """
 
     unsafe: bool = False
@@ -61,7 +60,7 @@ class ReasoningGym(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The time limit for scoring two texts: the answer and a nonsense answer.
+        """The time limit for scoring two texts, in seconds.
 
         After a correct answer, a nonsense answer is scored too, to detect a scorer that accepts
         everything.
@@ -102,10 +101,7 @@ class ReasoningGym(Reward):
 
 @lru_cache(maxsize=4096)
 def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
-    """Return the score of an answer.
-
-    Scores are cached, because many completions of a group give the same answer.
-    """
+    """Return the score of an answer, cached because many completions of a group give the same."""
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 

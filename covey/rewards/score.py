@@ -33,8 +33,7 @@ class Call:
     """The tokens of each completion."""
     global_step: int | None = None
     """Number of optimizer steps that the run schedules before this training step; None in
-    evaluations. In evaluations, TRL-style reward functions get `max_steps` as the `global_step`.
-    """
+    evaluations, where TRL-style reward functions get `max_steps` as the `global_step`."""
     max_steps: int = 0
     """Number of optimizer steps of the run; 0 if the reward is called outside a run."""
 
@@ -45,7 +44,7 @@ NO_CALL = Call()
 class SkippedError(Exception):
     """Raised by a reward function that intentionally gives a completion no reward.
 
-    A completion that is skipped in this way does not count as a scoring error.
+    Such a completion does not count as a scoring error.
     """
 
 
@@ -116,8 +115,8 @@ class TargetReward(Reward):
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
         """Return the score of a completion whose prompt has no target.
 
-        Raises ValueError if `without_target` is `error`, and SkippedError if it is `none`. A
-        completion whose prompt has no target is never a success.
+        It is never a success. Raises ValueError if `without_target` is `error`, and SkippedError if
+        it is `none`.
         """
         value = self.without_target
         if value == "error":

@@ -3,9 +3,8 @@
 A correct completion scores higher than any incorrect completion; see `correct_first` in `Mix`.
 
 `without_target` sets the score of `accuracy` for a prompt without a target: see `TargetReward`.
-
-`early_format`, if above 0, is the weight of `format` at the start of a run. The extra weight of
-`format` is taken from `accuracy`, and returns to `accuracy` during the first fifth of the run.
+`early_format`, if above 0, is the weight of `format` at the start of a run. The extra weight is
+taken from `accuracy`, and returns to it during the first fifth of the run.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def math(
 ) -> Mix:
     """Reward mix for math answers; more than 3 tool calls or 400 words are penalized.
 
-    The option `tolerance` is relative, and applies only to targets that are not whole numbers.
+    `tolerance` is relative, and applies only to targets that are not whole numbers.
     """
     answer = MathAnswer(tolerance=tolerance, symbolic=symbolic, without_target=without_target)
     parts = _parts(answer, ThinkToolForm(), max_words=400)
@@ -68,8 +67,8 @@ def code(
 ) -> Mix:
     """Reward mix for programs. Accuracy is the fraction of tests that the program passes.
 
-    The option `unsafe` runs programs without the sandbox. In an environment, the reward part
-    `efficiency` penalizes more than `expected_edits` edits or `max_rounds` turns.
+    `unsafe` runs programs without the sandbox. In an environment, the reward part `efficiency`
+    penalizes more than `expected_edits` edits or `max_rounds` turns.
     """
     tests = CodeTests(unsafe=unsafe, without_target=without_target)
     parts = _parts(tests, ThinkToolForm())
@@ -108,11 +107,10 @@ def retrieval(
 ) -> Mix:
     """Reward mix for answers that cite sources.
 
-    The reward part `format` requires at least `sources` citations.
-
-    Accuracy is the similarity of the answer to the target. The option `judge` (a table with
-    `base_url` and `model`) adds an LLM judge, which gets half of the weight of `accuracy`. By
-    default, `gated` is false, so a correct answer with too few sources still earns a reward.
+    Accuracy is the similarity of the answer to the target, and `format` requires at least `sources`
+    citations. `judge` (a table with `base_url` and `model`) adds an LLM judge, which gets half of
+    the weight of `accuracy`. By default, `gated` is false, so a correct answer with too few sources
+    still earns a reward.
     """
     accurate = FuzzyText(without_target=without_target)
     parts = _parts(accurate, Citations(minimum=sources))

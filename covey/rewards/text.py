@@ -82,11 +82,10 @@ def count_words(text: str) -> int:
 
 
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
-    """Return a list of the texts outside the given tags, and a list of the tags' contents.
+    """Return the texts outside the given tags, and the tags' contents.
 
-    Each tag must occur exactly once, in the given order.
-
-    The result is None if a tag is missing, repeated, nested or out of order.
+    Each tag must occur exactly once, in the given order; the result is None if a tag is missing,
+    repeated, nested or out of order.
 
     >>> split_tags("<a>1</a> <b>2</b>.", ("a", "b"))
     (['', ' ', '.'], ['1', '2'])

@@ -82,9 +82,8 @@ def letter_similarity(answer: str, target: str) -> float:
     """Return the similarity of two texts, from 0 to 1, by their longest common subsequence.
 
     The result is 2 L / (m + n), where m and n are the lengths of the texts and L is the length of
-    their longest common subsequence. The function computes the longest common subsequence's length
-    with the bit-parallel algorithm of Hyyrö (2004), which stores each row of the
-    dynamic-programming table in one integer.
+    their longest common subsequence. L is computed with the bit-parallel algorithm of Hyyrö (2004),
+    which stores each row of the dynamic-programming table in one integer.
 
     >>> letter_similarity("kitten", "sitting")
     0.6153846153846154
@@ -106,10 +105,9 @@ class FuzzyText(TargetReward):
     """The highest similarity of the final answer to the target or one of `info["answers"]`.
 
     The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
-    whitespace. Only the first 2,000 characters of answer and target are compared. If the answer or
-    the target is longer than 2,000 characters, the similarity is multiplied by the shorter length
-    divided by the longer length, so that padding never helps. The docstring of `ExactText`
-    describes how the final answer is found.
+    whitespace. Only the first 2,000 characters of answer and target are compared. If either is
+    longer, the similarity is multiplied by the shorter length divided by the longer, so that
+    padding never helps. The final answer is found as in `ExactText`.
     """
 
     threshold: float = 0.9

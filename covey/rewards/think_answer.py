@@ -18,8 +18,8 @@ def parse_think_answer(text: str) -> str | None:
     """Return the text between the answer tags, or None if the format is wrong.
 
     The format is correct if the completion is one non-empty `<think>` part followed by one
-    non-empty `<answer>` part. The format is wrong if a tag is repeated, nested or not closed, or if
-    there is text outside the tags.
+    non-empty `<answer>` part. It is wrong if a tag is repeated, nested or not closed, or if there
+    is text outside the tags.
 
     >>> parse_think_answer("<think>1+1=2</think><answer> 2 </answer>")
     '2'
@@ -45,12 +45,9 @@ def same_answer(answer: str, target: str) -> bool:
 class ThinkAnswer(TargetReward):
     """The default reward, for a correct answer in the right format.
 
-    The right format earns `format` points, and a correct answer in the right format earns `correct`
-    more points.
-
-    An answer counts as correct only if the format is right. With `robust`, a correct answer earns
-    less if the completion shows signs of reward hacking, such as repetition or thinking that is not
-    language; see `robust_factor`.
+    The right format earns `format` points, and a correct answer earns `correct` more, but only in
+    the right format. With `robust`, a correct answer earns less if the completion shows signs of
+    reward hacking, such as repetition or thinking that is not language; see `robust_factor`.
     """
 
     correct: float = 0.9

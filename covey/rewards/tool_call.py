@@ -87,8 +87,8 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 def _as_written(text: str, call: ast.Call) -> bool:
     """Whether the parser returned all names of a call exactly as the text spells them.
 
-    In names, Python's parser replaces variants of letters, such as full-width letters, by the
-    normal letters.
+    Python's parser replaces variants of letters in names, such as full-width letters, by the normal
+    letters.
     """
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
     return all((ast.get_source_segment(text, n) or "").startswith(name) for n, name in names)
@@ -155,17 +155,15 @@ def target_call(prompt: Prompt) -> Call | None:
 class ToolCall(TargetReward):
     """The correct tool earns `tool` points, and correct arguments earn 1 - `tool` points.
 
-    Arguments earn points only if the tool is correct. If arguments earned points with a wrong tool,
-    a call with empty arguments `{}` would earn half the reward whenever the expected tool takes no
-    arguments. Exactly one tool call is expected. Several calls, or a call that cannot be parsed,
-    score 0, so that calling every tool earns no reward. With `partial`, the score of the arguments
-    is the fraction of correct arguments among all given or expected arguments. Without `partial`,
-    all arguments must be correct.
+    Arguments earn points only if the tool is correct, because otherwise a call of any tool with
+    empty arguments `{}` would earn half the reward whenever the expected tool takes none. Exactly
+    one tool call is expected; several calls, or one that cannot be parsed, score 0, so that calling
+    every tool earns no reward. With `partial`, the score of the arguments is the fraction of
+    correct arguments among all given or expected arguments; otherwise all must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
     Positional arguments get the names in `prompt.info["parameters"]`, in order. If the prompt lists
-    no parameters, positional arguments are correct only if the expected call has equal positional
-    arguments.
+    none, they are correct only if the expected call has equal positional arguments.
     """
 
     tool: float = 0.5

@@ -58,17 +58,17 @@ class UserFunction(_GroupReward):
     - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
       reward parts whose sum is the reward.
     - A TRL-style function, such as `f(completions, **columns)`, async or not, returns a list of
-      numbers. Covey calls a TRL-style function once per group. The columns are lists with one value
-      per completion: `prompts`, `completion_ids` (tokens), `target`, and every column of the data.
-      The column `answer` is the target, unless the data has its own column `answer`. The argument
-      `trainer_state` has `global_step` and `max_steps`. A TRL-style function without `**columns`
-      gets only the columns that are among its parameters.
+      numbers, and is called once per group. The columns are lists with one value per completion:
+      `prompts`, `completion_ids` (tokens), `target`, and every column of the data. `answer` is the
+      target, unless the data has its own column of this name. The argument `trainer_state` has
+      `global_step` and `max_steps`. Without `**columns`, the function gets only the columns that
+      are among its parameters.
 
-    The function `is_trl_style` decides whether a function is plain or TRL-style.
+    `is_trl_style` decides which of the two kinds a function is.
 
-    `None` instead of a number means that the completion cannot be scored. With `skips_none`, `None`
-    means that the function does not apply to the completion. A completion with a reward of at least
-    `success_at` is a success.
+    `None` instead of a number means that the completion cannot be scored or, with `skips_none`,
+    that the function does not apply to it. A completion with a reward of at least `success_at` is a
+    success.
     """
 
     function: Callable[..., Any]
@@ -294,9 +294,9 @@ def function_reward(
 ) -> Reward:
     """Make a reward from TRL-style functions: one, a list, or a dict {function: weight}.
 
-    With `conversational`, the functions get completions as lists of messages. TRL passes
-    completions as lists of messages if the prompts are lists of messages. An object that is already
-    a reward (it has bounds, quick and version) is returned unchanged.
+    With `conversational`, the functions get completions as lists of messages, as TRL passes them if
+    the prompts are lists of messages. An object that is already a reward (it has bounds, quick and
+    version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)
@@ -349,8 +349,8 @@ def is_trl_style(function: Callable[..., Any]) -> bool:
     """Whether a function scores a list of completions, as in TRL; otherwise it scores one text.
 
     A function with one of TRL's parameter names is a TRL function, because TRL passes every
-    argument by name. A function with `**kwargs` whose other parameters are columns of the data is a
-    TRL function too. Raises ConfigError if the parameter names fit neither kind of function.
+    argument by name. So is a function with `**kwargs` whose other parameters are columns of the
+    data. Raises ConfigError if the parameter names fit neither kind of function.
     """
     try:
         parameters = inspect.signature(function).parameters

@@ -33,9 +33,7 @@ def change_text(name: str, change: float) -> str:
 
 
 def estimate_text(name: str, estimate: Mapping[str, float]) -> str:
-    """Return an estimate with its confidence interval as text.
-
-    Leave out a confidence interval of length 0.
+    """Return an estimate as text, with its confidence interval unless the interval's length is 0.
 
     >>> estimate_text("greedy", {"value": 0.0, "low": 0.0, "high": 0.037})
     '0.0% [0.0%, 3.7%]'

@@ -76,10 +76,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`.
-
-    If anything fails, remove the temporary file or folder.
-    """
+    """Yield a temporary path beside `path`; if anything fails, remove what was written there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         _remove(partial)

@@ -34,16 +34,13 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines. Adopting one of the suggested configuration lines may be
-    enough."""
+    """Suggested configuration lines; adopting one of them may be enough."""
     also: str
-    """Advice that is not a change of settings, such as to use easier prompts. The text may be
-    empty."""
+    """Advice that is not a change of settings, such as to use easier prompts; may be empty."""
     problem: bool
     """True if the finding is a problem; False if it is only information."""
     until: int | None = None
-    """The last step that shows the problem. `until` is None if the newest step still shows the
-    problem."""
+    """The last step that shows the problem; None if the newest step still shows it."""
 
     def line(self) -> str:
         """Return the finding as one line of text."""

@@ -1,12 +1,12 @@
 """The health checks: how to detect each training problem, and which settings to change.
 
-The checks read the metrics of a run's first and recent steps, which the class `History` stores.
-Each detecting function looks for one problem in the last steps. The function returns a text that
-describes the problem, or None if there is no problem.
+The checks read the metrics of a run's first and recent steps, which `History` stores. Each
+detecting function looks for one problem in the last steps, and returns a text that describes it, or
+None if there is no problem.
 
 If the metrics registry has a healthy range for a metric, values outside this range are a symptom.
-Rewards are noisy even in healthy runs. A change of the reward is a symptom only if it is large
-compared with the noise of the run's rewards.
+Rewards are noisy even in healthy runs, so a change of the reward is a symptom only if it is large
+compared with this noise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ START = 5
 """The initial value of a metric is its mean over this many steps at the start of the run."""
 BLOCK = 5
 """Number of successive training steps in one block. Health checks compare a metric's means over two
-blocks of steps."""
+blocks."""
 REWARD = "objective/scores"
 SUCCESS = "objective/success"
 NUMBERS = (REWARD, "loss/policy_avg", "optim/grad_norm", "policy/approxkl_avg")
@@ -224,9 +224,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Detect that the reward, or a part of it, rises while accuracy or another part falls.
 
-    The reward counts as rising if it rises by more than 5 standard errors. A reward part counts as
-    falling if it falls by more than 3 standard errors. The limit for a fall can be lower, because a
-    rise and a fall rarely coincide by chance.
+    The reward counts as rising if it rises by more than 5 standard errors. For a fall, 3 standard
+    errors are enough, because a rise and a fall rarely coincide by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -314,11 +313,11 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps whose metrics the check uses. A finding reports the first of the checked
-    steps as the start of the problem."""
+    """Number of steps whose metrics the check uses. A finding reports the first of them as the
+    start of the problem."""
     why: str
     change: tuple[tuple[str, Any], ...]
-    """Settings to change. Each setting has a new value, or a factor (`Times`) that multiplies its
+    """Settings to change, each with a new value, or with a factor (`Times`) that multiplies its
     current value."""
     also: str = ""
     """Advice that is not a change of settings, such as to use easier prompts."""
@@ -467,5 +466,5 @@ CHECKS: Mapping[str, Check] = {
         problem=False,
     ),
 }
-"""Maps the name of each health check to the check. Reports list findings in the order of this
-mapping: causes before consequences."""
+"""Maps the name of each health check to the check. Reports list findings in this order: causes
+before consequences."""

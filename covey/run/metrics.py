@@ -1,10 +1,10 @@
 """Registry of all metrics: name, definition, unit, source, healthy range and aliases.
 
-Health checks, the web page and tests use this registry. The page docs/metrics.md is generated from
-this registry. Metrics that open-instruct also has are named as in open-instruct. Means over tokens
-include only trained tokens. A mean over tokens is the sum over all trained tokens of a training
-step, divided by the number of these tokens. A mean over tokens is never a mean over the means of
-micro-batches. A metric name with `*` stands for several metrics.
+Health checks, the web page and tests use this registry, and docs/metrics.md is generated from it.
+Metrics that open-instruct also has are named as in open-instruct. Means over tokens include only
+trained tokens: they are the sum over all trained tokens of a training step, divided by the number
+of these tokens, and never a mean over the means of micro-batches. A metric name with `*` stands for
+several metrics.
 
 `covey/objective/diagnostics.py` and `covey/training/step.py` compute the values of the metrics of
 forward and backward passes.
@@ -40,14 +40,13 @@ class Metric:
 
     definition: str
     unit: str = ""
-    """The unit. The unit is empty for plain numbers, such as ratios."""
+    """The unit; empty for plain numbers, such as ratios."""
     source: str = ROLLOUTS
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value in a healthy run; None means no bound."""
     open_instruct: str = ""
     """Name of the metric in open-instruct, if it differs from the name in Covey. Every step logs
-    the metric under Covey's name and under open-instruct's name.
-    """
+    the metric under both names."""
     trl: str = ""
     """Name of the same metric in TRL."""
 

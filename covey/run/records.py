@@ -2,8 +2,7 @@
 
 Most functions skip unreadable lines, and report them to the user in one message per file. Code that
 needs every line calls `read_lines`, which raises an error for an unreadable line. The classes of
-this module list the fields that Covey reads from the files of a run folder. This module does not
-import torch.
+this module list the fields that Covey reads from the files. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ class _Row(BaseModel):
 
 
 class _Step(_Row):
-    """A line of steps.jsonl.
-
-    All fields of steps.jsonl are numbers, except the name of the reward.
-    """
+    """A line of steps.jsonl. All fields are numbers, except the name of the reward."""
 
     step: Count
     reward_id: str | None = None
@@ -51,7 +47,7 @@ class _Estimate(_Row):
 
 
 class _Evaluation(_Row):
-    """A line of eval.jsonl. eval.jsonl can contain more estimates, such as `pass@4`."""
+    """A line of eval.jsonl, which can contain more estimates, such as `pass@4`."""
 
     step: Count
     prompts: Count
@@ -120,7 +116,7 @@ class _Item(_Row):
 
 
 class _Environment(_Row):
-    """environment.json. Every field of environment.json may be missing."""
+    """environment.json, in which every field may be missing."""
 
     kind: str | None = None
     config: str | None = None
@@ -192,17 +188,14 @@ def is_missing(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file.
-
-    Raise RunError if the path is not a regular file (for example, a pipe).
-    """
+    """Return the content of a regular file; raise RunError for any other path, such as a pipe."""
     with open_file(path) as file:
         return file.read()
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file. Raise RunError if the path is not a regular file or cannot be read."""
+    """Open a regular file; raise RunError for any other path, or if the file cannot be read."""
     try:
         if path.is_file():
             with path.open("rb") as file:
@@ -253,10 +246,7 @@ def _checked(raw: bytes, shape: Shape) -> Row:
 
 
 def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
-    """Read a JSON Lines file; ignore an unfinished last line.
-
-    Raise RunError if a complete line is invalid.
-    """
+    """Read a JSON Lines file without an unfinished last line; raise RunError for invalid lines."""
     rows = []
     for line in scan_lines(path, shape):
         if line.row is None:
@@ -298,7 +288,7 @@ def last_row(path: Path) -> Row:
 def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
     """Sort rows by step; of rows with the same step, keep only the last row.
 
-    Call `note` with a message if rows were unsorted or duplicated.
+    If rows were unsorted or duplicated, `note` gets a message.
     """
     last = {row["step"]: row for row in rows}
     ordered = [last[step] for step in sorted(last)]
@@ -308,9 +298,7 @@ def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
 
 
 def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
-    """Read a file with one JSON object. Raise RunError if the file does not contain exactly one
-    JSON object.
-    """
+    """Read a file with exactly one JSON object; raise RunError if it has anything else."""
     data = read_bytes(path)
     try:
         return _checked(data, shape)

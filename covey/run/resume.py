@@ -1,10 +1,9 @@
 """Choose the checkpoint from which a run resumes, and move aside the files of later steps.
 
-By default, a run resumes from the newest checkpoint that it saved. Resuming deletes no logs and no
-complete checkpoints. If the newest checkpoint is missing or damaged, Covey stops and prints the
-command that resumes from an older checkpoint. Covey moves the files of steps after the checkpoint
-to the folder superseded/1, at the next resume to superseded/2, and so on. This module does not
-import torch.
+By default, a run resumes from the newest checkpoint that it saved. If this checkpoint is missing or
+damaged, Covey stops and prints the command that resumes from an older one. Resuming deletes no logs
+and no complete checkpoints: the files of steps after the checkpoint are moved to the folder
+superseded/1, at the next resume to superseded/2, and so on. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from covey.run.records import (
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
            "checkpoints.jsonl": SAVED}  # fmt: skip
-"""JSON Lines files in which each line belongs to a step. When a run resumes, Covey removes lines
-from checkpoints.jsonl last, because this file determines the step from which the run resumes."""
+"""JSON Lines files in which each line belongs to a step. When a run resumes, checkpoints.jsonl is
+trimmed last, because it determines the step from which the run resumes."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
 """Maps each folder that has one entry per step to the file name suffix of its entries. The suffix
@@ -54,8 +53,8 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
     """Return the checkpoint to resume from: that of `step` if given, otherwise the newest.
 
     If the checkpoint is missing or damaged, raise RunError with advice on what to do. `save_every`
-    is the number of steps between checkpoints. `save_every` is used only for runs of older versions
-    of Covey, which have no checkpoints.jsonl.
+    is the number of steps between checkpoints; it is used only for runs of older versions of Covey,
+    which have no checkpoints.jsonl.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:
@@ -80,10 +79,9 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
     """Return a message if the last saved checkpoint is missing; otherwise return None.
 
-    A checkpoint may be missing because a disk is not mounted.
-
-    checkpoints.jsonl lists the saved checkpoints. If checkpoints.jsonl is missing, Covey infers
-    from the logged steps and rollouts whether a checkpoint is missing.
+    A checkpoint may be missing because a disk is not mounted. checkpoints.jsonl lists the saved
+    checkpoints. Without this file, Covey infers from the logged steps and rollouts whether one is
+    missing.
     """
     saved = run.saved_steps()
     logged = [row["step"] for row in run.steps()]
@@ -138,8 +136,8 @@ def resume_command(run: RunFolder) -> str:
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:
     """Move the logs and checkpoints of steps after `start` to a new folder superseded/N.
 
-    Return the folder superseded/N, or None if there was nothing to move. If the run starts again
-    from step 0, also move the evaluation of step 0, because the run repeats this evaluation.
+    Return this folder, or None if there was nothing to move. If the run starts again from step 0,
+    the evaluation of step 0 is also moved, because the run repeats it.
     """
     keep = start.step if start.checkpoint is not None else -1
     numbered = (run.path / "superseded" / str(number) for number in itertools.count(1))

@@ -1,10 +1,9 @@
 """The log of reward changes between runs: each change, its reason and its effect.
 
 When a run starts, Covey compares its reward with the reward of the previous run of the same task in
-the same folder. If the two rewards differ, Covey writes reward_change.json. The file contains the
-reason and the expected effect, which the user states in the configuration. The file
-reward_change.json does not contain the observed effect. Covey computes the observed effect of a
-reward change from the evaluations of the two runs. This module does not import torch.
+the same folder. If the two differ, Covey writes reward_change.json, with the reason and the
+expected effect that the user states in the configuration. The observed effect is not in this file:
+Covey computes it from the evaluations of the two runs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class RewardChange:
     code."""
     after: str
     settings: Mapping[str, tuple[str, str]]
-    """Maps each changed setting in the configuration section [reward] to its old and new value. The
-    mapping is empty if only the source code of the reward changed.
-    """
+    """Maps each changed setting in the configuration section [reward] to its old and new value;
+    empty if only the source code of the reward changed."""
     reason: str = ""
     expected_effect: str = ""
 
@@ -55,7 +53,7 @@ class RewardChange:
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
     """Compare the reward of a new run with the reward of the previous run.
 
-    If the rewards of the two runs differ, write reward_change.json and return the change.
+    If the two differ, write reward_change.json and return the change.
     """
     mine = run.environment(unsaid)
     previous = _previous(run, settings_of(run))
@@ -151,8 +149,8 @@ def observed_effect(before: RunFolder, after: RunFolder) -> str:
     The accuracies differ only by noise if their confidence intervals overlap. Reward parts that
     only one of the two evaluations contains are left out.
 
-    Accuracies are comparable only if both runs were evaluated with the same reward. To evaluate all
-    runs with the same reward, set `evaluate.reward`.
+    Accuracies are comparable only if both runs were evaluated with the same reward, which the
+    setting `evaluate.reward` ensures.
     """
     old, new = (run.evaluations(unsaid)[-1:] for run in (before, after))
     if not old or not new:

@@ -1,8 +1,8 @@
 """Index the rollout files for the web page: the offset and some fields of each line.
 
 A rollout file may be a gigabyte in size. Each request of the web page indexes more lines for only a
-fraction of a second, so that the page answers fast. To show a rollout, the page reads the full
-rollout from its offset in the file.
+fraction of a second, so that the page answers fast. To show a rollout, the page reads it from its
+offset in the file.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ KEPT = 4
 
 @with_config(ConfigDict(strict=True))
 class _Listed(TypedDict):
-    """The fields that the index reads from a line of a rollout file.
-
-    Log-probabilities, which are the largest field, are skipped.
-    """
+    """The fields that the index reads from a line; log-probabilities, the largest, are skipped."""
 
     prompt_id: str
     prompt: str
@@ -64,7 +61,7 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The index stores only the beginning of the prompt and of the target."""
+    """Only the beginning of the prompt; `target` is cut in the same way."""
     target: str
     text: int
     """Hash of the completion's text. Completions with the same hash count as identical."""
@@ -164,8 +161,7 @@ class RolloutIndex:
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
         """Return the line numbers of rollouts with `words` in prompt, target or completion.
 
-        Also return whether the search reached the end of the file within the given number of
-        seconds.
+        Also return whether the search reached the end of the file in the given number of seconds.
         """
         until = time.monotonic() + seconds
         found: set[int] = set()

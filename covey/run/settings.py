@@ -10,17 +10,14 @@ from covey.run.folder import CHANGES, RunFolder
 from covey.run.records import ANY_OBJECT, to_stderr, usable_lines
 
 MOST_NAMED = 8
-"""Maximum number of edited settings that a message lists by name. The message only counts the
-edited settings beyond this number.
-"""
+"""Maximum number of edited settings that a message lists by name; it only counts the others."""
 
 
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a message about settings edited since the run started; None if none were edited.
 
-    Settings that the user changed when resuming the run do not count as edited.
-
-    Return None for runs of older Covey versions, which did not record the settings at the start.
+    Settings that the user changed when resuming the run do not count as edited. For runs of older
+    Covey versions, which did not record the settings at the start, the result is None.
     """
     if environment.get("config") is None:
         return None

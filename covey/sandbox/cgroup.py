@@ -3,9 +3,9 @@
 With a cgroup, the kernel counts all memory of a sandbox, including kernel memory for pipes, sockets
 and files. Without a cgroup, the harness polls the memory of the processes that it can see.
 
-To make a cgroup, Covey needs a writable directory in the cgroup hierarchy. The memory and pids
-controllers must be delegated to this directory. Root can usually write to the cgroup hierarchy.
-Users other than root can start Covey in a delegated scope, which has a writable directory:
+To make a cgroup, Covey needs a writable directory in the cgroup hierarchy, to which the memory and
+pids controllers are delegated. Root can usually write to the hierarchy. Other users can start Covey
+in a delegated scope, which has such a directory:
 `systemd-run --user --scope -p Delegate=yes covey ...`.
 """
 
@@ -96,8 +96,8 @@ def parent_here() -> Path | None:
 def find_parent(mountinfo: str, membership: str) -> Path | None:
     """Return a usable directory for new cgroups: this process's cgroup or one of its parents.
 
-    A process that leaves a cgroup escapes the limits of the cgroup. The search through the parent
-    cgroups therefore stops at the first cgroup that has limits.
+    A process that leaves a cgroup escapes its limits, so the search through the parents stops at
+    the first cgroup that has limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
@@ -135,7 +135,7 @@ def _enable_controllers(folder: Path) -> bool:
     """Enable the memory, pids and cpu controllers for the children of a cgroup.
 
     A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. If
-    all processes of the cgroup belong to our session, move them to a child cgroup first.
+    all its processes belong to our session, they are moved to a child cgroup first.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):
@@ -177,7 +177,7 @@ def _is_of_our_session(pid: str) -> bool:
 
 
 def _make(parent: Path) -> tuple[Path, int]:
-    """Make a group. Lock the cgroup's directory, so that `sweep` keeps the cgroup."""
+    """Make a cgroup, and lock its directory, so that `sweep` keeps it."""
     while True:
         folder = parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}-{time.monotonic_ns()}"
         folder.mkdir()
@@ -211,10 +211,7 @@ def sweep(parent: Path) -> list[str]:
 
 
 def remove(folder: Path) -> None:
-    """Kill all processes of a cgroup and remove the cgroup.
-
-    If the removal fails, a later `sweep` removes the cgroup.
-    """
+    """Kill all processes of a cgroup and remove it; if that fails, a later `sweep` removes it."""
     deadline = time.monotonic() + _REMOVE_SECONDS
     with contextlib.suppress(OSError):
         _set(folder / "cgroup.kill", "1")
@@ -232,7 +229,7 @@ def remove(folder: Path) -> None:
 
 
 def _set(file: Path, text: str) -> None:
-    """Write to a control file of a cgroup. Ignore missing optional control files."""
+    """Write to a control file of a cgroup; ignore optional files that are missing."""
     optional = ("cpu.max", "memory.swap.max", "cgroup.kill")
     if file.name in optional and not file.exists():
         return

@@ -1,13 +1,13 @@
 """The harness: the first process in the sandbox. Each test case runs in a child process.
 
 The sandbox does not contain the package covey, so Covey sends the compiled code of the harness into
-the sandbox, together with the program and its test cases. Every program gets its own sandbox, so
-the harness must start fast and imports only small modules such as `_json` and `_signal`. The
-harness process never runs the untrusted program itself; child processes run it. The harness does
-not know the expected results, so no program can read expected results.
+it, together with the program and its test cases. Every program gets its own sandbox, so the harness
+must start fast and imports only small modules such as `_json` and `_signal`. The harness never runs
+the untrusted program itself; child processes run it. It does not know the expected results, so no
+program can read them.
 
-As process 1 of its namespace, the harness gets no signals from other processes of the namespace.
-When the harness ends, all processes of the namespace die.
+As process 1 of its namespace, the harness gets no signals from the other processes of the
+namespace, and they all die when the harness ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ READY = b"ready\n"
 TICK = 20
 """Milliseconds between two checks of the sandbox's total memory."""
 FILES = 10_000
-"""Maximum number of files in a sandbox. A size limit alone would not count the memory of empty
+"""Maximum number of files in a sandbox, because a size limit does not count the memory of empty
 files."""
 Pipe = tuple[int, int]
 
@@ -224,8 +224,7 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 def held_by(process: str) -> tuple[int, int]:
     """Return a process's memory in bytes and its number of sockets; (0, 0) if it has ended.
 
-    All running threads of a process show the same numbers in /proc, so one running thread is
-    enough.
+    All running threads of a process show the same numbers in /proc, so one is enough.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:

@@ -2,10 +2,10 @@
 
 For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
 separately. Process limits do not apply to root, even in a user namespace. If Covey runs as root,
-the sandbox has no user namespace, and the harness switches to a separate user id. In the sandbox,
-root may only change its user id; bubblewrap drops all other capabilities. Each sandbox needs its
-own user id, because the kernel's process limit counts all processes of a user on the machine. In a
-container where root cannot switch to another user id, Covey treats root as an ordinary user.
+the sandbox therefore has none: the harness switches to a separate user id, and bubblewrap drops all
+capabilities except those that the switch needs. Each sandbox needs its own user id, because the
+kernel's process limit counts all processes of a user on the machine. In a container where root
+cannot switch to another user id, Covey treats root as an ordinary user.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ENVIRONMENT = {
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
-"""Device files in the sandbox. The sandbox has no /dev/zero, because no limit counts the memory of
-a shared mapping of /dev/zero."""
+"""Device files in the sandbox. There is no /dev/zero, because no limit counts the memory of its
+shared mappings."""
 _LAST_PIECE = 64 << 10
 """Maximum bytes that a socket may store beyond the size of its buffer."""
 _ENTER = """
@@ -66,8 +66,7 @@ def package_places() -> list[str]:
 def command(file_bytes: int) -> list[str]:
     """Return the bubblewrap command line; the caller appends the command to isolate.
 
-    The command line does not contain the seccomp filter, which bubblewrap reads from a file
-    descriptor.
+    It does not contain the seccomp filter, which bubblewrap reads from a file descriptor.
     """
     program = shutil.which("bwrap") or "bwrap"
     return [program, *_namespaces(), *_file_system(), *_own_files(file_bytes)]
@@ -76,8 +75,8 @@ def command(file_bytes: int) -> list[str]:
 def entering(group: Path | None) -> list[str]:
     """Return a command prefix that moves the process into a cgroup before the command starts.
 
-    The command prefix also makes the sandbox the first process that the OOM killer ends. Programs
-    cannot change their OOM priority, because /proc is read-only in the sandbox.
+    The prefix also makes the sandbox the first process that the OOM killer ends. Programs cannot
+    change their OOM priority, because /proc is read-only in the sandbox.
     """
     return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 
@@ -150,7 +149,7 @@ def _packages(seen: list[str]) -> list[str]:
 def _parents(path: str) -> list[str]:
     """Return options that create the parent directories of a path, readable for all users.
 
-    By default, bubblewrap makes parent directories unreadable for other users.
+    By default, bubblewrap makes them unreadable for other users.
     """
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]

@@ -14,23 +14,23 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 class Limits:
     """Resource limits.
 
-    Limits on time and output apply to each test case. Limits on memory, processes and files apply
-    at every moment.
+    Those on time and output apply to each test case, those on memory, processes and files at every
+    moment.
     """
 
     cpu_seconds: int = 4
     """Limit on the CPU time of each process, in seconds."""
     wall_seconds: float = 4.0
     total_seconds: float = 30.0
-    """Time limit in seconds for all test cases of a program together. A test case that cannot start
-    within this time counts as timed out."""
+    """Time limit in seconds for all test cases of a program together. A case that cannot start in
+    time counts as timed out."""
     memory_bytes: int = 512 << 20
-    """Limit on the memory of each process. With isolation, the limit also applies to all processes
-    and sockets together."""
+    """Limit on the memory of each process and, with isolation, of all processes and sockets
+    together."""
     processes: int = 32
     """Maximum number of processes and threads, enforced only with isolation."""
     file_bytes: int = 16 << 20
-    """The size limit of each file. With isolation, the sum over all files has the same limit."""
+    """The size limit of each file and, with isolation, of all files together."""
     output_bytes: int = 1 << 20
     """The size limit of each output: standard output, standard error and the value of a call."""
 
@@ -62,8 +62,8 @@ class Outcome:
     stdout: bytes = b""
     stderr: bytes = b""
     value: bytes = b""
-    """The value of `Case.call` as untrusted JSON. `covey.sandbox.values` compares this value with
-    the expected value."""
+    """The value of `Case.call` as untrusted JSON, which `covey.sandbox.values` compares with the
+    expected value."""
     seconds: float = 0.0
 
     @property

@@ -32,13 +32,12 @@ _BOOTSTRAP = (
     "names['main'](job)"
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
-"""Command-line options for the Python interpreter in the sandbox. Covey does not pass -I, because
-with -I Python ignores PYTHONHASHSEED, which fixes the order of sets."""
+"""Command-line options for the Python interpreter in the sandbox. The option -I is not used,
+because with it Python ignores PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
-"""Seconds after the time limit in which the harness can end all processes, before Covey kills the
-harness."""
+"""Seconds after the time limit in which the harness can end all processes, before it is killed."""
 _HEADER = re.compile(
     rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
 )
@@ -49,10 +48,9 @@ def run_program(
 ) -> list[Outcome]:
     """Run a Python program once per test case, and return the outcome of each test case.
 
-    With `unsafe`, the program runs without a sandbox, with all rights of the current user. With
-    `unsafe`, no limit applies to the number of processes or to all processes together.
-
-    Raises RewardError if the sandbox itself cannot start.
+    With `unsafe`, the program runs without a sandbox, with all rights of the current user, and no
+    limit applies to the number of processes or to all processes together. Raises RewardError if the
+    sandbox itself cannot start.
     """
     limits = limits or Limits()
     job = {

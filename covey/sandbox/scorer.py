@@ -1,8 +1,8 @@
 """A persistent sandbox for scorers that evaluate text and are slow to import.
 
 `run_program` starts a sandbox for each program. The sandbox in this module stays open and imports
-the scorer only once. For each text, the sandbox forks a child process to score the text. A fork
-takes milliseconds (see `server.py`).
+the scorer only once. Each text is scored in a forked child process; a fork takes milliseconds (see
+`server.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LONGEST = LIMITS.wall_seconds + 1.0
 """Maximum seconds to score one text."""
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Environment variables that make Python use the memory allocator of glibc, and make glibc request
-huge pages (2 MiB). Huge pages make a fork faster, because the page table that the fork copies is
-smaller. On a machine without huge pages, the environment variables have no effect."""
+"""Environment variables that make Python use glibc's memory allocator, and make this allocator
+request huge pages (2 MiB). Huge pages make a fork faster, because the page table that it copies is
+smaller. The variables have no effect on a machine without huge pages."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
 _BOOTSTRAP = """
@@ -66,12 +66,16 @@ class _GoneError(Exception):
 class Sandboxed:
     """A scoring function in its own sandbox. The first call of `score` starts the sandbox.
 
-    The last module in `modules` defines the functions `load`, `prepare` and `score`. `load()`
-    imports slow packages. `prepare(trusted)` turns the trusted part of a request into the argument
-    `prepared` of `score(prepared, text)`. Of these three functions, only `score` reads the
-    untrusted text. `score` runs in a separate process and returns a number from 0 to 1. The sandbox
-    hides the package covey, so the source of `modules` is sent into the sandbox. Each module in
-    `modules` may import installed packages and the modules before it.
+    The last module in `modules` defines three functions:
+
+    - `load()` imports slow packages.
+    - `prepare(trusted)` turns the trusted part of a request into the argument `prepared` of
+      `score`.
+    - `score(prepared, text)` returns a number from 0 to 1. Only this function reads the untrusted
+      text, and it runs in a separate process.
+
+    The sandbox hides the package covey, so the source of `modules` is sent into the sandbox. Each
+    module may import installed packages and the modules before it.
     """
 
     modules: tuple[str, ...]

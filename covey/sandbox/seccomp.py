@@ -1,10 +1,9 @@
 """The seccomp filter (classic BPF), which limits the system calls of a sandboxed program.
 
-The seccomp filter blocks system calls that namespaces and resource limits do not block. The filter
-is an allow-list: every system call that is not on the list fails. The allow-list excludes system
-calls for network sockets and for kernel features that programs do not need. The filter also blocks
-every kind of memory that no resource limit counts: memfd, System V objects, message queues and
-anonymous shared memory.
+The filter blocks system calls that namespaces and resource limits do not block. It is an
+allow-list, so every other system call fails, such as those for network sockets and for kernel
+features that programs do not need. The filter also blocks every kind of memory that no resource
+limit counts: memfd, System V objects, message queues and anonymous shared memory.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def filter_program(machine: str = "") -> bytes | None:
 def _checks() -> dict[str, list[Step]]:
     """Return, by system call name, the BPF instructions that check the call's arguments.
 
-    Each check is a list of BPF instructions, in which every branch ends with a return instruction.
+    In each list, every branch ends with a return instruction.
     """
     for_others = [_argument(0), *_unless(_HARNESS)]
     return {
@@ -102,9 +101,9 @@ def _checks() -> dict[str, list[Step]]:
 
 
 def _argument(number: int) -> Step:
-    """Return the BPF instruction that loads the low 32 bits of a system call's argument.
+    """Return the instruction that loads the low 32 bits of an argument of a system call.
 
-    The checked system calls use only the low 32 bits of their arguments.
+    The checked system calls use only these bits.
     """
     return (_LOAD, 0, 0, 16 + 8 * number)
 

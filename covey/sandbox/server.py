@@ -1,14 +1,13 @@
 """The scoring server, which runs in a sandbox and forks one child process to score each text.
 
-The class `Sandboxed` in `scorer.py` sends the server's code and the modules that the server needs
-into the sandbox. The server imports slow packages once. For each request, the server forks a child,
-which scores one text and ends. Every text is scored in the same fresh state, so no text can change
-how later texts are scored.
+`Sandboxed` in `scorer.py` sends the server's code and the modules that it needs into the sandbox.
+The server imports slow packages once. For each request, it forks a child, which scores one text and
+ends. Every text is scored in the same fresh state, so no text can change how later texts are
+scored.
 
-The server passes each text on to a child process without parsing it. The child process that scores
-a text cannot access the server process. The server is process 1 of the sandbox's namespace, so the
-child cannot send signals to the server. The child also cannot see the server's directory in /proc.
-The child has only one pipe, to which the child writes the score of its text.
+The server passes each text on to a child without parsing it. The child cannot access the server,
+which is process 1 of the sandbox's namespace: it can neither send signals to the server nor see the
+server's directory in /proc. The child has only one pipe, to which it writes the score of its text.
 """
 
 from __future__ import annotations

@@ -64,10 +64,7 @@ socketpair=53/199
 MISSING = """
 clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/450
 """
-"""New system calls; if one of them fails, C libraries use an older system call.
-
-A system call in this table fails with ENOSYS, so that the C library uses an older call.
-"""
+"""New system calls, which fail with ENOSYS so that the C library uses an older call."""
 NEWER = 453
 """All system calls with this number or a higher number fail with ENOSYS."""
 

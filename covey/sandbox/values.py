@@ -1,8 +1,8 @@
 """Compares a sandboxed program's results with expected values. Runs outside the sandbox.
 
-A program's result is untrusted JSON. The comparison visits at most as many items as the expected
-value has, so a huge result does not slow down the comparison. The comparison never creates an
-object of a class that the program defines.
+A program's result is untrusted JSON. The comparison never creates an object of a class that the
+program defines, and visits at most as many items as the expected value has, so a huge result does
+not slow it down.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from fractions import Fraction
 from typing import Any
 
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
-"""The relative tolerance for expected floats, and the absolute tolerance if 0.0 is expected.
-
-If the absolute tolerance applied to all expected values, the result 0 would be accepted for every
-very small expected value.
-"""
+"""The relative tolerance for expected floats, and the absolute tolerance if 0.0 is expected. If
+the absolute tolerance applied to all values, 0 would be accepted for every very small one."""
 _MOST_BITS = 4096
 """Maximum bits of a numerator or denominator, because reducing a fraction takes quadratic time."""
 _MOST_IN_A_KEY = 1000
@@ -27,7 +24,7 @@ _MOST_IN_A_KEY = 1000
 
 
 def read_expected(text: str) -> object:
-    """Parse a Python literal. The literal comes from the dataset, so Covey trusts it.
+    """Parse a Python literal, which is trusted because it comes from the dataset.
 
     Raises ValueError if the text is not a literal.
     """
@@ -40,12 +37,12 @@ def read_expected(text: str) -> object:
 def matches(expected: object, reply: bytes) -> bool:
     """Return whether the return value of a program's function equals the expected value.
 
-    `reply` is the return value as JSON; the sandboxed process wrote this JSON.
+    `reply` is the return value as JSON that the sandboxed process wrote.
 
     Values of different types are not equal, as in Python: a list does not equal a tuple. A number
-    equals an expected float if the relative difference is at most 1e-6. For an expected 0.0, the
-    absolute difference must be at most 1e-12. A numpy array equals a list or tuple with the same
-    items. A Fraction or Decimal equals a plain number of the same value.
+    equals an expected float if the relative difference is at most 1e-6 or, for an expected 0.0, if
+    the absolute difference is at most 1e-12. A numpy array equals a list or tuple with the same
+    items, and a Fraction or Decimal equals a plain number of the same value.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)

@@ -2,7 +2,7 @@
 
 A problem starts with a two-digit number and adds or subtracts single digits (3 to 9). Every partial
 result is between 0 and 99. One sum in six, such as `47+8`, is held out for evaluation. No training
-problem contains a held-out sum at any step, and held-out problems contain only held-out sums. So
+problem contains a held-out sum at any step, and held-out problems contain only held-out sums, so
 held-out accuracy measures arithmetic on number pairs that no training problem contains. Covey's
 embedded model, a small model inside the package, was trained for this task.
 """
@@ -21,10 +21,8 @@ from covey.types import Prompt
 
 HELD_OUT_ONE_IN = 6
 DIGITS = range(3, 10)
-"""The digits that are added or subtracted.
-
-Smaller digits are excluded because they rarely cause a carry, which is the hard part of a sum.
-"""
+"""The digits that are added or subtracted. Smaller digits are excluded because they rarely cause a
+carry, which is the hard part of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +46,7 @@ class Sum:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum is held out.
-
-        A hash of the sum decides whether it is held out, so the seed has no effect.
-        """
+        """Whether the sum is held out, which its hash decides, so the seed has no effect."""
         return zlib.crc32(f"{self.left}{self.operator}{self.right}".encode()) % HELD_OUT_ONE_IN == 0
 
 

@@ -29,8 +29,8 @@ class DatasetTask(SplitTask):
     evaluation: Sequence[Prompt] | None = None
     """The prompts for evaluations. By default, the fraction `share` of `prompts` is held out."""
     conversational: bool = False
-    """Whether prompts are lists of messages. If prompts are lists of messages, reward functions get
-    each completion as a list of messages too."""
+    """Whether prompts are lists of messages; reward functions then get each completion as a list of
+    messages too."""
     share: float = HELD_OUT_SHARE
     name: str = NAME
 
@@ -52,10 +52,7 @@ class DatasetTask(SplitTask):
         return [p for p, out in zip(self.prompts, chosen, strict=True) if out == held_out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
-        """Return one bool per prompt id: whether the prompt is held out.
-
-        If the hashes select no id, hold out the last id.
-        """
+        """Return for each prompt id whether it is held out: by its hash, or else only the last."""
         chosen = [hash_fraction(each) < self.share for each in ids]
         return chosen if any(chosen) else [each == ids[-1] for each in ids]
 
@@ -65,8 +62,8 @@ def dataset_task(
 ) -> DatasetTask:
     """Make a task from rows with a `prompt` column; `target` and other columns are optional.
 
-    A prompt is a text or a list of messages. If `held_out` is None, hold out one row in ten, and at
-    least one row. If `held_out` is empty, train on all rows.
+    A prompt is a text or a list of messages. If `held_out` is None, one row in ten is held out, and
+    at least one; if it is empty, all rows are for training.
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
     prompts, conversational = _read("train", rows), _is_conversational(rows)

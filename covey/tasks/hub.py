@@ -58,10 +58,10 @@ def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Numb
 class Hub(RowReader, SplitTask):
     """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
-    The class `RowReader` documents the options that say how to use the columns. If a dataset has
-    only one split, leave `held_out_split` empty to hold out the fraction `held_out_share` of its
-    rows. A hash of the prompt decides whether it is held out, so the same prompts are always held
-    out. Equal prompts are in the same split.
+    If a dataset has only one split, leave `held_out_split` empty to hold out the fraction
+    `held_out_share` of its rows. A hash of the prompt decides whether it is held out, so the same
+    prompts are always held out, and equal prompts are in the same split. `RowReader` documents the
+    options that say how to use the columns.
     """
 
     path: str

@@ -19,8 +19,8 @@ class Jsonl(RowReader, SplitTask):
 
     With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
     `train_file`. A hash of the prompt decides whether it is held out, so the same prompts are
-    always held out, and equal prompts are in the same split. The class `RowReader` documents the
-    options that say how to use the columns.
+    always held out, and equal prompts are in the same split. `RowReader` documents the options that
+    say how to use the columns.
     """
 
     train_file: str
@@ -43,8 +43,7 @@ class Jsonl(RowReader, SplitTask):
 def json_lines(path: Path) -> Iterator[NumberedRow]:
     """Read a JSON Lines file; yield each row with its line number and location.
 
-    Blank lines are skipped. If a line is not a JSON object, an error text takes the place of the
-    row.
+    Blank lines are skipped. For a line that is not a JSON object, the row is an error text.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -1,13 +1,12 @@
 """The `reasoning_gym` task: problems from the generated datasets of that package.
 
-A hash of the question decides whether a problem is held out. Training and held-out problems never
-overlap, even if a dataset has few questions. If a generated problem does not belong to the
-requested split, the task generates another problem with another seed.
+A hash of the question decides whether a problem is held out, so training and held-out problems
+never overlap, even if a dataset has few questions. If a generated problem does not belong to the
+requested split, the task generates another one with another seed.
 
 Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
-unless PYTHONHASHSEED is set. If PYTHONHASHSEED is not set, Covey refuses the datasets in
-`HASH_DEPENDENT`. Each prompt also stores its dataset entry, so every process computes the correct
-score.
+unless PYTHONHASHSEED is set; if it is not set, Covey refuses these datasets. Each prompt also
+stores its dataset entry, so every process computes the correct score.
 """
 
 from __future__ import annotations
@@ -95,10 +94,7 @@ def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> An
 
 
 def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the dataset and the entry from which a prompt was made.
-
-    In a process that does not have the dataset yet, create the dataset.
-    """
+    """Return the dataset and the entry from which a prompt was made; create a missing dataset."""
     origin = info.get("reasoning_gym")
     if origin is None:
         raise ValueError("the prompt has no info['reasoning_gym']: it comes from another task")
@@ -142,9 +138,9 @@ class ReasoningGym(GeneratedTask):
     """Problems of one dataset of reasoning_gym, such as chain_sum.
 
     `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. The text
-    `instruction` is appended to each prompt. The target is the answer that the dataset gives. The
-    target is empty if the dataset gives no answer, because several answers are correct. The reward
-    `reasoning_gym` calls the dataset's scorer.
+    `instruction` is appended to each prompt. The target is the answer that the dataset gives; it is
+    empty if the dataset gives none, because several answers are correct. The reward `reasoning_gym`
+    calls the dataset's scorer.
     """
 
     dataset: str

@@ -23,35 +23,33 @@ _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]
-"""A tuple of a row's number, the row's location for error messages, and the row. If the row cannot
-be read, an error text takes the place of the row."""
+"""A row's number, its location for error messages, and the row, or an error text if the row cannot
+be read."""
 
 
 class BadRow(Exception):
-    """Raised if a row cannot become a prompt.
-
-    The message of the exception says what is wrong with the row, for example `has no 'target'`.
-    """
+    """Raised if a row cannot become a prompt; the message says why, as in `has no 'target'`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReader:
     """Turns rows into prompts. The options define the meaning of each column.
 
-    `prompt` names the column with the prompt, which is a text or a list of {role, content}
-    messages. By default, the prompt column is the first of `prompt`, `question` and `messages` that
-    a row has. `template`, if given, replaces the prompt column. The template is the text of the
-    prompt, in which every `{column}` is replaced by the row's value in that column. In a template,
-    write `{{` and `}}` for literal braces; `{}` is not replaced. `target` names the column with the
-    expected answer; the default is `target` or `answer`. Columns that no option uses are stored in
-    `info`. `columns` maps the name of a column to the name under which `info` stores the value.
-    `system` is the system message for prompts that have no system message of their own. The text
-    `instruction` is appended to each prompt. `only` maps the name of a column to the allowed values
-    of this column. Rows with values that `only` does not allow are left out, and do not count as
-    bad rows.
+    - `prompt` names the column with the prompt, which is a text or a list of {role, content}
+      messages. By default, it is the first of `prompt`, `question` and `messages` that a row has.
+    - `template`, if given, is the text of the prompt instead, in which every `{column}` is replaced
+      by the row's value in that column. Write `{{` and `}}` for literal braces; `{}` is not
+      replaced.
+    - `target` names the column with the expected answer; the default is `target` or `answer`.
+    - `columns` maps the name of a column to the name under which `info` stores the value. `info`
+      also stores the columns that no option uses.
+    - `system` is the system message for prompts that have none of their own.
+    - `instruction` is a text that is appended to each prompt.
+    - `only` maps the name of a column to its allowed values. Rows with other values are left out,
+      and do not count as bad rows.
 
     By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out, and
-    `bad_rows` lists the bad rows of each split.
+    `bad_rows` lists them by split.
     """
 
     renamed_options: ClassVar[Mapping[str, str]] = {

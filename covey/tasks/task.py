@@ -28,10 +28,10 @@ class Task(Protocol):
     """A task: prompts for training, and other prompts that are held out for evaluation.
 
     Each prompt depends only on its index in the sequence. Some tasks store a correct answer in
-    `info["solution"]`: the text between the answer tags, the code, or the tool call.
-    `info["worked"]` is the reasoning that leads to the solution.
+    `info["solution"]`: the text between the answer tags, the code, or the tool call. The reasoning
+    that leads to it is `info["worked"]`.
 
-    A task that skips bad rows lists the skipped rows in `bad_rows`; see `bad_rows_of`.
+    A task that skips bad rows lists them in `bad_rows`; see `bad_rows_of`.
     """
 
     @property
@@ -52,8 +52,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """In a mixture of tasks, the order of tasks repeats after each block of prompts. This tuple
-        names the task of each prompt in a block; it is empty without a mixture."""
+        """The task of each prompt in one block of a mixture, which repeats this order of tasks;
+        empty without a mixture."""
 
     def __len__(self) -> int:
         return self.size
@@ -138,8 +138,7 @@ def hashed_into(split: str, text: str, share: float) -> bool:
 def bad_rows_of(task: Task) -> list[str]:
     """Return one line of text for each bad row that a task skipped.
 
-    If the training split and the held-out split are read from the same rows, each bad row is
-    returned only once.
+    If both splits are read from the same rows, each bad row is returned only once.
     """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})
     return list(dict.fromkeys(line for lines in by_split.values() for line in lines))

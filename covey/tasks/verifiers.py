@@ -17,8 +17,8 @@ from covey.types import Message, Prompt
 class Verifiers(SplitTask):
     """Prompts from an environment package; the package's evaluation dataset is held out.
 
-    Use this task with the reward `environment` and the environment `verifiers`. The task and the
-    environment must name the same package.
+    Use this task with the reward `environment` and the environment `verifiers`, which must name the
+    same package as the task.
     """
 
     package: str

@@ -12,8 +12,7 @@ from covey.types import Prompt
 class Worlds(GeneratedTask):
     """Prompts with the same text but different seeds `info["world"]` for the environment.
 
-    No held-out world is used for training. The environment adds its rules to the text of the
-    prompt.
+    No held-out world is used for training. The environment adds its rules to the prompt's text.
     """
 
     text: str = "Let us play a game. Use the tools to act."

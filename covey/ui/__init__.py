@@ -1,2 +1,4 @@
-"""The web page that shows runs (`covey ui`). The web server does not import torch, so it starts
-quickly on any machine."""
+"""The web page that shows runs (`covey ui`).
+
+The web server does not import torch, so it starts quickly on any machine.
+"""

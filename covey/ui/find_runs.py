@@ -23,12 +23,11 @@ DEPTH = 4
 """Maximum number of folder levels to search. Four levels lead from `comparisons` to
 NAME/runs/ARM/seed-0."""
 MOST = 2000
-"""Maximum number of runs and comparisons in the list. To see runs beyond the maximum, start `covey
-ui` with a subfolder."""
+"""Maximum number of runs and comparisons in the list. To see others, start `covey ui` with a
+subfolder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Files that identify a run folder. A folder with at least one of these three files is listed as a
-run, even if the other files are missing.
-"""
+"""Files that identify a run folder. A folder with at least one of them is listed as a run, even if
+the others are missing."""
 COMPARISON = "comparison.toml"
 
 
@@ -126,7 +125,7 @@ def _comparison_of(place: Place) -> str | None:
 def _last(path: Path, stamp: str) -> dict[str, Any]:
     """Return the metrics that the list of runs shows, from the last line of steps.jsonl.
 
-    A cache avoids reading steps.jsonl again if the file has not changed.
+    The cache avoids reading the file again if it has not changed.
     """
     last = {current_name(name): value for name, value in last_row(path).items()}
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}

@@ -51,10 +51,7 @@ def covey_json(*arguments: str) -> Any:
 
 @dataclass(slots=True)
 class Jobs:
-    """Background jobs, which run one at a time.
-
-    The result of each job is stored under the key of the job.
-    """
+    """Background jobs, which run one at a time; each result is stored under the job's key."""
 
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     _found: dict[tuple[str, ...], Future[Any]] = field(default_factory=dict)

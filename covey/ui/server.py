@@ -1,9 +1,9 @@
 """Serve the web page of `covey ui` over HTTP, for one user.
 
-The server listens on the loopback address. On any other address, the server requires a token. A web
-page of another site can send requests to the loopback address. An attacker can also make the domain
-name of a site resolve to the loopback address (DNS rebinding). To refuse requests from other sites,
-the server checks the Host header, and requires a custom header in every POST request.
+The server listens on the loopback address; on any other address, it requires a token. A web page of
+another site can send requests to the loopback address, and an attacker can make the domain name of
+a site resolve to it (DNS rebinding). To refuse requests from other sites, the server checks the
+Host header, and requires a custom header in every POST request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from covey.ui.views import NotFound, Query, Site
 
 COOKIE = "covey_token"
 ASKED = "X-Covey"
-"""Header that every POST request must have; pages of other sites cannot send this header."""
+"""Header that every POST request must have; pages of other sites cannot send it."""
 SECONDS = 30.0
 """Seconds after which a connection that sends nothing is closed."""
 CONNECTIONS = 64
@@ -40,8 +40,7 @@ POLICY = (
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
 """Content security policy for the HTML report of a comparison. The directive `sandbox` gives the
-report no access to other pages.
-"""
+report no access to other pages."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

@@ -33,8 +33,7 @@ SAMPLED = 200
 """Number of steps to sample from the unread part of a file."""
 AXES = ("step", "tokens", "time/from_scratch")
 """Metrics that a table always stores, because most pages show them. A table also stores the metrics
-of all reward components (`objective/parts/`).
-"""
+of all reward components (`objective/parts/`)."""
 PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
 """For each metric name, a float32 array with one value per step; NaN if a value is missing. The
@@ -50,9 +49,9 @@ class StepTable:
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
     """The metrics of all steps read so far, as a list of tables in order. Earlier tables are
-    larger, so adding steps rarely copies a large table."""
+    larger, so adding steps rarely copies a large one."""
     names: set[str] = field(default_factory=set)
-    """The names of all metrics in steps.jsonl, including metrics that the table does not store."""
+    """The names of all metrics in steps.jsonl, also of those that the table does not store."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _kept: set[str] = field(default_factory=lambda: set(AXES))
@@ -72,8 +71,8 @@ class StepTable:
     ) -> list[Columns]:
         """Read new lines of steps.jsonl for up to `seconds` seconds.
 
-        Return all steps read so far, and a sample of the unread steps. If `metrics` has a metric
-        that the table does not store, read the file again from the start.
+        Return all steps read so far, and a sample of the unread steps. If `metrics` has one that
+        the table does not store, read the file again from the start.
         """
         with self._lock:
             try:
@@ -131,7 +130,7 @@ class StepTable:
         new = self._columns(rows)
         before = self.pieces[-1]["step"][-1:] if self.pieces else new["step"][:0]
         if (np.diff(np.concatenate([before, new["step"]])) <= 0).any():
-            # Steps out of order are rare. Read the whole file in the same way as other commands.
+            # Steps out of order are rare. Read the whole file as other commands do.
             self.notes = []
             self.pieces = [self._columns(RunFolder(self.path.parent).steps(self._note))]
             return
@@ -252,7 +251,7 @@ def _short(values: np.ndarray) -> list[float]:
 class StepTables:
     """A cache of the metric tables of many runs.
 
-    If the tables exceed a memory limit, the least recently used tables are dropped.
+    If they exceed a memory limit, the least recently used tables are dropped.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -40,8 +40,7 @@ FIND_SECONDS = 1.0
 HEALTH_SECONDS = 15
 """Seconds between health checks of a run that is still training."""
 LONGEST = 20_000
-"""The server cuts texts to this number of characters; the page of a single rollout has a longer
-limit."""
+"""The server cuts texts to this number of characters; the page of a single rollout shows more."""
 EVALUATION = (
     "step", "prompts", "greedy", "reward", "mean_tokens", "best_constant", "distinct_answers",
 )  # fmt: skip

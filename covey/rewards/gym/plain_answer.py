@@ -1,10 +1,9 @@
 """Parses an answer and generates a safe copy, for scorers that evaluate answers as code.
 
-Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Scorers that
-evaluate an answer never get the text that a model wrote. Covey parses the answer, and allows only
-the types of syntax-tree nodes that this module lists. The scorer gets a text that Covey generates
-from the answer's syntax tree. The parser runs in the sandbox, so that a crash on odd text does no
-harm.
+Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. They never
+get the text that a model wrote. Covey parses it, allows only the types of syntax-tree nodes that
+this module lists, and generates the scorer's text from the syntax tree. The parser runs in the
+sandbox, so that a crash on odd text does no harm.
 """
 
 from __future__ import annotations
@@ -107,8 +106,8 @@ def _number(node: ast.expr) -> int | float:
 def _bits(node: ast.expr, depth: int, names: frozenset[str] | None) -> int:
     """Return an upper bound on the number of bits of an expression's value.
 
-    The argument `names` lists the variables of a formula. If `names` is None, only whole numbers
-    and the operators + - * / are allowed. Raises NotPlainError for a node that is not allowed.
+    `names` lists the variables of a formula. If it is None, only whole numbers, + - * / and signs
+    are allowed. Raises NotPlainError for a node that is not allowed.
     """
     if depth < 0:
         raise NotPlainError("nested too deep")

@@ -1,16 +1,14 @@
 """Decides whether a reasoning_gym scorer only reads and compares, and so needs no sandbox.
 
-The scorer's bytecode is inspected before the scorer runs. The inspection covers the method
-`score_answer`, all functions and methods that `score_answer` uses, and the lambdas and
-comprehensions in this code. A scorer is pure if everything that it uses is on one of this module's
-lists of allowed items. The lists contain bytecode instructions, builtins, functions of `math` and
-`json`, regex patterns, and names of methods. A scorer that uses anything outside these lists is
-impure, and runs in the sandbox.
+The scorer's bytecode is inspected before the scorer runs: the method `score_answer`, all functions
+and methods that it uses, and the lambdas and comprehensions in this code. A scorer is pure if
+everything that it uses is on one of this module's lists of allowed items, which contain bytecode
+instructions, builtins, functions of `math` and `json`, regex patterns, and names of methods. Any
+other scorer is impure, and runs in the sandbox.
 
-A pure scorer also finishes quickly. A pure scorer has no `while`, no powers and no shifts. A pure
-scorer does not use both `range` and a function that parses whole numbers from text. A pure scorer
-keeps no state between completions. A pure scorer sets no attributes, and cannot change values that
-it shares with other calls.
+A pure scorer also finishes quickly, because it has no `while`, no powers and no shifts, and does
+not use both `range` and a function that parses whole numbers from text. It keeps no state between
+completions, because it sets no attributes and cannot change values that it shares with other calls.
 
 The check assumes that the dataset's entry and options are plain data, such as numbers, strings and
 lists.
@@ -45,8 +43,8 @@ BUILTINS = _words(
     Exception IndexError KeyError OverflowError TypeError ValueError ZeroDivisionError
     """
 )
-"""Builtins that a pure scorer may call. The functions `round`, `pow` and `print` are not allowed;
-`round` and `pow` can take long."""
+"""Builtins that a pure scorer may call. `round` and `pow` are not allowed, because they can take
+long; nor is `print`."""
 
 FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,
@@ -69,9 +67,8 @@ METHODS = _words(
     """
 )
 """Methods of strings, numbers, lists, dicts, sets and regex matches that a pure scorer may call.
-The method `format` is not allowed, because it looks up attributes. Methods that take a size, such
-as `zfill`, are not allowed.
-"""
+`format` is not allowed, because it looks up attributes; nor are methods that take a size, such as
+`zfill`."""
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
@@ -142,10 +139,7 @@ def _names_if_pure(scorer: type, config: type) -> frozenset[str] | None:
 
 
 def attributes_of(scorer: type, config: type) -> frozenset[str]:
-    """Return the names of the attributes that a pure scorer uses.
-
-    Raises ImpureError for an impure scorer.
-    """
+    """Return the names of the attributes that a pure scorer uses; raise ImpureError if impure."""
     proof = _Proof(scorer, config)
     proof.use(inspect.getattr_static(scorer, "score_answer"))
     for together in TOO_LONG:
@@ -171,10 +165,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that a scorer uses.
-
-        Raises ImpureError if the value is not on the lists of allowed values.
-        """
+        """Check a value that a scorer uses; raise ImpureError if it is not on the lists."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:
@@ -239,10 +230,7 @@ class _Proof:
 
 
 def _looked_up(following: Iterator[dis.Instruction]) -> str:
-    """Return the attribute that the next bytecode instruction looks up.
-
-    Raises ImpureError if the instruction looks up no attribute.
-    """
+    """Return the attribute that the next instruction looks up; raise ImpureError if none."""
     step = next(following)
     if step.opname not in LOOKUPS:
         raise ImpureError("an object that is more than its attributes")

@@ -43,10 +43,7 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
 
 
 def load() -> None:
-    """Import packages that load slowly, and fill the caches of sympy.
-
-    Child processes inherit the imported packages and the filled caches.
-    """
+    """Import packages that load slowly, and fill sympy's caches; child processes inherit both."""
     importlib.import_module("reasoning_gym.composite")
     sympy = importlib.import_module("sympy")
     integral = sympy.parse_expr("x**3/3 + sin(2*x)*exp(x) + log(x) + sqrt(x) + C")
@@ -74,10 +71,7 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
 
 
 def scored(dataset: Any, answer: str, entry: Entry) -> float:
-    """Return the score of an answer, from 0 to 1.
-
-    `answer` must be a text that the function `readable` returned.
-    """
+    """Return the score from 0 to 1 of an answer, a text that `readable` returned."""
     try:
         given = float(dataset.score_answer(answer, entry))
     except Exception:  # scorers raise different errors for an answer in an unexpected form
@@ -88,11 +82,9 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 def readable(name: str, text: str, entry: Entry) -> str:
     """Return the text that the scorer gets as the answer.
 
-    If the scorer evaluates the answer as code, parse the answer, and return a text generated from
-    the syntax tree.
-
-    Raises NotPlainError if an answer to be evaluated is neither plain data (numbers, strings,
-    lists) nor arithmetic.
+    If the scorer evaluates the answer as code, this is a text generated from the answer's syntax
+    tree. Raises NotPlainError if such an answer is neither plain data (numbers, strings, lists) nor
+    arithmetic.
     """
     if name not in EVALUATING:
         return text

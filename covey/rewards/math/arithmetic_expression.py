@@ -32,8 +32,8 @@ class ExpressionError(ValueError):
 def evaluate(text: str, powers: bool = False) -> Fraction:
     """Return the exact value of an expression of numbers, + - * / and parentheses.
 
-    With `powers`, the operators `**` and `^` are allowed as powers. Operators have the same
-    precedence as in Python: `-2**2` is -4, and `2**3**2` is 512.
+    `powers` allows `**` and `^` as powers. Operators have the same precedence as in Python: `-2**2`
+    is -4, and `2**3**2` is 512.
 
     >>> evaluate("(3 + 4) * 2 / 4"), evaluate("3.14159 * 5**2", powers=True)
     (Fraction(7, 2), Fraction(314159, 4000))

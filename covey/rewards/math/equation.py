@@ -1,7 +1,7 @@
 r"""Splits equations in an answer, finds the value that an equation states, and removes units.
 
-For example, `x = 42` and `6 \cdot 7 = 42` both state the value 42. The equation `41 = 42` matches
-no target, because its sides have different values.
+For example, `x = 42` and `6 \cdot 7 = 42` both state the value 42. `41 = 42` matches no target,
+because its sides have different values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _EQUALS = re.compile(r":=|==|\\equiv(?![A-Za-z])")
 def sides(formula: str) -> list[str]:
     """Split a formula into sides at its equals signs.
 
-    Equals signs inside brackets are ignored. Lists, and formulas with a relation other than `=`,
-    are not split.
+    Equals signs inside brackets are ignored. Lists are not split, nor are formulas with a relation
+    other than `=`.
 
     >>> sides("x = 6*7 = 42"), sides("x = 3, y = 4"), sides("= 42")
     (['x', '6*7', '42'], ['x = 3, y = 4'], ['42'])
@@ -64,9 +64,9 @@ def variables(formula: str) -> set[str]:
 def stated_values(parts: list[str], target: str) -> list[str]:
     """Return those sides of an equation that must equal the target; [] for an unsolved equation.
 
-    A side of the equation must equal the target if it is a number or has the same variables as the
-    target. A side such as the `x` of `x = 42` only names the value, and is not returned. An
-    equation such as `2x = 42` counts as unsolved.
+    A side must equal the target if it is a number or has the same variables as the target. A side
+    such as the `x` of `x = 42` only names the value, and is not returned. An equation such as
+    `2x = 42` counts as unsolved.
 
     >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
     (['41', '42'], [])

@@ -13,8 +13,7 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""Maximum number of characters of a number and its markup. This maximum also limits the size of
-integers."""
+"""Maximum number of characters of a number and its markup; it also limits the size of integers."""
 MAX_EXPONENT = 100
 
 CURRENCY = "$€£¥₹₩₽฿"
@@ -62,8 +61,8 @@ def _plain_character(character: str) -> str:
 def normalise(text: str) -> str:
     """Normalise a text with NFKC, but keep superscripts and subscripts distinguishable.
 
-    Each character is normalised separately. NFKC of the whole text would turn `5²` into 52, and
-    would take time quadratic in the number of combining marks.
+    Each character is normalised separately, because NFKC of the whole text would turn `5²` into 52,
+    and would take time quadratic in the number of combining marks.
 
     >>> normalise("x² = ½")
     'x^{2} =  1/2 '

@@ -1,9 +1,9 @@
 r"""Compares two formulas by their values at three points, 100 times faster than algebra.
 
 Two expressions count as equal if their values agree at three arbitrary points, one of them
-negative. Two expressions count as different if their values differ at all three points. The
-comparison is undecided if the values agree at only some points, if a value cannot be computed, or
-if this module cannot parse a formula (inequalities, matrices, words).
+negative, and as different if their values differ at all three. The comparison is undecided if the
+values agree at only some points, if a value cannot be computed, or if this module cannot parse a
+formula (inequalities, matrices, words).
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from itertools import pairwise
 from types import MappingProxyType
 
 SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
-"""Limits on the relative difference of two values. Two values are equal if their relative
-difference is at most SAME, and different if it is above DIFFERENT. If a formula has decimals, which
-may be rounded, two values are different only if their relative difference is above ROUNDED."""
+"""Limits on the relative difference of two values: they are equal up to SAME, and different above
+DIFFERENT, or above ROUNDED if a formula has decimals, which may be rounded."""
 POINTS = 3
 LOST = 1e-6
 """Minimum ratio of the smaller to the larger summand in a sum of two floats. Float addition would
-lose a much smaller summand, such as 2^{-100} in 1 - 2^{-100}.
-"""
+lose a much smaller summand, such as 2^{-100} in 1 - 2^{-100}."""
 MAX_DIGITS = 12
 """Maximum digits of a number; with more digits, different numbers could be the same float."""
 
@@ -54,8 +52,8 @@ def same_numerically(answer: str, target: str) -> bool | None:
     r"""Return whether two formulas are equal, or None if undecided.
 
     Intervals and points are compared component by component; the elements of sets may be in any
-    order. Equations are equal if one equation is a multiple of the other. If one formula is an
-    equation such as `y = 2x`, its right side is compared with the other formula.
+    order. Equations are equal if one is a multiple of the other. If only one formula is an equation
+    such as `y = 2x`, its right side is compared with the other formula.
 
     >>> same_numerically("(x+1)^2", "x^2 + 2x + 1"), same_numerically("x<2", "2")
     (True, None)

@@ -1,8 +1,8 @@
 """Compares two formulas by computer algebra if numeric evaluation cannot decide.
 
 The library math-verify compares formulas with sympy, which evaluates text and may never finish.
-Covey runs math-verify in the sandbox with a time limit. Covey never passes formulas to math-verify
-that would take too long.
+Covey therefore runs it in the sandbox with a time limit, and never passes it formulas that would
+take too long.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ MAX_NUMBER = 5000
 """Maximum number of digits of a power such as 3^1000. Sympy factors numbers under a root, which can
 take very long for a large power."""
 MAX_DEGREE = 100
-"""Maximum degree of a polynomial in a division. A polynomial division takes time quadratic in the
-degree."""
+"""Maximum degree of a polynomial in a division, which takes time quadratic in the degree."""
 
 _DIVISION = re.compile(r"frac|/|\\div")
 _UNBOUNDED = re.compile(
@@ -55,10 +54,7 @@ def require_math_verify(unsafe: bool) -> None:
 
 @lru_cache(maxsize=1 << 14)
 def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
-    """Return whether math-verify finds two formulas equal.
-
-    After a timeout, the formulas are treated as not equal.
-    """
+    """Return whether math-verify finds two formulas equal; False after a timeout."""
     scorer = sandboxed("covey.rewards.math.math_verify_scorer", unsafe=unsafe)
     return scorer.score(target, answer) == 1.0
 

@@ -35,8 +35,7 @@ COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "
 PROJECT = "covey"
 SAVED_BYTES = 255
 """Size in bytes of a tracker's file NAME.json, such as wandb.json. The JSON text is padded with
-spaces to a fixed size, so that every write replaces the whole file.
-"""
+spaces to this size, so that every write replaces the whole file."""
 
 
 class ExternalTracker(Tracker):
@@ -57,16 +56,10 @@ class ExternalTracker(Tracker):
         """Log the metrics of a training step."""
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log completions as a table; its columns are in `COLUMNS`.
-
-        The base class logs no completions.
-        """
+        """Log completions as a table with the columns `COLUMNS`; the base class logs none."""
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return False if the training loop has already reported this event for this step.
-
-        After a resume, the training loop reports some events a second time.
-        """
+        """Return False if this event was already reported for this step, as after a resume."""
         return True
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
@@ -121,10 +114,7 @@ class TensorBoardTracker(ExternalTracker):
         self.writer.file_writer.add_summary(Summary(value=scalars), step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Write completions as indented Markdown blocks.
-
-        Because of the indentation, TensorBoard does not interpret Markdown in a completion.
-        """
+        """Write completions as Markdown blocks, indented so that Markdown in them has no effect."""
         lines: list[str] = []
         for row in rows:
             cells = dict(zip(COLUMNS, row, strict=True))
@@ -140,7 +130,7 @@ class TensorBoardTracker(ExternalTracker):
 
 
 class RememberingTracker(ExternalTracker):
-    """A tracker for append-only logs, such as W&B. The tracker logs no step twice.
+    """A tracker for append-only logs, such as W&B; it logs no step twice.
 
     A resumed run repeats the steps after its checkpoint and gets the same numbers. The file
     NAME.json in the run folder, such as wandb.json, contains the tracking package's run id and the
@@ -150,8 +140,8 @@ class RememberingTracker(ExternalTracker):
     name: str
     """The name of the tracker, which is also the name of its Python package."""
     session: Any = None
-    """The run object of the tracking package. The method `open` creates the run object, which
-    starts a new run or continues an earlier run."""
+    """The run object of the tracking package, which `open` creates to start a new run or to
+    continue an earlier one."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
@@ -171,8 +161,8 @@ class RememberingTracker(ExternalTracker):
     def remember(self) -> None:
         """After each log entry, save the last logged step of each event in NAME.json.
 
-        The method overwrites NAME.json in place with a single write. Replacing the file by a rename
-        would be slow, because some file systems wait for the disk at a rename.
+        The file is overwritten in place with a single write. Replacing it by a rename would be
+        slow, because some file systems then wait for the disk.
         """
         text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -184,8 +174,7 @@ class RememberingTracker(ExternalTracker):
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a training step, or of the evaluation after the step.
 
-        The tracking package merges the metrics of a step and of the evaluation after the step into
-        one row of its log.
+        The tracking package merges both into one row of its log.
         """
         self.session.log(dict(values), step=step)
 
@@ -271,9 +260,8 @@ TRACKERS: Mapping[str, type[ExternalTracker]] = {
     "wandb": WandbTracker,
     "trackio": TrackioTracker,
 }
-"""The trackers that a configuration can name. The name of a tracker is also the name of the Python
-package that it needs, and of the pip extra.
-"""
+"""The trackers that a configuration can name. The name of a tracker is also that of the Python
+package that it needs, and of the pip extra."""
 
 
 def check_trackers(names: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 A tracker receives metrics, evaluations, tables and notes.
 
-To add a tracker, subclass `Tracker` and override the methods of the events that the tracker needs.
+To add a tracker, subclass `Tracker` and override the methods of the events that it needs.
 The training loop reports every event to all trackers of a run, in order.
 """
 
