@@ -317,7 +317,7 @@ class Environment(Named):
     """Format of tool calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3),
     or <tool>text</tool> (tags); auto: the chat template's format, else hermes."""
     parallel_calls: bool = True
-    """Whether a turn may have several tool calls; if not, a turn ends after its first call."""
+    """Whether a turn may have several tool calls; if not, it ends after the first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Number of worker processes for environments; 0: one per core. Environments with quick = True
     need none."""

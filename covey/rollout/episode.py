@@ -91,7 +91,7 @@ class Episodes:
     sampling: Sampling
     step: int
     finished: Callable[[int, Rollout], None]
-    """Called with the prompt's index and the rollout as soon as the rollout ends."""
+    """Called with a prompt's index and its rollout as soon as the rollout ends."""
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     """Finished rollouts; the key is (prompt index, sample index)."""
 

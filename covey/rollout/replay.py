@@ -2,8 +2,8 @@
 
 A replayed group keeps the log-probs and the weight versions with which it was sampled, and is
 treated like any other stale group: the policy at the start of the step computes `old_logp`, and the
-objective's importance-sampling correction multiplies the weight of each token by exp(old_logp -
-sampler_logp). Its group statistics include only its own rollouts.
+objective's importance-sampling correction multiplies each token's weight by
+exp(old_logp - sampler_logp). Its group statistics include only its own rollouts.
 """
 
 from __future__ import annotations

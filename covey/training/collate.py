@@ -163,8 +163,7 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
     """Raise ModelError if a log-prob from the engine is not finite.
 
-    The check runs on the CPU, before the batch is copied to the GPU, so it need not wait for the
-    GPU.
+    The check runs on the CPU, before the batch is copied, so it need not wait for the GPU.
     """
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():

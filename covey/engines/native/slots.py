@@ -33,7 +33,7 @@ class HostCopy:
             self._event.record()
 
     def numpy(self) -> np.ndarray:
-        """Wait until the copy is complete, but not for later device work, and return the copy."""
+        """Wait until the copy is complete, but not for later device work, and return it."""
         if self._event is not None:
             self._event.synchronize()
         found: np.ndarray = self._host.numpy()

@@ -93,7 +93,7 @@ class ProcessEngine:
     version: int = 0
     process: _Process | None = field(init=False, default=None)
     told: EngineInfo | None = field(init=False, default=None)
-    """Properties of the engine that do not change when the engine restarts."""
+    """Properties of the engine that do not change when it restarts."""
     ready: bool = field(init=False, default=False)
     """Whether the process has loaded its model and weights."""
     happened: list[str] = field(init=False, default_factory=list)
@@ -115,7 +115,7 @@ class ProcessEngine:
         return self.told
 
     def _running(self) -> _Process:
-        """Wait until the process has loaded its model and weights; return the process."""
+        """Wait until the process has loaded its model and weights; return it."""
         with self.lock:
             while True:
                 if self.process is None:

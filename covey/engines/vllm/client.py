@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server, for generation, weight updates and server information.
 
-The client checks the token ids and log-probabilities that the server sends. If the server cannot be
-reached, fails or does not reply, the client raises `Unavailable`; a restart may help. If the server
-rejects a request or sends invalid data, the client raises `EngineError`, which ends the run with a
-one-line message.
+The client checks the token ids and log-probabilities that the server sends. It raises `Unavailable`
+if the server cannot be reached, fails or does not reply, where a restart may help; if the server
+rejects a request or sends invalid data, it raises `EngineError`, which ends the run with a one-line
+message.
 """
 
 from __future__ import annotations

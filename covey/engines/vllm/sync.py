@@ -68,7 +68,7 @@ class FileSync(Sync):
     folder: Path
 
     def prepare(self, named: Named, version: int) -> None:
-        """Write the file."""
+        """Write the weights into a file, and delete the files of older versions."""
         # safetensors refuses tensors that share memory, as a tied head and the embedding do.
         weights = {
             name: weight.to("cpu", copy=True).contiguous()
@@ -204,15 +204,15 @@ class Fleet:
         self._all("/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        """Pass it on."""
+        """Tell all servers that new weights will follow."""
         self._all("/start_weight_update", [{}] * len(self.clients))
 
     def update_weights(self, update_info: Any) -> None:
-        """Pass it on."""
+        """Tell all servers which weights to receive."""
         self._all("/update_weights", [{"update_info": update_info}] * len(self.clients))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Pass it on."""
+        """Tell all servers that the new weights are complete."""
         self._all("/finish_weight_update", [{}] * len(self.clients))
 
 

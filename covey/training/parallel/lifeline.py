@@ -45,7 +45,7 @@ class Loss:
 
     rank: int
     text: str
-    """Why the rank failed, in one line; empty if the rank died without a message."""
+    """Why the rank failed, in one line; empty if it died without a message."""
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
