@@ -1,4 +1,4 @@
-"""Uses Ray to run trainer ranks, engines, scoring and the reference on several machines.
+"""Trainer ranks, engines, scoring and the reference on several machines, with Ray.
 
     ray_client.py     connects to Ray and turns its errors into one-line messages
     trainers.py       trainer ranks: placed together, connected, watched, and ended together
@@ -9,6 +9,6 @@
     scoring.py        scoring workers in actors
     reference.py      a frozen reference in an actor
 
-Ray starts processes on machines, restarts them and moves data. The trainer ranks decide what is
-computed and in which order, so the same config file works on a laptop and on a cluster.
+Ray starts processes on machines, restarts them and moves data, while the trainer ranks decide what
+is computed and in which order. So the same config file works on a laptop and on a cluster.
 """

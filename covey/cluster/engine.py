@@ -1,8 +1,7 @@
-"""Distributes the trainer's requests over engines in Ray actors.
+"""The engine of a cluster, which distributes requests over engines in Ray actors.
 
-All requests of a prompt go to the same actor. If an actor dies, a new actor repeats all requests of
-the dead actor. If the cluster has no resources for a new actor, the remaining actors take over the
-requests.
+All requests of a prompt go to the same actor. If an actor dies, a new one repeats all its requests;
+if the cluster has no resources for a new one, the remaining actors take over the requests.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CALLS = 4
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A Ray actor with an engine, and the number of the actor."""
+    """A Ray actor with an engine, and the actor's number."""
 
     number: int
     handle: Any
@@ -49,7 +48,7 @@ class RayEngine:
     """A function that builds the engine inside an actor."""
     engines: int
     most: int
-    """The maximum number of engines. Engines are added while the cluster has free resources."""
+    """Maximum number of engines, which are added while the cluster has free resources."""
     need: Need
     threads: int
     restarts: int
@@ -127,10 +126,7 @@ class RayEngine:
             raise
 
     def _grow(self) -> None:
-        """Add an engine if the cluster has free resources for it.
-
-        The new engine receives requests once its model is loaded.
-        """
+        """Add an engine if the cluster has free resources for it; it gets requests once loaded."""
         import ray
 
         if not self.members:
@@ -145,7 +141,7 @@ class RayEngine:
                 self.coming = self._make()
 
     def _add(self, member: Member) -> None:
-        """Add an engine whose actor has loaded its model, unless the actor has died."""
+        """Add an engine whose actor has loaded its model, unless it has died."""
         import ray
 
         try:
@@ -206,7 +202,7 @@ class _Share:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Send requests. If the actor dies, the new actor gets all requests again."""
+        """Send requests; if the actor dies, the new actor gets all of them again."""
         with self.lock:
             self.requests += requests
             if self.begun:

@@ -1,8 +1,8 @@
 """An engine in a Ray actor: one thread generates while the trainer adds requests and gets results.
 
-Each call of `begin` names the version of the weights to generate with. If the actor has not loaded
-this version, for example after a restart, the actor first fetches the weights from Ray's object
-store. An actor never generates with a wrong version.
+Each call of `begin` names the version of the weights to generate with. An actor that has not loaded
+it, for example after a restart, first fetches the weights from Ray's object store, so it never
+generates with a wrong version.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class EngineActor:
         self.thread: threading.Thread | None = None
 
     def info(self) -> EngineInfo:
-        """Properties of the engine in this actor."""
+        """Return the properties of the engine in this actor."""
         return self.engine.info
 
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
@@ -108,7 +108,7 @@ class EngineActor:
         return self.version
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Take more requests."""
+        """Give the engine more requests."""
         source = self._source()
         with source.changed:
             source.ready += requests

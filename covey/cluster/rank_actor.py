@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in a separate process for two reasons: the rank handles signals itself, and a process
-must choose its GPUs before it imports torch.
+The rank runs in a separate process because it handles signals itself, and because a process must
+choose its GPUs before it imports torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from covey.subprocesses import module_command
 LAST_OUTPUT_SECONDS = 2.0
 """Maximum seconds to read output after a rank has ended, if its children keep pipes open."""
 Output = tuple[str, bytes] | int
-"""Output of a rank, as a stream name and bytes, or the exit code of the rank."""
+"""Output of a rank, as a stream name and bytes, or its exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class RankActor:
         )
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
-        """Start the rank with `folder` as working directory; return the rank's process id."""
+        """Start the rank with `folder` as working directory; return its process id."""
         if not Path(folder).is_dir():
             raise ConfigError(
                 f"cluster: the node {socket.gethostname()} has no folder {folder}; runs, models "

@@ -1,6 +1,6 @@
-"""Runs a trainer rank that ends with its Ray actor (`rank_process PARENT ARGUMENTS`).
+"""A trainer rank that ends with its Ray actor (module arguments: PARENT ARGUMENTS).
 
-PARENT is the process id of the actor. ARGUMENTS are the arguments of the `covey` command.
+PARENT is the process id of the actor, and ARGUMENTS are the arguments of the `covey` command.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connects to Ray and turns errors of Ray and its actors into one-line messages."""
+"""The connection to Ray, and one-line messages for errors of Ray and its actors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Actors:
 
     @property
     def whole_gpus(self) -> float:
-        """The number of GPUs that these actors occupy, rounded up to whole GPUs.
+        """The number of whole GPUs that these actors occupy.
 
         Several actors can be on one GPU if each of them needs only part of it.
         """
@@ -66,7 +66,7 @@ class Actors:
 
 
 def check_ray() -> None:
-    """If Ray is not installed, raise an error that says how to install Ray."""
+    """If Ray is not installed, raise an error that says how to install it."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("config: [cluster] needs Ray: pip install 'covey[ray]'")
 
@@ -74,9 +74,8 @@ def check_ray() -> None:
 def connect(address: str, trainer_gpus: int = 0) -> None:
     """Connect to a Ray cluster, or start one on this machine.
 
-    Actors never get the trainer's GPUs. If this function starts Ray, the trainer uses the first
-    GPUs of this machine. In an existing cluster, the trainer uses GPUs that Ray reserves for the
-    trainer.
+    The trainer's GPUs, which actors never get, are the first ones of this machine if this function
+    starts Ray; in an existing cluster, they are those that Ray reserves for the trainer.
     """
     check_ray()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no warning about GPUs

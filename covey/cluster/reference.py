@@ -1,4 +1,4 @@
-"""Runs the reference policy in a Ray actor, so it uses no memory of the trainer's device."""
+"""The reference policy in a Ray actor, where it uses no memory of the trainer's device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReferenceActor:
 
 @dataclass(slots=True, kw_only=True)
 class RayReference(Reference):
-    """A reference policy that runs in a Ray actor, and restarts the actor if it dies."""
+    """A reference policy in a Ray actor, which is restarted if it dies."""
 
     build: Callable[[], Reference]
     need: Need

@@ -1,7 +1,7 @@
-"""Scores completions in Ray actors; each actor has its own pool of worker processes.
+"""Scoring in Ray actors, each with its own pool of worker processes.
 
-If an actor dies, its replacement scores the unfinished completions again. If a completion is scored
-twice, the result is the same, because a reward depends only on the completion.
+If an actor dies, its replacement scores the unfinished completions again. A completion that is
+scored twice gets the same result, because a reward depends only on the completion.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RayScorer:
         return RayScore(self, job, place, handle, handle.score.remote(job))
 
     def replace(self, place: int, handle: Any) -> Any:
-        """Return the replacement of a dead actor; start it if no other thread has started it."""
+        """Return the replacement of a dead actor; start it if no other thread has done so."""
         with self.lock:
             if self.handles[place] is handle:
                 self.died += 1

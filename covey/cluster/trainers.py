@@ -1,4 +1,4 @@
-"""Runs trainer ranks in Ray actors: places, connects, watches and ends all ranks together."""
+"""Trainer ranks in Ray actors: placed, connected, watched and ended together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS = 3
 """Number of concurrent calls to an actor: one call waits for output, others control the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
-"""After a rank dies, the other ranks have this many seconds to report the death and end."""
+"""Seconds that the other ranks have to report the death of a rank, and to end."""
 
 
 def run_ranks(
@@ -98,9 +98,9 @@ class _Ranks:
     """Starts the ranks of a run, prints their output and forwards signals to them."""
 
     actors: list[Any]
-    """The Ray actors that run the ranks; after `start`, the actor at index i runs rank i."""
+    """The Ray actors of the ranks; after `start`, the actor at index i runs rank i."""
     codes: dict[int, int] = field(default_factory=dict)
-    """The exit codes of ended ranks; negative if a signal or a dead actor ended the rank."""
+    """The exit codes of ended ranks; negative after a signal or the death of the actor."""
     said: SimpleQueue[tuple[int, Output]] = field(default_factory=SimpleQueue)
     received: list[int] = field(default_factory=list)
     """Received signals that were not yet sent to the ranks."""
@@ -127,7 +127,7 @@ class _Ranks:
             raise translated(error, "a trainer rank") from None
 
     def followed(self) -> int:
-        """Print the output of the ranks until all ranks have ended; return the run's exit code."""
+        """Print the output of the ranks until all have ended; return the run's exit code."""
         for rank in range(len(self.actors)):
             threading.Thread(target=self._follow, args=(rank,), daemon=True).start()
         limit = float("inf")
@@ -152,7 +152,7 @@ class _Ranks:
                 return
 
     def _hear(self) -> None:
-        """Wait a short time for output of a rank, and print it or store the exit code."""
+        """Wait a short time for a rank's output or exit code; print the output, store the code."""
         try:
             rank, found = self.said.get(timeout=POLL_SECONDS)
         except Empty:

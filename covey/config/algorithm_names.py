@@ -47,8 +47,8 @@ ALGORITHM_TITLES: Mapping[str, str] = {
 """Title of each algorithm, in the order of covey.objective.ALGORITHMS, which has the same keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms that train on preference pairs. Preference algorithms have no importance ratio, and
-their beta is not a KL weight."""
+"""Algorithms that train on preference pairs; they have no importance ratio, and their beta is not a
+KL weight."""
 COMPOSED = "composed"
 """The objective.name of a user's combination of advantage, ratio, surrogate and weights."""
 

@@ -1,4 +1,4 @@
-"""Reads configurations (TOML files, recipes, `--set a.b=1` overrides) and writes them.
+"""Read configurations (TOML files, recipes, `--set a.b=1` overrides), and write them.
 
 Every mistake raises a one-line error that names the key, the value and the nearest valid name.
 """
@@ -135,7 +135,7 @@ def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
 
 
 def _value(raw: str) -> Any:
-    """Parse a text as a TOML value; if the text is not valid TOML, return it as a string."""
+    """Parse a text as a TOML value; return it as a string if it is not valid TOML."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except RecursionError:
@@ -178,7 +178,7 @@ def _other_section(key: str) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Return a configuration as TOML text; loading this text gives the same configuration."""
+    """Return a configuration as TOML text, from which `load_config` gives the same one."""
     lines = [f"{name} = {toml_value(getattr(config, name))}" for name in PLAIN]
     for name in Config.model_fields:
         section = getattr(config, name)
@@ -195,14 +195,14 @@ def to_toml(config: Config) -> str:
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Return the TOML lines of a table, one line per key.
 
-    TOML has no null, so values of None are omitted. No setting is lost, because a setting that may
-    be None is None by default.
+    TOML has no null, so values of None are omitted; no setting is lost, because one that may be
+    None is None by default.
     """
     return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
 
 
 def _key(key: str) -> str:
-    """Return a key as TOML, with quotes if TOML does not allow the key without quotes."""
+    """Return a key as TOML, with quotes if it needs them."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 

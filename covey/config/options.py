@@ -1,4 +1,4 @@
-"""Checks a section's options against the signature of the function that the section names."""
+"""Check a section's options against the signature of the function that it names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resolve_options(
     where: str,
     defaults: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """Check the given options of `function`; return them, with defaults for the other options.
+    """Check the given options of `function`; return them, with defaults for the others.
 
     `defaults` has values for options that have no default in the function.
     """

@@ -1,6 +1,6 @@
 """Names of settings in TRL, verl and Covey 0.1, for error messages and docs/settings.md.
 
-The names for verl come from verl's PPO trainer, and omit the prefix `actor_rollout_ref`.
+The names for verl come from its PPO trainer, and omit the prefix `actor_rollout_ref`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The configuration schema: one class per section, one documented line per setting.
 
 The sections `task`, `reward`, `length_penalty` and `objective` name a function and contain its
-options. Before a run starts, Covey checks the options of a function against the function's
-signature.
+options, which Covey checks against the function's signature before a run starts.
 """
 
 from __future__ import annotations
@@ -57,16 +56,15 @@ class Vllm(Section):
     """Addresses of running vLLM servers, such as http://127.0.0.1:8000; if set, Covey starts no
     server."""
     colocated: bool = False
-    """Run vLLM in the trainer's process and on the trainer's GPU, instead of in a server. vLLM
-    sleeps while the trainer trains."""
+    """Run vLLM in the trainer's process and on its GPU, instead of in a server. vLLM sleeps while
+    the trainer trains."""
     memory: Annotated[float, Field(gt=0)] = 0.5
     """Fraction of a GPU's memory that a server uses; on a CPU, the size of a server's KV cache in
     GiB."""
     tensor_parallel: Positive = 1
     """Number of GPUs per vLLM server."""
     first_gpu: Count = 1
-    """Index of the first GPU that vLLM servers use. The trainer uses GPUs with smaller indices than
-    the servers."""
+    """Index of the first GPU that vLLM servers use; the trainer uses GPUs with smaller indices."""
     transfer: Literal["file", "nccl"] = "file"
     """How weights are sent to vLLM servers: file (a file in shared memory or in engine.vllm.folder)
     or nccl (from GPU to GPU)."""
@@ -88,8 +86,8 @@ class Cluster(Section):
     """[cluster]. Settings of Ray actors on this machine or on others."""
 
     address: str = ""
-    """Address of a Ray cluster; 'local' starts Ray on this machine, 'auto' finds a running cluster,
-    and an empty address means no Ray."""
+    """Address of a Ray cluster; 'local': start Ray on this machine; 'auto': find a running cluster;
+    empty: no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Number of trainer ranks that Ray starts; 0: train in this process or in torchrun's ranks."""
     trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
@@ -98,8 +96,8 @@ class Cluster(Section):
     """Number of engine actors per trainer rank, each with a copy of the model; 0: the trainer
     ranks generate."""
     max_engines: Count = 0
-    """Maximum number of engine actors per trainer rank. Actors beyond cluster.engines start when
-    the cluster has free resources. With 0, no actors beyond cluster.engines start."""
+    """Maximum number of engine actors per trainer rank; those beyond cluster.engines start when the
+    cluster has free resources. 0: no more than cluster.engines."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -110,10 +108,10 @@ class Cluster(Section):
     """Number of scoring actors, each with scoring.workers processes; 0: scoring runs on the
     trainer's machine."""
     reference_actor: bool = False
-    """Whether a frozen reference policy runs in its own Ray actor, with as many CPUs and GPUs as an
-    engine actor."""
+    """Run a frozen reference policy in its own Ray actor, with as many CPUs and GPUs as an engine
+    actor."""
     restarts: Count = 3
-    """Maximum number of actor deaths in a run; one more death ends the run."""
+    """Maximum number of actor deaths in a run; one more ends it."""
     patience: Seconds = 300.0
     """Seconds to wait until the cluster has free resources for an actor."""
 
@@ -161,7 +159,7 @@ class StopAfter(Section):
     updates: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Optimizer steps."""
     epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
-    """Number of passes over the training prompts; this number determines `train.steps`."""
+    """Passes over the training prompts, which determine `train.steps`."""
 
     @model_validator(mode="after")
     def _one(self) -> StopAfter:
@@ -180,7 +178,7 @@ class Train(Section):
     over the training prompts; {steps = n} is the same as `steps`. Learning rate and evaluations
     depend on the used fraction of the limit: half of the limit corresponds to step `steps` / 2."""
     mini_batches: Positive = 1
-    """Mini-batches in one epoch of a training step. Each mini-batch takes one optimizer step."""
+    """Mini-batches in one epoch of a training step; each takes one optimizer step."""
     epochs: Positive = 1
     """Epochs: passes over the completions of a training step."""
     micro_batch_tokens: Positive = 16_384
@@ -189,18 +187,17 @@ class Train(Section):
     """Maximum memory for logits, which are computed for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
     """Source of old_logp, the log-probs in the denominator of the ratio: a forward pass of the
-    trainer before the first optimizer step (recompute) or the engine (sampler). With auto, old_logp
-    comes from the engine if the engine's log-probs are exact (float32, no truncation) or if the
-    ratio has to correct for staleness. If the engine's log-probs are not suitable, auto lets the
-    trainer compute old_logp, which needs no extra forward pass if a training step has one optimizer
-    step."""
+    trainer before the first optimizer step (recompute) or the engine (sampler). With auto, it is
+    the engine if its log-probs are exact (float32, no truncation) or if the ratio has to correct
+    for staleness; otherwise the trainer computes them, which needs no extra forward pass if a
+    training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""
 
     stop_on: Names = Field(default_factory=list)
-    """Names of health problems that end the run, such as nan or collapse; docs/health.md lists all
-    names."""
+    """Names of health problems that end the run, such as nan or collapse; docs/health.md lists
+    them."""
     patience: Count = 0
     """End the run if the metric save.best does not improve in this many measurements; 0: never."""
 
@@ -219,8 +216,8 @@ class Train(Section):
     def over_prompts(self, prompts: int, per_step: int) -> Train:
         """If `stop_after.epochs` is set, return the settings with `steps` computed from it.
 
-        All prompts of a step come from the same epoch. If the last prompts of an epoch do not fill
-        a step, the epoch omits these prompts.
+        All prompts of a step come from the same epoch, which omits its last prompts if they do not
+        fill a step.
         """
         if not self.stop_after.epochs:
             return self
@@ -245,10 +242,7 @@ class Train(Section):
 
     @property
     def total_updates(self) -> int:
-        """The number of optimizer steps of a run.
-
-        If a token budget ends the run, the result assumes `train.steps` training steps.
-        """
+        """The number of optimizer steps of a run; a token budget counts as `train.steps` steps."""
         return self.amount if self.budget == "updates" else self.steps * self.updates
 
 
@@ -262,11 +256,11 @@ class Teacher(Section):
     """[teacher]. An objective that needs a teacher gets it from `path`, `url` or `policy`."""
 
     path: str = ""
-    """Path of the teacher: a model, in the form of model.path, or a LoRA adapter folder. The
-    teacher must have the policy's tokenizer."""
+    """The teacher: a model, in the form of model.path, or a LoRA adapter folder. It must have the
+    policy's tokenizer."""
     offload: bool = False
-    """Keep the teacher's weights in main memory between training steps. Offloading the teacher
-    works only with teacher.path or with teacher.policy = "frozen"."""
+    """Keep the teacher's weights in main memory between training steps. This works only with
+    teacher.path or with teacher.policy = "frozen"."""
     url: str = ""
     """Address of the teacher's server, which `covey reference serve` starts, such as
     http://127.0.0.1:8500."""
@@ -277,8 +271,8 @@ class Teacher(Section):
     patience: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to retry while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature of a teacher that `path` or `url` names; rollout.temperature does not
-    affect this teacher."""
+    """Softmax temperature of a teacher that `path` or `url` names, instead of
+    rollout.temperature."""
     policy: Literal["", "current", "frozen", "moving"] = ""
     """For sdpo: the policy itself is the teacher, and gets privileged text in its prompt, such as a
     correct completion. The teacher's weights are the current policy's weights (current), the
@@ -290,9 +284,9 @@ class Teacher(Section):
     """Optimizer steps between updates of a teacher with policy = "moving"."""
     context: dict[str, str] = Field(default=CONTEXT)
     """With teacher.policy: one template for each kind of privileged text in the teacher's prompt,
-    where {text} stands for the text. The kind `success` is a correct completion of the same group.
-    The kind `feedback` is the reward's feedback on the trained completion. Other kinds are `target`
-    (the reference answer) and any column of the data."""
+    where {text} stands for the text. The kinds are `success` (a correct completion of the same
+    group), `feedback` (the reward's feedback on the trained completion), `target` (the reference
+    answer) and any column of the data."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
     """With teacher.policy: the template of the last message in the teacher's prompt, with the
     placeholders {prompt} and {context}."""
@@ -323,15 +317,15 @@ class Environment(Named):
     """Format of tool calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3),
     or <tool>text</tool> (tags); auto: the chat template's format, else hermes."""
     parallel_calls: bool = True
-    """Whether a turn may have several tool calls; if not, a turn ends after its first call."""
+    """Whether a turn may have several tool calls; if not, it ends after the first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Number of worker processes for environments; 0: one per core. Environments with quick = True
-    need no worker process."""
+    need none."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of one environment step, in seconds. If an environment step takes longer than this
-    limit, the rollout ends with an error."""
+    """Time limit of one environment step, in seconds. After a longer step, the rollout ends with an
+    error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
-    """Memory limit of a worker process."""
+    """Memory limit of a worker process, in GiB."""
 
 
 class Engine(Section):
@@ -347,19 +341,17 @@ class Engine(Section):
     dtype: Literal["model", "float8"] = "model"
     """Dtype of the matrix products in the native engine's layers. float8 rounds weights and
     activations to 8 bits, so models of several billion parameters generate faster on Ada, Hopper
-    and newer GPUs. A float8 engine needs objective.correction; the default of objective.correction
-    with float8 is token_truncate."""
+    and newer GPUs. It needs objective.correction, whose default is then token_truncate."""
     kv_dtype: Literal["model", "float8"] = "model"
-    """Dtype of the KV cache in the native engine. With float8, the KV cache takes half the memory,
-    and attention to long completions is faster. A float8 KV cache has the same requirements as
-    engine.dtype = "float8"."""
+    """Dtype of the KV cache in the native engine. With float8, it takes half the memory, and
+    attention to long completions is faster. The requirements are those of engine.dtype =
+    "float8"."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Size of the KV cache for completions on a GPU, in GiB. If completions need more memory, the
-    native engine pauses the completions with the fewest tokens and continues them later. With 0,
-    the engine reserves memory for all concurrent completions at their maximum length, or less if
-    the GPU has less free memory."""
+    """Size of the KV cache for completions on a GPU, in GiB; 0: enough for all concurrent
+    completions at their maximum length, or less if the GPU has less free memory. If completions
+    need more, the native engine pauses those with the fewest tokens and continues them later."""
 
     @property
     def rounds(self) -> str:
@@ -368,7 +360,7 @@ class Engine(Section):
 
 
 class Curriculum(Section):
-    """[curriculum]. A curriculum chooses the prompts of a step by the results of earlier steps."""
+    """[curriculum]: how the prompts of a step depend on the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
     """How the sampling weight of a prompt depends on its running pass rate p. uniform: equal
@@ -377,8 +369,8 @@ class Curriculum(Section):
     memory: Share = 0.2
     """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01
-    """Smallest sampling weight of a prompt, or of one task in a mixed task. A minimum weight
-    ensures that the run sometimes draws every prompt and every task."""
+    """Smallest sampling weight of a prompt, or of one task in a mixed task, so that the run
+    sometimes draws each of them."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Stop drawing a prompt once its pass rate over all its completions reaches this value, such as
     0.9; 0: never."""
@@ -398,21 +390,20 @@ class Replay(Section):
     groups: Count = 0
     """Number of groups from earlier steps that a training step also trains on; 0: none."""
     size: Positive = 64
-    """Number of groups to keep for replay: the newest groups with both correct and incorrect
+    """Number of groups to keep for replay: the newest with both correct and incorrect
     completions."""
     max_age: Positive = 16
-    """Maximum age of a replayed group, in optimizer steps since the group was sampled."""
+    """Maximum age of a replayed group, in optimizer steps since it was sampled."""
 
 
 class Critic(Section):
     """[critic]: the model that is trained to predict the reward, for objectives with a critic."""
 
     path: str = ""
-    """Initial model of the critic, in the form of model.path; empty: the policy's initial model.
-    The critic must have the policy's tokenizer."""
+    """Initial model of the critic, in the form of model.path; empty: the policy's initial model. It
+    must have the policy's tokenizer."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
-    """Constant learning rate of the critic's AdamW. The critic's other AdamW options come from
-    [optimizer]."""
+    """Constant learning rate of the critic's AdamW, whose other options come from [optimizer]."""
     warmup_steps: Count = 0
     """Number of training steps at the start that train only the critic, not the policy."""
     initial_value: float = 0.0
@@ -449,17 +440,14 @@ class Model(Section):
     """With gradient_checkpointing on a GPU, move the stored layer inputs to main memory; useful for
     long sequences."""
     deterministic: bool = False
-    """Make results on a GPU bitwise reproducible, which is slower. Results on a CPU are always
-    reproducible."""
+    """Make results on a GPU bitwise reproducible, which is slower. On a CPU, they always are."""
     template: str = "auto"
-    """How prompts are rendered: chat, plain, or a text with {question} and optionally {system}.
-    With auto, prompts use the tokenizer's chat template, or plain if the tokenizer has no chat
-    template."""
+    """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
+    auto: the tokenizer's chat template, or plain if it has none."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, as in {enable_thinking = false}."""
     prefill: str = ""
-    """Text that every completion starts with. The prefill belongs to the prompt, so it is not
-    trained."""
+    """Text that every completion starts with; it belongs to the prompt, so it is not trained."""
     prefill_in_text: bool = True
     """Include the prefill text in the completions that are scored and recorded."""
 
@@ -533,7 +521,7 @@ class Objective(Named):
 
 
 class Reference(Section):
-    """[reference]. Settings that the chosen kind of reference does not use are rejected."""
+    """[reference]; settings that the chosen kind of reference does not use are rejected."""
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Kind of the reference policy for the KL penalty: a copy of the initial weights (frozen), a
@@ -554,8 +542,7 @@ class Reference(Section):
     patience: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to retry while the reference server cannot be reached."""
     fingerprint: str = ""
-    """Digest that the reference server's weights must have; empty: the digest in the server's first
-    reply."""
+    """Digest that the reference server's weights must have; empty: that of its first reply."""
 
 
 class Rollout(Section):
@@ -564,15 +551,15 @@ class Rollout(Section):
     prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
     """Prompts in a training step."""
     group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
-    """Completions sampled per prompt. A group size of 1 works only with objectives that do not
-    compare completions, such as opd."""
+    """Completions sampled per prompt; 1 works only with objectives that do not compare completions,
+    such as opd."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
     """Maximum number of tokens in a prompt; 0: the model's context minus max_tokens."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """What to do with prompts that are too long: stop before training (error), leave these prompts
-    out (skip), or cut off their first tokens (truncate)."""
+    """What to do with prompts that are too long: stop before training (error), leave them out
+    (skip), or cut off their first tokens (truncate)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
@@ -592,19 +579,18 @@ class Scoring(Section):
     """[scoring]"""
 
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Worker processes for slow rewards; 0: one per core. Quick rewards need no worker process."""
+    """Worker processes for slow rewards; 0: one per core. Quick rewards need none."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. If scoring a completion takes longer than
-    this limit, the completion counts as unscored."""
+    """Time limit for scoring one completion, in seconds. A completion that takes longer counts as
+    unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
-    """Memory limit of a worker process."""
+    """Memory limit of a worker process, in GiB."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Stop the run if more than this fraction of a step's completions cannot be scored."""
     none_rewards: Literal["error", "skip"] = "error"
-    """What to do if a reward function returns None. With error, a completion counts as unscored if
-    a reward function returns None for it. With skip, the reward is computed from the reward
-    functions that do not return None, as in TRL. A completion for which all reward functions return
-    None is not trained on."""
+    """What to do if a reward function returns None for a completion. With error, the completion
+    counts as unscored. With skip, the other reward functions give its reward, as in TRL; if all
+    return None, it is not trained on."""
 
 
 class Filter(Section):
@@ -619,8 +605,8 @@ class Filter(Section):
     mask_truncated: bool = False
     """Do not train on truncated completions; group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0. Skipping changes no gradients, but token metrics do not
-    count skipped completions."""
+    """Skip completions with advantage 0. This changes no gradients, but token metrics leave them
+    out."""
 
     @property
     def rounds(self) -> int:
@@ -668,9 +654,8 @@ class Optimizer(Section):
     """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
     """Precision of the optimizer state. float32: float32 moments, and float32 master weights for
-    bfloat16 models; compact: bfloat16 moments with stochastic rounding. The compact state stores
-    only the lower 16 bits of each float32 master weight, because the bfloat16 model weight holds
-    the upper 16 bits."""
+    bfloat16 models; compact: bfloat16 moments with stochastic rounding, and only the lower 16 bits
+    of each master weight, because the bfloat16 model weight holds the upper 16 bits."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Optimizer:
@@ -728,18 +713,18 @@ class Save(Section):
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     best: str = ""
-    """Also keep the checkpoint with the best value of this metric. Choose a metric of evaluations,
-    such as greedy or pass@4, or a metric of steps, such as objective/scores. A metric of steps is
-    checked every save.every steps."""
+    """Also keep the checkpoint with the best value of this metric: a metric of evaluations, such as
+    greedy or pass@4, or of steps, such as objective/scores, which is checked every save.every
+    steps."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Whether the highest or the lowest value of the metric save.best is the best."""
+    """Which value of the metric save.best is the best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
     """Steps between two sample pages, which show the completions with the highest and the lowest
     rewards; 0: no pages."""
     samples_shown: Positive = 20
-    """Number of completions with the highest rewards, and also with the lowest rewards, on a sample
+    """Number of completions with the highest rewards, and also with the lowest, on a sample
     page."""
 
 
@@ -784,7 +769,7 @@ class Config(Section):
 
     @property
     def records_passes(self) -> bool:
-        """Whether training may use CUDA graphs. A resumed run captures new CUDA graphs, so its
+        """Whether training may use CUDA graphs, which a resumed run captures anew, so that its
         results may differ by rounding.
         """
         return self.train.graphs == "auto" and not self.model.deterministic

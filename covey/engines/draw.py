@@ -12,9 +12,9 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The sampling distribution.
+    """The sampling distribution, which the defaults do not truncate.
 
-    Temperature 0 means greedy decoding. The defaults do not truncate the distribution.
+    Temperature 0 means greedy decoding.
     """
 
     temperature: float = 1.0
@@ -31,8 +31,8 @@ class Distribution:
 def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
     """Return the log-probabilities [S, V], in float32, of the distribution to sample from.
 
-    Truncation applies top-k, then top-p, then min-p. Each of these three filters renormalizes the
-    probabilities of the remaining tokens. Removed tokens have the log-probability -inf.
+    Truncation applies top-k, then top-p, then min-p, each of which renormalizes the probabilities
+    of the remaining tokens. Removed tokens have the log-probability -inf.
     """
     logp = torch.log_softmax(logits.float() / distribution.temperature, dim=-1)
     if not distribution.truncates:

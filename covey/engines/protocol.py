@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
-"""A function that returns the trained weights, named as in `model.named_parameters()`. If the model
-has an adapter, the trained weights are the adapter's weights; otherwise, they are all weights of
-the model. The weights do not change while an engine reads them. An engine that shares the trainer's
-weights never calls this function.
+"""A function that returns the trained weights, named as in `model.named_parameters()`: the
+adapter's weights if the model has an adapter, otherwise all weights of the model. They do not
+change while an engine reads them. An engine that shares the trainer's weights never calls it.
 """
 
 
@@ -38,9 +37,8 @@ class Sampling:
     max_concurrent: int = 128
     """The maximum number of completions that are generated at once."""
     cache_gigabytes: float = 0.0
-    """Size of the KV cache of completions, in GiB of GPU memory.
-
-    If `cache_gigabytes` is 0, the engine reserves enough memory for all completions at full length.
+    """Size of the KV cache of completions, in GiB of GPU memory; 0 means enough for all completions
+    at full length.
     """
     seed: int = 0
     mask_replay: bool = False
@@ -50,7 +48,7 @@ class Sampling:
     def returns_kept(self) -> bool:
         """Whether completions include the tokens that top-k, top-p and min-p allowed.
 
-        `returns_kept` is always false for greedy decoding.
+        Greedy decoding never includes them.
         """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
@@ -85,7 +83,7 @@ class Completion:
     finish: Finish
     versions: tuple[VersionSpan, ...]
     """The version of the weights that generated each span of tokens. The spans are in order and
-    leave no gaps. A completion has only one span, unless weights were loaded during generation.
+    leave no gaps; there is only one, unless weights were loaded during generation.
     """
     kept: str = ""
     """Tokens that top-k, top-p and min-p allowed per position, encoded by kept_sets.py."""
@@ -123,17 +121,17 @@ class Limits:
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive at unpredictable times that must not change the completions. If
-    `steady` is true, an engine that supports this option makes each completion independent of the
-    others in the batch.
+    """Whether requests arrive at unpredictable times, which must not change the completions. An
+    engine that supports this option then makes each completion independent of the others in the
+    batch.
     """
 
     @property
     def poll_seconds(self) -> float | None:
         """Seconds that an engine may wait for completions before it polls for new requests.
 
-        None means that the engine waits without a limit, because new requests appear only after the
-        request source has received completions.
+        None means no limit, because new requests appear only after the request source has received
+        completions.
         """
         return POLL_SECONDS if self.steady else None
 
@@ -164,8 +162,7 @@ class EngineInfo:
     """A text that tells the user which backend the engine uses, and why no faster one."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
-    trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
-    as `old_logp`.
+    trainer's up to float32 rounding. Those of a truncated distribution never may.
     """
     shares_weights: bool
     """Whether the engine generates with the trainer's own weight tensors."""
@@ -192,17 +189,16 @@ class Engine(Protocol):
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Use these weights from now on; `version` is the number of optimizer steps so far.
 
-        The method returns when the engine has the weights; the caller may then change the tensors.
+        When the method returns, the engine has the weights and the caller may change the tensors.
         If `info.loads_in_flight` is true, another thread may call this method during `run`.
-        Completions in progress continue with the new weights, and record which version of the
-        weights generated which tokens.
+        Completions in progress then continue with the new weights, and record which version
+        generated which tokens.
         """
 
     def events(self) -> list[str]:
         """Return a log line per engine event since the last call, such as a repaired failure.
 
-        The training run writes each line to its log. A line that is an instance of `News` does not
-        report a failure.
+        The training run writes each line to its log. A line of type `News` reports no failure.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Builds a reference policy from the [reference] section of the config."""
+"""Build the reference policy and the teacher from the [reference] and [teacher] sections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEACHER_FILE = "teacher.safetensors"
 def make_reference(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build the reference. The function `load` returns a second copy of the starting weights."""
+    """Build the reference; `load` returns a second copy of the starting weights."""
     section = config.reference
     check_reference(section)
     temperature, megabytes = config.rollout.temperature, config.train.logits_megabytes
@@ -74,10 +74,9 @@ def _frozen(model: LanguageModel, offload: bool, temperature: float, megabytes: 
 def make_self_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build the teacher of self-distillation: the policy itself or a copy of the policy.
+    """Build the teacher of self-distillation: the policy itself, or a copy of its starting weights.
 
-    The teacher uses the sampling temperature. If the teacher needs a second copy of the starting
-    weights, the function `load` loads the copy.
+    `load` returns this copy. The teacher uses the sampling temperature.
     """
     section = config.teacher
     if section.policy == "current":
@@ -102,8 +101,7 @@ def make_teacher(
 ) -> Reference:
     """Build the teacher of distillation, a model that must have the policy's tokenizer.
 
-    The function `load` loads a model from a path. If the path contains an adapter, `load` also
-    loads the base model.
+    `load` loads a model from a path, and for an adapter also its base model.
     """
     section = config.teacher
     check_teacher(section, privileged=False)

@@ -1,8 +1,8 @@
-"""A client that gets the log-probabilities of a reference policy from a server over HTTP.
+"""A reference policy on a server: a client that gets its log-probabilities over HTTP.
 
 If the server is unavailable (restarted, overloaded, not yet up), the client retries for up to
-`patience` seconds. Retrying is safe, because requests do not change the server's state. An error
-that a retry cannot fix, such as a wrong bearer token, ends the run with the server's message.
+`patience` seconds, which is safe because requests do not change the server's state. An error that a
+retry cannot fix, such as a wrong bearer token, ends the run with the server's message.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from covey.stopping import may_be_given_up
 from covey.types import Batch
 
 UNAVAILABLE = frozenset({502, 503, 504})
-"""HTTP statuses that mean that the server, or a proxy in front of it, is temporarily
-unavailable."""
+"""HTTP statuses of a server, or a proxy in front of it, that is temporarily unavailable."""
 LARGEST_TEXT = 65_536
 """Maximum bytes of a reply without tensors: the health report, or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
@@ -90,10 +89,9 @@ class ServerReference(Reference):
     address: Address
     temperature: float
     tokenizer: str
-    """Digest of the policy's tokenizer. Client and server must use the same token ids."""
+    """Digest of the policy's tokenizer; client and server must use the same token ids."""
     weights: str = ""
-    """The required digest of the server's weights. If empty, the digest in the server's first reply
-    becomes the required digest."""
+    """The required digest of the server's weights; if empty, that of the server's first reply."""
     note: Callable[[str], None] = _to_stderr
     budget: int = field(init=False)
     """Maximum number of padded tokens that the server accepts in one request."""
@@ -211,10 +209,9 @@ class ServerReference(Reference):
 
 
 def _send(address: Address, method: str, path: str, body: bytes | None, most: int) -> _Reply:
-    """Send one request. Raises ModelError if a successful reply exceeds `most` bytes.
+    """Send one request; raise ModelError if a successful reply exceeds `most` bytes.
 
-    The client does not follow redirects, because a redirect would send the bearer token to another
-    host.
+    Redirects are not followed, because they would send the bearer token to another host.
     """
     split = urllib.parse.urlsplit(address.url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
@@ -238,7 +235,7 @@ def _send(address: Address, method: str, path: str, body: bytes | None, most: in
 
 
 def _line(body: bytes) -> str:
-    """Return a server's error message: the field `error` of its JSON reply, or the reply's text."""
+    """Return a server's error message: the field `error` of its JSON reply, or all its text."""
     text = body[:10_000].decode("utf-8", "replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(text)["error"])

@@ -1,10 +1,10 @@
-"""Limits the number and the duration of connections to a reference server.
+"""Limits on the number and the duration of connections to a reference server.
 
 A client that opens connections and sends nothing, or one byte at a time, must not block other
-clients. The server sets a short time limit for receiving the head (request line and headers) of a
-request. If there are too many connections, the oldest connection without a complete request is
-closed. The module server.py limits the time for request bodies, and sends error replies. If the
-server cannot send a reply, this module closes the connection.
+clients. So there is a short time limit for receiving the head (request line and headers) of a
+request, and if there are too many connections, the oldest one without a complete request is closed.
+server.py limits the time for request bodies, and sends error replies; where no reply can be sent,
+this module closes the connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOG_SECONDS = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionLimiter:
-    """Tracks all open connections, and closes connections that exceed a limit."""
+    """Tracks all open connections, and closes those that exceed a limit."""
 
     most: int
     """Maximum number of open connections."""
@@ -54,11 +54,10 @@ class ConnectionLimiter:
     )
 
     def opened(self, connection: Connection) -> None:
-        """Add a connection.
+        """Add a connection; if there are too many, close one.
 
-        If there are too many connections, close the oldest connection that waits for a request. If
-        none waits, close the oldest connection whose request body is incomplete, or else the new
-        connection.
+        This is the oldest connection that waits for a request, or else the oldest whose request
+        body is incomplete, or else the new one.
         """
         if sum(map(len, self.phases.values())) >= self.most:
             # A complete request is never dropped, and the newest client is the most likely to send
@@ -112,7 +111,7 @@ class Connection(H11Protocol):
         self.limiter.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Unregister."""
+        """Remove this connection from the limiter."""
         self.limiter.closed(self)
         super().connection_lost(exc)
 

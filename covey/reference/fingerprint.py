@@ -1,5 +1,4 @@
-"""Digests of a model: a client and a reference server compare the digests before they exchange
-data."""
+"""Digests of a model, which a client and a reference server compare before they exchange data."""
 
 from __future__ import annotations
 
@@ -18,20 +17,17 @@ class Fingerprint:
     """Three digests of a model (SHA-256, hexadecimal)."""
 
     tokenizer: str
-    """Digest of the text of every token id, and of the special token ids. The tokenizer digest must
-    be the same on client and server."""
+    """Digest of the text of every token id, and of the special token ids; it must be the same on
+    client and server."""
     model: str
-    """Digest of architecture, vocabulary size, number of layers and hidden size. The reference
-    model may be larger than the policy."""
+    """Digest of architecture, vocabulary size, number of layers and hidden size; it may differ,
+    because the reference model may be larger than the policy."""
     weights: str
     """Digest of all weights, in the dtype that the model computes with."""
 
 
 def fingerprint(model: LanguageModel) -> Fingerprint:
-    """Compute all digests of a model.
-
-    The function reads every weight, which takes about a second per gigabyte.
-    """
+    """Compute all digests of a model, which takes about a second per gigabyte of weights."""
     config = model.model.config
     shape = {
         "architecture": type(model.model).__name__,

@@ -53,9 +53,9 @@ class FrozenReference(Reference):
 class OffloadedReference(FrozenReference):
     """A reference with weights in main memory, which are copied to the device for `logp`.
 
-    The weights of the reference never change, so they are not copied back to main memory. After
-    `logp` the parameters point to main memory again, and the device memory is free for gradients.
-    The model's buffers are small and stay on the device.
+    The weights never change, so they are not copied back: after `logp` the parameters point to main
+    memory again, and the device memory is free for gradients. The model's buffers are small and
+    stay on the device.
     """
 
     kind: ClassVar[str] = "offloaded"

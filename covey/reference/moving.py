@@ -2,8 +2,8 @@
 
     every n optimizer steps:  reference = alpha * policy + (1 - alpha) * reference
 
-If the mixing factor alpha is 1, the reference becomes a copy of the policy, as in the outer
-iterations of the first GRPO paper.
+With alpha = 1, the reference becomes a copy of the policy, as in the outer iterations of the first
+GRPO paper.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class MovingReference(FrozenReference):
 
     alpha: float
     every: int
-    """Number of optimizer steps between two updates of the reference, counted across training
-    steps."""
+    """Optimizer steps between two updates of the reference, counted across training steps."""
     file: str = REFERENCE_FILE
     """Name of the file in a checkpoint that holds the reference weights."""
     weights: dict[str, torch.Tensor] = field(init=False)

@@ -37,13 +37,13 @@ class Reference:
         yield
 
     def after_step(self, policy: Policy) -> None:
-        """Update the reference after an optimizer step, if the reference follows the policy."""
+        """Update the reference after an optimizer step, if it follows the policy."""
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
         """Write the reference's state into a checkpoint.
 
-        All ranks call this method, because weights may be sharded, but only the rank for which
-        `writes` is true writes files.
+        All ranks call this method, because weights may be sharded, but only the rank with
+        `writes=True` writes files.
         """
 
     def load(self, folder: Path) -> None:

@@ -43,11 +43,10 @@ from covey.reference.wire import (
 )
 
 DISCARD_FACTOR = 4
-"""If a request body is too large, the server reads and discards at most DISCARD_FACTOR times the
+"""Of a request body that is too large, the server reads and discards at most this many times the
 size limit."""
 BODY_RATE = 2**18
-"""Minimum upload rate in bytes per second. A client that uploads at BODY_RATE bytes per second or
-faster never times out."""
+"""Minimum upload rate in bytes per second; a client that is as fast never times out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +158,9 @@ class Service:
     async def _body(self, request: Request, keep: int) -> bytes | None:
         """Read the body of a request; return None if it is larger than `keep` bytes.
 
-        If a body is slightly above the size limit, the server still reads the whole body. If the
-        server stopped reading earlier, the client would see a broken connection instead of the
-        error message. The server stops reading a body that is far above the size limit or arrives
-        too slowly.
+        A body slightly above the size limit is still read to its end, because the client would
+        otherwise see a broken connection instead of the error message. Reading stops if the body is
+        far above the limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds
@@ -243,8 +241,8 @@ class QueuedRequest:
 class Batcher:
     """Answers queued requests in order of arrival, several requests per batch.
 
-    Rows of a batch do not attend to each other. The other requests in a batch change a result only
-    by rounding errors, up to 1e-5 in float32 on a CPU.
+    Rows of a batch do not attend to each other, so the other requests in a batch change a result
+    only by rounding errors, up to 1e-5 in float32 on a CPU.
     """
 
     def __init__(self, model: LanguageModel, *, max_tokens: int, waiting: int) -> None:
@@ -264,7 +262,7 @@ class Batcher:
         return self._queue.qsize()
 
     def submit(self, request: LogpRequest) -> Future[LogProbs]:
-        """Queue a request. Raises queue.Full if too many requests wait."""
+        """Queue a request; raise queue.Full if too many are waiting."""
         queued = QueuedRequest(request)
         self._queue.put_nowait(queued)
         return queued.result

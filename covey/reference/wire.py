@@ -1,9 +1,9 @@
 """The wire format between a run and a reference server: safetensors, never pickle.
 
 A request contains rows of a batch, with the temperature and the client's tokenizer digest as
-metadata. A reply contains log-probabilities and entropies, with the digest of the server's weights.
-Client and server check all received data with this module. A request is checked before the model
-computes anything.
+metadata; a reply contains log-probabilities and entropies, with the digest of the server's weights.
+Client and server check all received data with this module, the server before its model computes
+anything.
 """
 
 from __future__ import annotations
@@ -37,17 +37,14 @@ HEADER_BYTES = 4096
 SLACK = 1e-4
 """Rounding tolerance: how far a log-probability may be above 0, or an entropy below 0.
 
-Log-probability and entropy are differences between logits and their logsumexp, computed in float32.
-With logits up to 2^9, the rounding error of a log-probability or an entropy is at most 2^-15 =
-3e-5. At a temperature below 1, logits are larger, so the tolerance is larger too.
+Both are differences between logits and their logsumexp, computed in float32. With logits up to 2^9,
+their rounding error is at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, so the
+tolerance is larger too.
 """
 
 
 class WireError(ValueError):
-    """Raised if the received data is invalid.
-
-    The error message is one line, which is sent back to the sender.
-    """
+    """Raised if the received data is invalid, with a one-line message for its sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +128,7 @@ def reply_bytes(shape: torch.Size) -> int:
 def check_values(values: LogProbs, temperature: float) -> None:
     """Raise WireError for log-probabilities above 0, entropies below 0, or non-finite values.
 
-    If a NaN reached the loss, the loss would clamp it, and the token would silently lose its
-    gradient and its penalty.
+    The loss would clamp a NaN, so the token would silently lose its gradient and its penalty.
     """
     slack = SLACK / min(temperature, 1.0)
     for name, sign in (("logp", 1.0), ("entropy", -1.0)):

@@ -1,8 +1,8 @@
 """Curriculum: choose each step's prompts by the results of earlier steps.
 
-Statistics of every prompt's results are updated after every training step, and saved in every
-checkpoint. The random numbers that draw prompts depend only on the seed and the step. A resumed run
-draws the same prompts as an uninterrupted run.
+The statistics of each prompt's results are updated after every training step, and saved in every
+checkpoint. The random numbers that draw prompts depend only on the seed and the step, so a resumed
+run draws the same prompts as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FILE = "prompts.json"
 NEW = 0.5
 """The pass rate that is assumed for a prompt without results."""
 SLOWER = 5
-"""For each task of a mixture, the curriculum computes a fast and a slow running mean of the pass
-rate. The slow running mean averages over 5 times as many groups as the fast running mean."""
+"""The slow running mean of a task's pass rate averages over this many times as many groups as the
+fast one."""
 MOST_PROMPTS = 10**7
 
 
@@ -56,7 +56,7 @@ class PartRecord:
     fast: float
     """Running pass rate."""
     slow: float
-    """Running pass rate that averages over more groups than `fast`."""
+    """Running pass rate over `SLOWER` times as many groups."""
 
     @property
     def progress(self) -> float:
@@ -90,10 +90,7 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """The repeating pattern of task names in the prompts of a mixture of tasks.
-
-        The tuple is empty if the task is not a mixture.
-        """
+        """The repeating pattern of task names in a mixture's prompts; empty without a mixture."""
         return tuple(getattr(self.prompts, "block", ()))
 
     def weights(self) -> np.ndarray:
@@ -127,9 +124,8 @@ class PromptChoice:
     def picks(self, step: int, count: int) -> tuple[int, ...]:
         """Return the indices of a step's prompts, in order and without duplicates.
 
-        The result is empty if the curriculum is off. If the curriculum has dropped too many
-        prompts, draw the hardest dropped prompts again, so that a step always has the requested
-        size.
+        The result is empty if the curriculum is off. If it has dropped too many prompts, the
+        hardest of them are drawn again, so that a step always has the requested size.
         """
         if not self.settings.active:
             return ()
@@ -143,7 +139,7 @@ class PromptChoice:
         return tuple(drawn)
 
     def add(self, groups: Sequence[Group], picks: Sequence[int]) -> None:
-        """Add the results of a step. `picks` are the indices of the step's prompts.
+        """Add the results of a step, whose prompts have the indices `picks`.
 
         Completions without a score are ignored.
         """

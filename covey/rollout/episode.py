@@ -1,7 +1,7 @@
 """Episodes: single-turn completions, and multi-turn conversations with an environment.
 
-Rollouts contain exactly the tokens that the engine received and sampled. The text of a rollout is
-never tokenized again.
+Rollouts contain exactly the tokens that the engine received and sampled; their text is never
+tokenized again.
 """
 
 from __future__ import annotations
@@ -43,17 +43,13 @@ class EncodedPrompt:
     prefill: str = ""
     """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
-    """The training step of the prompt. If `step` is None, the caller gives one training step for
-    all prompts."""
+    """The training step of the prompt; None if the caller gives one step for all prompts."""
 
 
 def encode_prompts(
     model: LanguageModel, prompts: Iterable[Prompt], interaction: Interaction | None = None
 ) -> list[EncodedPrompt]:
-    """Tokenize each prompt's messages.
-
-    With an environment, the messages are tokenized later, during the episode.
-    """
+    """Tokenize each prompt's messages; with an environment, this happens during the episode."""
     prefill = model.opening
     if interaction is not None:
         return [EncodedPrompt(prompt=p, tokens=(), prefill=prefill) for p in prompts]
@@ -95,7 +91,7 @@ class Episodes:
     sampling: Sampling
     step: int
     finished: Callable[[int, Rollout], None]
-    """Called with the prompt's index and the rollout as soon as the rollout ends."""
+    """Called with a prompt's index and its rollout as soon as the rollout ends."""
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     """Finished rollouts; the key is (prompt index, sample index)."""
 
@@ -105,7 +101,7 @@ class Episodes:
         self.finished(number, rollout)
 
     def groups(self) -> list[Group]:
-        """Return the group of each prompt. All episodes must have ended."""
+        """Return the group of each prompt; all episodes must have ended."""
         samples = range(self.sampling.group_size)
         return [
             Group(prompt=p.prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
@@ -171,10 +167,10 @@ class SingleTurnEpisodes(Episodes):
 #
 #     start -> (turn of the policy -> step of the environment -> more tokens) -> end
 #
-# The engine generates the next turns of some episodes while tools run for other episodes. A
-# rollout that waits for a tool occupies no slot of the engine. The rollout's next turn is a new
-# request whose prompt is the conversation so far. The random numbers of a turn depend on the
-# turn's index, so the order in which tool results arrive has no effect.
+# The engine generates the next turns of some episodes while tools run for others. A rollout that
+# waits for a tool occupies no slot of the engine; its next turn is a new request whose prompt is
+# the conversation so far. The random numbers of a turn depend on its index, so the order in which
+# tool results arrive has no effect.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,7 +251,7 @@ class _Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """The reason why the episode ended; has no meaning while the episode runs."""
+    """Why the episode ended; has no meaning while it runs."""
     version: int = 0
 
     @property
@@ -329,7 +325,7 @@ class MultiTurnEpisodes(Episodes):
     interaction: Interaction
     conversations: Conversations = field(init=False)
     waiting: dict[int, _Conversation] = field(default_factory=dict)
-    """Episodes that wait for the environment, by the key of the episode."""
+    """Episodes that wait for the environment, by their key."""
     running: dict[int, _Conversation] = field(default_factory=dict)
     """Episodes that wait for the engine, by the index of their request."""
     numbers: int = 0
@@ -369,7 +365,7 @@ class MultiTurnEpisodes(Episodes):
         return max(1, most - self.sampling.max_tokens)
 
     def take(self) -> Sequence[Request]:
-        """Return requests for the next turns; if the engine is idle, wait for one turn."""
+        """Return requests for the next turns; if the engine is idle, wait for at least one."""
         ready: list[Request] = []
         while self.waiting and not ready:
             idle = not self.running
@@ -470,6 +466,6 @@ class MultiTurnEpisodes(Episodes):
 
 
 def completion_texts(model: LanguageModel, completions: Sequence[Completion]) -> list[str]:
-    """Return the text of each completion; decode only the texts that the engine did not decode."""
+    """Return the text of each completion; decode those that the engine did not decode."""
     rest = iter(model.decode_many([c.tokens for c in completions if c.text is None]))
     return [next(rest) if c.text is None else c.text for c in completions]

@@ -1,4 +1,4 @@
-"""Filters choose the groups and tokens to train on, and work with any objective."""
+"""Filters, which choose the groups and tokens to train on, for any objective."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def select(
 ) -> Selected:
     """Drop whole groups, never single rollouts, because advantages depend on whole groups.
 
-    `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
-    rollouts are correct. The rule of `dynamic` compares success, not reward, because a length
-    penalty makes rewards differ even if all completions are correct. `drop_flat` is ScaleRL's rule
-    (2510.13786): keep a group if its rewards are not all equal. A group is dropped if one of its
-    rollouts was sampled more than `max_age` optimizer steps before `version`. If `max_age` is 0, no
-    group is too old. If more than `most` groups remain, the first `most` groups are kept. A group
-    is dropped if fewer than `fewest` of its rollouts are scored.
+    A group is dropped if fewer than `fewest` of its rollouts are scored, or if one of them was
+    sampled more than `max_age` optimizer steps before `version`; with `max_age` = 0, no group is
+    too old. `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not
+    all of its rollouts are correct. It compares success, not reward, because a length penalty makes
+    rewards differ even if all completions are correct. `drop_flat` is ScaleRL's rule (2510.13786):
+    keep a group if its rewards are not all equal. Of the remaining groups, the first `most` are
+    kept; None keeps all.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
     fresh = [g for g in scored if not max_age or age(g, version) <= max_age]
@@ -78,9 +78,9 @@ def age(group: Group, version: int) -> int:
 def without_truncated(batch: Batch) -> Batch:
     """Mask all tokens of truncated rollouts (overlong filtering, DAPO section 3.4).
 
-    Call `without_truncated` after the advantages are computed. Masked rollouts still count in the
-    statistics of their group and in the number of sequences. In a mean over rollouts, a masked
-    rollout counts as 0, and the weight of the other rollouts does not change. A mean over the
-    tokens of a step or group only includes the unmasked tokens.
+    Call this after the advantages are computed, because masked rollouts still count in the
+    statistics of their group and in the number of sequences. In a mean over rollouts, they count as
+    0, and the weight of the others does not change. A mean over the tokens of a step or group only
+    includes the unmasked tokens.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

@@ -172,8 +172,8 @@ def _mean(values: Sequence[float]) -> float:
 
 # Statistics of final answers, which reveal a policy that ignores the prompt.
 #
-# The reward also rises if a policy learns to answer every prompt with the most frequent target.
-# Only the variety of the answers shows whether a policy learns the task or ignores the prompt.
+# The reward also rises if a policy learns to answer every prompt with the most frequent target, so
+# only the variety of the answers shows whether it learns the task or ignores the prompt.
 
 LONGEST_TARGET = 64
 """Maximum target length, in characters, for which statistics of targets are computed."""
@@ -207,7 +207,7 @@ def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def variety(answers: Sequence[str]) -> tuple[float, float]:
     """Return the effective number of different answers, and the share of the most frequent one.
 
-    The effective number of answers is exp of the entropy of their frequencies.
+    The effective number is exp of the entropy of the answers' frequencies.
     """
     counts = Counter(answers)
     shares = [count / len(answers) for count in counts.values()]
@@ -218,8 +218,8 @@ def variety(answers: Sequence[str]) -> tuple[float, float]:
 def final_answer(text: str) -> str:
     r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
-    The final answer is the last answer in `<answer>` or `\boxed{}` or after `####`. Without such an
-    answer, it is the last number, or else the last line.
+    This is the last answer in `<answer>` or `\boxed{}` or after `####`; without one, the last
+    number, or else the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')

@@ -1,9 +1,9 @@
 """Privileged text: extra text in the teacher's prompt, used when the policy is its own teacher.
 
 Privileged text is a correct completion of the same group, the reward's feedback on the rollout, or
-a column of the data. The teacher computes the log-probs of a rollout's tokens, given a prompt with
-privileged text. Each rollout stores the teacher's prompt, so checkpoints, replayed groups and
-rollout files contain this prompt.
+a column of the data. The teacher computes the log-probs of a rollout's tokens after a prompt with
+this text. Each rollout stores its teacher prompt, so checkpoints, replayed groups and rollout files
+contain it too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Privileged:
     """Builds the teacher's prompts from privileged text."""
 
     model: LanguageModel
-    """The model that renders and tokenizes the teacher's prompts. The model accepts prompts of any
-    length."""
+    """Renders and tokenizes the teacher's prompts, of any length."""
     context: Mapping[str, str]
     """For each source of privileged text, a template with a heading and the placeholder {text}."""
     template: str

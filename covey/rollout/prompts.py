@@ -1,4 +1,4 @@
-"""Draw the prompts of a training step and of its refill rounds."""
+"""The prompts of a training step and of its refill rounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refill_prompts(
     round_number: int,
     count: int,
 ) -> list[Prompt]:
-    """Return up to `count` more prompts for a step; skip prompts that the step has used."""
+    """Return up to `count` more prompts for a step, without those that it has used."""
     order = refill_order(seed=seed, step=step, round_number=round_number, size=len(prompts))
     fresh = (prompts[i] for i in order if prompts[i].id not in used)
     return list(itertools.islice(fresh, count))

@@ -1,10 +1,9 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
-A replayed group keeps the log-probs and the weight versions with which it was sampled. A replayed
-group is treated like any other stale group. The policy at the start of the step computes
-`old_logp`. The objective's importance-sampling correction multiplies each token's weight by
-exp(old_logp - sampler_logp). The group statistics of a replayed group include only its own
-rollouts.
+A replayed group keeps the log-probs and the weight versions with which it was sampled, and is
+treated like any other stale group: the policy at the start of the step computes `old_logp`, and the
+objective's importance-sampling correction multiplies each token's weight by
+exp(old_logp - sampler_logp). Its group statistics include only its own rollouts.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class ReplayBuffer:
     def draw(self, *, step: int, version: int, without: Collection[str]) -> list[Group]:
         """Draw groups to train on again, except groups older than `replay.max_age` optimizer steps.
 
-        The argument `without` contains the ids of the step's own prompts. The step's own prompts
-        are excluded, because a step may contain a prompt only once.
+        `without` are the ids of the step's own prompts, which are excluded because a step may
+        contain a prompt only once.
         """
         order = replay_order(seed=self.seed, step=step, size=len(self.groups))
         found: dict[str, Group] = {}
@@ -81,7 +80,7 @@ class ReplayBuffer:
             (folder / FILE).write_text(text, encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Read the replay buffer's groups from a checkpoint."""
+        """Read the buffer's groups from a checkpoint."""
         if not self.settings.groups:
             return
         try:

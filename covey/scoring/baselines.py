@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
-A policy that only learns the best constant answer reaches the accuracy of that answer. The reward
-curve of a policy that learns a constant answer rises as if the policy learned the task.
+A policy that only learns the best constant answer reaches that answer's accuracy, and its reward
+curve rises as if it learned the task.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from covey.types import Prompt
 FLAGGED = 0.2
 """Success rate above which Covey warns that a policy could learn the baseline as a shortcut."""
 FEWEST = 16
-"""Minimum number of scored prompts before Covey warns about a baseline. On fewer prompts, a
-baseline may succeed by chance."""
+"""Minimum number of scored prompts before Covey warns about a baseline, which may succeed by chance
+on fewer."""
 LONGEST_TARGET = 64
 """Maximum length, in characters, of a target that is treated as a short answer."""
 CANDIDATES = 3
@@ -42,8 +42,7 @@ class Baseline:
 
     success: float
     reward: float | None = None
-    """Mean reward. The mean reward is None if Covey computed the success rate from the targets,
-    without scoring completions."""
+    """Mean reward; None if the success rate was computed from the targets, without scoring."""
     answer: str = ""
     """The answer of the constant-answer baseline; empty for other baselines."""
     prompts: int
@@ -57,7 +56,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """The scores of simple baselines. A policy can reach them without learning the task.
+    """The scores of simple baselines, which a policy can reach without learning the task.
 
     A baseline is None if it could not be scored.
     """
@@ -69,7 +68,7 @@ class Baselines:
     """The baseline that copies the prompt's text as its completion."""
 
     def row(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the baselines as nested dictionaries, for JSON."""
         return asdict(self, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None})
 
     def named(self) -> dict[str, Baseline]:
@@ -96,9 +95,9 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Whether Covey may score baselines; False if the reward calls user code or an LLM judge.
+    """Return whether Covey may score baselines; False if the reward calls user code or a judge.
 
-    Calling a user's function or a judge may cost money or have side effects.
+    Such a call may cost money or have side effects.
     """
     return all(
         type(part).__module__.startswith("covey.")
@@ -128,10 +127,10 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 
 
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
-    """Return the baseline that always answers with the most frequent target. Call no reward.
+    """Return the baseline that always answers with the most frequent target, without scoring.
 
-    The success rate is the frequency of the most frequent target. Return None if the targets are
-    not short answers.
+    Its success rate is the frequency of this target. Return None if the targets are not short
+    answers.
     """
     frequent = _frequent(prompts)
     if not frequent:
@@ -173,10 +172,7 @@ def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
 def _scored(
     scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str], answer: str = ""
 ) -> Baseline | None:
-    """Score one text for each prompt, and return the mean of the scores.
-
-    Return None if no text could be scored.
-    """
+    """Score one text for each prompt; return the mean of the scores, None if there are none."""
     pending = [
         scorer.submit(Job(prompt=prompt, texts=(text,), progress=1.0))
         for prompt, text in zip(prompts, texts, strict=True)

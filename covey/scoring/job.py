@@ -23,17 +23,14 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """How much of the run is done, from 0 to 1. Reward weights may depend on this number."""
+    """How much of the run is done, from 0 to 1; reward weights may depend on it."""
     call: Call = NO_CALL
     """Other arguments that a user's reward function may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """The score of a completion, or the error that prevented scoring.
-
-    If the reward skips the completion, `score` is None and `error` is empty.
-    """
+    """The score of a completion, or the error that prevented scoring; neither if it is skipped."""
 
     score: Score | None = None
     error: str = ""
@@ -70,12 +67,9 @@ class Scorer(Protocol):
 
 
 def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
-    """Score every completion of a job.
-
-    If the reward raises an exception, the result of the completion contains the error.
-    """
+    """Score every completion of a job; the result of one that cannot be scored has the error."""
     reward = at_progress(reward, job.progress)
-    # A reward class that scores whole groups in one call has the attribute `whole_groups = True`.
+    # A reward class that scores whole groups in one call has `whole_groups = True`.
     if getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False):
         groups: Any = reward
         try:
@@ -107,7 +101,7 @@ def _arguments(reward: Any, job: Job) -> tuple[Any, ...]:
 
 
 def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> list[ScoreResult]:
-    """Check the scores of a group one by one, so that an invalid score affects no other score."""
+    """Check the scores of a group one by one, so that an invalid score affects no other."""
     texts, skips = job.texts, getattr(reward, "skips_none", False)
     if len(scores) != len(texts):
         raise ValueError(f"there are {len(scores)} scores for {len(texts)} completions")
@@ -152,10 +146,7 @@ def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Finished results.
-
-    This class replaces `Future`, whose locks would take as much time as a quick reward.
-    """
+    """Finished results, without a `Future`, whose locks take as much time as a quick reward."""
 
     results: list[ScoreResult]
 
@@ -165,7 +156,7 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class InlineScorer:
-    """A scorer that runs the reward in this process, without a time limit. The caller waits."""
+    """A scorer that runs the reward in this process, without a time limit; the caller waits."""
 
     reward: Reward
     identity: str = ""

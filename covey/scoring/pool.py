@@ -1,11 +1,9 @@
 """The scoring pool: worker processes that score completions under a time limit.
 
-Each worker process has its own manager thread. The manager thread sends a few jobs at a time to the
-worker process and receives the results. If a job takes too long or the worker process dies, the
-manager thread starts a new worker process. If a job makes a worker process fail, the completions of
-this job get no reward. When a worker process fails, the jobs that it had not started return to the
-front of the queue. If a worker process fails while several jobs run in it, Covey runs each of these
-jobs again, one at a time.
+Each worker process has its own manager thread, which sends it a few jobs at a time and receives the
+results. If a job takes too long or the process dies, the thread starts a new process. The
+completions of the job that made it fail get no reward, and the jobs that had not started return to
+the front of the queue. If several jobs ran at once, each of them runs again, one at a time.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from covey.subprocesses import how_ended, module_command, pickled
 START_SECONDS = 120.0
 EXIT_SECONDS = 5.0
 GRACE_SECONDS = 1.0
-"""Seconds after the time limit in which a worker process can cancel its concurrent jobs."""
+"""Seconds after the time limit in which a worker process may cancel its concurrent jobs."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""Desired seconds per batch of jobs. A batch has many quick jobs or one slow job."""
+"""Desired seconds per batch of jobs, which has many quick jobs or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
@@ -79,7 +77,7 @@ class Worker:
         self.connection.close()
 
     def how_ended(self) -> str:
-        """Describe how the worker process ended. Call this after the connection closed."""
+        """Return how the process ended; to be called after the connection has closed."""
         return how_ended(self.process, EXIT_SECONDS)
 
 
@@ -112,8 +110,8 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
         self._killed: set[Future[list[ScoreResult]]] = set()
-        """Jobs that run a second time, because their worker process was killed. For example, the
-        OOM killer may kill a worker process."""
+        """Jobs that run a second time, because their worker process was killed, for example by the
+        OOM killer."""
         self._happened: list[str] = []
 
     def copy(self) -> Pool:
@@ -121,9 +119,9 @@ class Pool:
         return self._again()
 
     def start(self) -> None:
-        """Start the worker processes, and wait until the first of them is ready.
+        """Start the worker processes, and wait until the first one has loaded the reward.
 
-        Raise an error if the first worker process cannot load the reward.
+        Raise an error if it cannot load it.
         """
         with self._changed:
             if self._threads or self._closed:
@@ -194,16 +192,14 @@ class Pool:
         worker.kill()
 
     def _take(self, most: int) -> list[QueuedJob]:
-        """Wait for jobs, and take a fair number of queued jobs for one worker process.
-
-        Return an empty list if the pool is closed.
-        """
+        """Wait for jobs, and return a fair number of them for one worker process; [] if closed."""
         with self._changed:
             while not (self._queue or self._suspects or self._closed):
                 self._changed.wait()
             if self._suspects:
                 return [self._suspects.popleft()]
-            # Concurrent jobs mostly wait, so take all. Leave some other jobs for idle workers.
+            # Concurrent jobs mostly wait, so take a full share; of others, leave some for idle
+            # workers.
             shares = self._workers if self._concurrent else 2 * self._workers
             fair = -(-len(self._queue) // shares)
             return [self._queue.popleft() for _ in range(min(fair, most))]
@@ -218,10 +214,9 @@ class Pool:
             self._changed.notify_all()
 
     def _serve(self, ready: Future[None]) -> None:
-        """Manage one process.
+        """Manage one worker process.
 
-        The thread that manages a worker process also starts it, because a worker process dies with
-        the thread that started it.
+        This thread also starts it, because the process dies with the thread that started it.
         """
         worker: Worker | None = None
         try:
@@ -252,10 +247,7 @@ class Pool:
             self._end(worker)
 
     def _run(self, worker: Worker, jobs: list[QueuedJob]) -> bool:
-        """Send jobs to a worker process, and receive the results.
-
-        Return whether the worker process can run more jobs.
-        """
+        """Let a worker process run jobs; return whether it can run more."""
         waiting = dict(enumerate(jobs))
         too_long = f"took longer than {self._timeout:g} seconds"
         usable = True
@@ -288,8 +280,7 @@ class Pool:
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
         """Retry or fail the unfinished jobs of a worker process that died.
 
-        If the worker process was killed, for example by the OOM killer, run each unfinished job a
-        second time.
+        If it was killed, for example by the OOM killer, each of them runs a second time.
         """
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
@@ -300,9 +291,9 @@ class Pool:
         self._give_up(waiting, f"the scoring process ended {how}")
 
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
-        """Mark the job that hung or crashed as failed, and put the other jobs back into the queue.
+        """Mark the job that hung or crashed as failed, and put the others back into the queue.
 
-        If several jobs ran concurrently, put all of them back into the queue, to run one at a time.
+        If several jobs ran concurrently, all of them go back, to run one at a time.
         """
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:
@@ -323,8 +314,8 @@ def make_scorer(
 ) -> Scorer:
     """Return an inline scorer for a quick reward, or a pool of workers for any other reward.
 
-    If `workers` is 0, the pool has one worker per core. The pool starts at once, so that Covey
-    reports early if the workers cannot load the reward.
+    With `workers` = 0, the pool has one worker per core. It starts at once, so that Covey reports
+    early if the workers cannot load the reward.
     """
     reward_identity = identity(name, reward)
     if reward.quick:

@@ -1,7 +1,7 @@
 """A worker process of a scoring pool, started as `python -m covey.scoring.pool_worker FD`.
 
-The worker first receives the reward, and then receives jobs in batches. The worker sends the result
-of each job as soon as the job is done. Text that a reward prints goes to stderr.
+The worker first receives the reward, and then jobs in batches; it sends the result of each job as
+soon as that is done. Text that a reward prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepare() -> None:
 
 
 def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: float) -> None:
-    """Score jobs concurrently, each under the time limit. Send None for a job that times out."""
+    """Score jobs concurrently, each under the time limit; send None for one that times out."""
 
     async def one(number: int, job: Job) -> None:
         results = None
@@ -55,9 +55,8 @@ def loaded(
 ) -> tuple[Any, float]:
     """Receive a pickled object and a time limit; return the unpickled object and the limit.
 
-    Set the memory limit of this process before unpickling the object. After unpickling, call the
-    function `then` with the object. If unpickling or `then` raises an exception, send the error
-    message to the pool and exit.
+    The memory limit of this process is set before the object is unpickled, and `then` is called
+    with it afterwards. If either raises an exception, send its message to the pool and exit.
     """
     path, payload, gigabytes, timeout = connection.recv()
     # The object may be defined in a module on the parent's path, or in the working directory.

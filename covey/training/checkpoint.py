@@ -5,11 +5,11 @@
     covey.json                                     the state of the run and the policy version
 
 With an adapter, the folder contains adapter_config.json and adapter_model.safetensors (peft's
-format) instead of the model's weights. If training updates the reference model, the checkpoint also
-contains the reference model's weights. The file in_flight.jsonl contains rollouts that the engine
-has already generated for later steps. If the parameters are sharded, `save_state` writes the
-optimizer state into the subfolder `state`, and there is no optimizer.safetensors. A run with any
-number of ranks can load any checkpoint, whether or not the run shards its parameters.
+format) instead of the model's weights. If training updates the reference model, its weights are
+saved too. The file in_flight.jsonl contains rollouts that the engine has already generated for
+later steps. If the parameters are sharded, the optimizer state is in the subfolder `state`
+(`save_state`) instead of optimizer.safetensors. A run with any number of ranks, with or without
+sharding, can load any checkpoint.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Saved(Protocol):
     """A model beside the policy whose state belongs to a checkpoint, such as a critic."""
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
-        """Add files to a checkpoint. All ranks call this method; one rank writes files."""
+        """Add files to a checkpoint; all ranks call this method, but only one writes."""
 
     def load(self, folder: Path) -> None:
         """Restore the state from a checkpoint."""
@@ -80,8 +80,8 @@ class Saved(Protocol):
 def save(run: RunFolder, trainer: Trainer, state: State) -> None:
     """Write the checkpoint of a step atomically, and delete old checkpoints.
 
-    Keep the best checkpoint and the newest `save.keep` checkpoints. Rank 0 writes the checkpoint.
-    With sharded parameters, each rank writes its own shards into the same folder.
+    The best checkpoint and the newest `save.keep` checkpoints stay. Rank 0 writes the checkpoint;
+    with sharded parameters, each rank writes its own shards into the same folder.
     """
     parts, policy, world = trainer.parts, trainer.parts.policy, trainer.parts.world
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def load(policy: Policy, others: Sequence[Saved], folder: Path, step: int) -> St
 def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
     """Load the checkpoint of `start` and return its state; return a fresh state if there is none.
 
-    Move the logs and checkpoints of steps after `start` to another folder, because the resumed run
+    The logs and checkpoints of steps after `start` move to another folder, because the resumed run
     repeats these steps.
     """
     parts, state = trainer.parts, trainer.fresh
@@ -236,10 +236,10 @@ def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
 
 # Save and load the state of a sharded optimizer; each rank writes and reads its own part.
 #
-# The folder `state` of a checkpoint has the format of torch.distributed.checkpoint. The folder
-# contains weights in the optimizer's precision, moments and step counts. Any number of ranks can
-# read the folder. Torch describes the folder in the pickle `.metadata`. A checkpoint may come
-# from a stranger, so this module reads the pickle without running code in it.
+# The folder `state` of a checkpoint has the format of torch.distributed.checkpoint, which any
+# number of ranks can read. It contains weights in the optimizer's precision, moments and step
+# counts; the pickle `.metadata` describes the folder. A checkpoint may come from a stranger, so
+# this module reads the pickle without running code in it.
 
 STATE_FOLDER, METADATA_FILE = "state", ".metadata"
 WEIGHT = "weight"
@@ -269,10 +269,7 @@ def save_state(optimizer: Optimizer, folder: Path) -> None:
 
 
 def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
-    """Load weights and moments into the optimizer.
-
-    With a sharded optimizer, all ranks must call this function.
-    """
+    """Load weights and moments; with a sharded optimizer, all ranks must call this function."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 

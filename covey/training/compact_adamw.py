@@ -7,11 +7,11 @@
     moments               8         4      compact: bfloat16, rounded at random (`adamw`)
 
 Weights lose no precision, because the two 16-bit halves together store the exact float32 master
-weight. Float32 parameters stay in float32, and only their moments are stored in bfloat16. The
-shards of a sharded model are float32 parameters. The random bits for rounding depend only on the
-seed, the storage index, the optimizer step and the element index, so a resumed run gives the same
-results. Elements are numbered within the full parameter, not within a shard, so the number of ranks
-does not change the rounding.
+weight. Float32 parameters, such as the shards of a sharded model, stay in float32, and only their
+moments are stored in bfloat16. The random bits for rounding depend only on the seed, the storage
+index, the optimizer step and the element index, so a resumed run gives the same results. Elements
+are numbered within the full parameter, not within a shard, so the number of ranks does not change
+the rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from covey.models.sharded_tensors import first_element, local_part, sharded_like
 from covey.training.optimizer import AdamWSettings, Stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the moments in torch's AdamW. MasterAdamW and CompactAdamW use the same names, so each
+"""Names of the moments in torch's AdamW, which MasterAdamW and CompactAdamW both use, so that each
 can load the state of the other."""
 
 
@@ -77,10 +77,7 @@ class CompactAdamW:
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The float32 weights by name.
-
-        The float32 weights of bfloat16 parameters are computed on access.
-        """
+        """The float32 weights by name; those of bfloat16 parameters are computed on access."""
         return _Masters(self.parameters, self._kept)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -121,9 +118,9 @@ class CompactAdamW:
 
 
 class _Store:
-    """The parameters that lie in one storage, and the optimizer state of these parameters.
+    """The parameters that lie in one storage, with their optimizer state.
 
-    The method `step` updates all parameters of the storage at once.
+    `step` updates all of them at once.
     """
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
@@ -237,12 +234,12 @@ def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tens
 # AdamW step on a compact state, in torch operations.
 #
 # A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16
-# number, with which the model computes. The lower half is the difference between the weight's
-# bits and the upper half, so the two halves together are exact. Moments are stored in bfloat16
-# with stochastic rounding, which is correct on average. Rounding to nearest would freeze the
-# second moment. With beta2 = 0.999, a step reduces the moment by at most a thousandth of its
-# value, while neighbouring bfloat16 numbers differ by 1/256 to 1/128 of their value. The Triton
-# kernel in covey/accel/kernels/adamw.py gives the same results as this module.
+# number, with which the model computes; the lower half is the difference between the weight's bits
+# and the upper half, so the two together are exact. Moments are stored in bfloat16 with stochastic
+# rounding, which is correct on average. Rounding to nearest would freeze the second moment: with
+# beta2 = 0.999, a step reduces it by at most a thousandth of its value, while neighbouring bfloat16
+# numbers differ by 1/256 to 1/128 of their value. The Triton kernel in covey/accel/kernels/adamw.py
+# gives the same results as this module.
 
 CHUNK = 1 << 17
 """Number of elements that are processed at a time, so that temporary tensors stay small."""
@@ -302,10 +299,7 @@ def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(seed: int, number: int, step: int) -> tuple[int, int]:
-    """Return two 31-bit keys that seed the random bits of an optimizer step.
-
-    `number` is the index of the storage whose parameters are updated.
-    """
+    """Return two 31-bit keys for the random bits of optimizer step `step` in storage `number`."""
     digest = hashlib.blake2b(f"{seed}/{number}/{step}".encode(), digest_size=8).digest()
     first, second = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
     return first >> 1, second >> 1
@@ -334,10 +328,9 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    `random` has a number from 0 to 2 ** 16 - 1 for each value. The function adds each random number
-    to the lower 16 bits of the float32 value, and drops the lower 16 bits of the sum. If the sum
-    carries into the upper bits, the value is rounded up. The probability of a carry is proportional
-    to the lower bits, so rounding is unbiased.
+    `random` has a number from 0 to 2 ** 16 - 1 for each value. It is added to the lower 16 bits of
+    the float32 value, and the lower 16 bits of the sum are dropped. A carry into the upper bits
+    rounds the value up; its probability is proportional to the lower bits, so rounding is unbiased.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -355,10 +348,9 @@ def adamw(
 ) -> None:
     """Take an AdamW step in place on flat tensors.
 
-    Moments are bfloat16 numbers, stored as int16 bits. If `low` is given, `weight` and `low` are
-    the two int16 halves of the weights. If `low` is None, `weight` is float32. The weight update
-    uses the new moments before they are rounded to bfloat16. Element i uses the random bits with
-    index `first_index` + i.
+    Moments are bfloat16 numbers, stored as int16 bits. `weight` and `low` are the two int16 halves
+    of the weights; if `low` is None, `weight` is float32. The update uses the new moments before
+    they are rounded to bfloat16. Element i uses the random bits with index `first_index` + i.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

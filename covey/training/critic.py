@@ -1,10 +1,9 @@
 """The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
-The critic has its own backbone; it does not share the policy's backbone. A shared backbone would
-mix the gradients of policy and critic, whose scales are unrelated. A value head on the policy's
-detached hidden states could use only information that the policy already represents. A separate
-critic costs the memory and time of a second trained model. `covey plan` includes the memory and
-time of the critic.
+The critic has its own backbone. A shared one would mix the gradients of policy and critic, whose
+scales are unrelated, and a value head on the policy's detached hidden states could use only
+information that the policy already represents. The price is the memory and time of a second trained
+model, which `covey plan` includes.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class Critic:
     learning_rate: float
     warmup_steps: int = 0
     sums: GradientSums | None = None
-    """The object that sums the critic's gradients over ranks; None with a single rank. Each rank
-    has a full copy of the critic."""
+    """Sums the gradients over ranks, each of which has a full copy of the critic; None with a
+    single rank."""
 
     def warms_up(self, step: int) -> bool:
         """Whether training step number `step`, counted from 1, trains only the critic."""
@@ -93,7 +92,7 @@ class Critic:
 def critic_of(
     config: Config, policy: LanguageModel, objective: Objective, world: World = ALONE
 ) -> Critic | None:
-    """Load the critic, if the objective trains a critic."""
+    """Load the critic; return None if the objective trains none."""
     if "values" not in objective.needs:
         return None
     section = config.critic

@@ -1,8 +1,8 @@
 """Exclude long-lived objects from Python's garbage collection, for speed.
 
 Torch, transformers and Triton create about four hundred thousand objects when they are imported. A
-full garbage collection visits all objects, which takes a fifth of a second. The thousands of
-rollouts in a step trigger many full garbage collections, and the GPU waits for them.
+full garbage collection visits all of them, which takes a fifth of a second. The thousands of
+rollouts in a step trigger many such collections, and the GPU waits for them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _frozen = False
-"""Whether a `freeze_garbage_collector` context is active. Reading this flag is faster than calling
-`gc.get_freeze_count()`, which takes a tenth of a second."""
+"""Whether a `freeze_garbage_collector` context is active; calling `gc.get_freeze_count()` would
+take a tenth of a second."""
 
 
 @contextmanager

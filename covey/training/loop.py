@@ -4,10 +4,9 @@
 
 After an error, the loop saves the last complete step.
 
-The step of reinforcement learning is in rl.py, and the step of supervised training is in sft.py.
-Random numbers depend only on values such as (seed, step), so there is no generator state to save.
-Checkpoints contain the policy and the state of the loop, so a resumed run gives the same results as
-an uninterrupted run.
+The two kinds of step are in rl.py and sft.py. Random numbers depend only on values such as (seed,
+step), so there is no generator state to save, and a run that is resumed from a checkpoint (the
+policy and the state of the loop) gives the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ class _Loop:
     saved: int
     """Number of the training step that was last saved as a checkpoint."""
     complete: State | None = None
-    """The run's state after the last complete step; a step is complete when its metrics are logged.
-    None if the policy has changed since then, so that the step can no longer be saved."""
+    """The run's state after the last complete step (its metrics are logged); None if the policy has
+    changed since then, so that the step can no longer be saved."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state
@@ -151,7 +150,7 @@ class _Loop:
 
     def _evaluate(self) -> None:
         parts = self.trainer.parts
-        # A signal ends a long evaluation on one rank; a resumed run repeats the evaluation.
+        # With one rank, a signal ends a long evaluation, which a resumed run repeats.
         with may_be_given_up() if parts.world.size == 1 else nullcontext():
             measure(parts, self.log, self.state.step)
         self.state.evaluation_due = False

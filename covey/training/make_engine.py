@@ -1,4 +1,4 @@
-"""Build the engine of a run."""
+"""The engine of a run, built from the configuration and the policy."""
 
 from __future__ import annotations
 
@@ -71,10 +71,7 @@ def make_engine(config: Config, policy: Policy) -> Engine:
 
 
 def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> NativeEngine:
-    """Return a native engine that runs in this process.
-
-    If the policy is sharded, the engine has a full copy of the model.
-    """
+    """Return a native engine in this process, with a full copy of the model if it is sharded."""
     if policy.whole is None:
         return NativeEngine(policy.model, precision)
     return NativeCopy(policy.whole, precision)
@@ -141,9 +138,8 @@ def _check_architecture(path: str, setting: str) -> None:
 
 # Keep a full copy of a sharded policy, for engines that have their own weights.
 #
-# Checkpoints of a sharded policy are written from a full, unsharded copy of its weights. The
-# native engine generates with the full copy, and therefore updates the copy. For other engines,
-# the class `WholeCopy` updates the full copy.
+# Checkpoints of a sharded policy are written from a full, unsharded copy of its weights. The native
+# engine generates with this copy, and therefore updates it; for other engines, `WholeCopy` does.
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Load a run's models, and build the policy with its optimizer."""
+"""A run's models, and the policy with its optimizer, built from the configuration."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Add the adapter that [adapter] describes, unless the model already has an adapter."""
+    """Add the adapter that [adapter] describes, unless the model already has one."""
     wanted = config.adapter
     if model.adapter is not None:
         if wanted.rank not in (0, model.adapter.r):
@@ -81,7 +81,7 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
 def load_frozen(
     config: Config, policy: LanguageModel, world: World, *, offload: bool
 ) -> LanguageModel:
-    """Load a frozen model such as a reference; shard this model if the policy is sharded."""
+    """Load a frozen model such as a reference; shard it if the policy is sharded."""
     found = load_model(config, world.device(config.model.device))
     if not policy.sharded:
         return found

@@ -1,13 +1,13 @@
 """AdamW over float32 master weights, with gradient clipping.
 
-The two implementations are MasterAdamW in this module, and CompactAdamW (compact_adamw.py),
-which needs less memory.
+The two implementations are MasterAdamW, in this module, and CompactAdamW (compact_adamw.py), which
+needs less memory.
 
 If the model computes in bfloat16, each bfloat16 parameter has a float32 copy, called its master.
 The engine and the forward pass use the bfloat16 parameters. Gradients are summed in float32 as soon
-as they are computed, so accumulation over micro-batches loses no precision. After an optimizer
-step, the optimizer rounds the float32 masters into the bfloat16 parameters in place. An engine that
-shares these parameters needs no weight transfer.
+as they are computed, so accumulation over micro-batches loses no precision. An optimizer step then
+rounds the masters into the bfloat16 parameters in place, so an engine that shares these parameters
+needs no weight transfer.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class MasterAdamW:
         """Clip the gradients, take an optimizer step, and clear the gradients."""
         total = total_norm([m.grad for m in self._masters.values() if m.grad is not None])
         if total.is_cuda:
-            # The device skips the step itself if the gradient is not finite, so that it need not
-            # wait until the host has read the norm.
+            # The device itself skips the step if the gradient is not finite, because it would
+            # otherwise wait until the host has read the norm.
             self.adamw.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
             self._update(rate, total)
         norm = float(total)

@@ -25,8 +25,8 @@ class Policy:
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature. Training uses the sampling temperature too, so that the policy has
-    the same distribution in sampling and in training."""
+    """The sampling temperature, which training also uses, so that the policy is the same
+    distribution in both."""
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken so far."""
@@ -39,7 +39,7 @@ class Policy:
     whole: LanguageModel | None = None
     """An unsharded copy of a sharded model, for the engine and for checkpoints."""
     sums: GradientSums | GatheredSteps | None = None
-    """The object that sums gradients over ranks; None if FSDP2 does, or with one rank."""
+    """Sums gradients over ranks; None if FSDP2 does it, or with one rank."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trained weights by name, to update an engine's copy of the model.
@@ -53,7 +53,7 @@ class Policy:
         """Return log-prob and entropy of every trained token, with gradients if autograd is on.
 
         Call `backward` before the next call of `logp`, because the CUDA graphs share memory
-        (accel/train_graph.py). Gradients are written directly to the tensors that the optimizer
+        (accel/train_graph.py). It writes gradients directly to the tensors that the optimizer
         reads.
         """
         if self.graphs and self.passes is None:
@@ -90,10 +90,7 @@ class Policy:
             self.sums.expect()
 
     def step(self, rate: float) -> Stepped:
-        """Take an optimizer step with the gradients accumulated so far.
-
-        All ranks must call this method.
-        """
+        """Take an optimizer step with the gradients so far; all ranks must call this method."""
         if self.sums is not None:
             self.sums.finish()
         self.version += 1

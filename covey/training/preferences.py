@@ -1,9 +1,8 @@
 """Train on preference pairs from a file instead of sampled groups (offline DPO and IPO).
 
-A row of the preference file has `prompt` (text or messages), `chosen` and `rejected`. A preference
-pair becomes a group of two rollouts with rewards 1 and 0. Training treats preference pairs in the
-same way as sampled groups. Completions are generated only in evaluations on the task's held-out
-prompts.
+A row of the preference file has `prompt` (text or messages), `chosen` and `rejected`. Each pair
+becomes a group of two rollouts with rewards 1 and 0, which training treats like a sampled group.
+Completions are generated only in evaluations on the task's held-out prompts.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class PairSource:
     started: dict[int, Ticket] = field(init=False, default_factory=dict)
 
     def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
-        """Store the requests for rollouts until `take` is called for their steps."""
+        """Store the tickets until `take` is called for their steps."""
         self.started |= {ticket.step: ticket for ticket in tickets}
 
     def take(self, step: int) -> StepRollouts:

@@ -1,8 +1,8 @@
 """Limit the length of prompts: refuse, leave out or truncate prompts that are too long.
 
 Covey checks the lengths of prompts before a run begins. A task that generates its prompts on demand
-may have millions of prompts, so only the prompts of the first steps are checked. With
-rollout.long_prompts = 'skip', all prompts are checked.
+may have millions, so only those of the first steps are checked, unless rollout.long_prompts =
+'skip'.
 """
 
 from __future__ import annotations

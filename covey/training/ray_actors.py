@@ -59,7 +59,7 @@ def actors_of_a_run(config: Config) -> list[Actors]:
 def needs_text(config: Config) -> str:
     """Return a text about the actors, CPUs and GPUs that a run needs on Ray.
 
-    The text is empty if all settings of [cluster] are defaults.
+    It is empty if all settings of [cluster] are defaults.
     """
     cluster = config.cluster
     if cluster == Cluster():
@@ -78,10 +78,7 @@ def needs_text(config: Config) -> str:
 
 
 def ray_starts_ranks(config: Config) -> bool:
-    """Return whether Ray has to start the trainer ranks.
-
-    The result is False if this process is already a rank.
-    """
+    """Return whether Ray has to start the trainer ranks; False in a process that is a rank."""
     return bool(config.cluster.address and config.cluster.trainers) and "RANK" not in os.environ
 
 
@@ -140,7 +137,7 @@ def actor_engine(settings: Mapping[str, Any]) -> Engine:
         return native_copy(settings)
     from covey.engines.vllm.build import vllm_engine
 
-    # The server uses the GPU. The actor needs a model only for the tokenizer and the probe.
+    # The server uses the GPU; the actor needs a model only for the tokenizer and the probe.
     model = load_model(parse_config(settings_of_copy(config, device="cpu")))
     return vllm_engine(config, model, cuda=config.model.device == "cuda", first_gpu=0)
 

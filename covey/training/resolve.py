@@ -1,7 +1,7 @@
 """Check the names and options of a configuration, and build task, reward, objective and sampling.
 
-This module loads no model. This module imports torch only to build an objective or a sampling
-distribution, so a misspelled name is reported within a second.
+This module loads no model, and imports torch only to build an objective or a sampling distribution,
+so a misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 
 CORRECTION = "token_truncate"
-"""Default of objective.correction for rollouts sampled with older or float8 weights.
-`token_truncate` is truncated importance sampling, which amounts to decoupled PPO if old_logp is
-recomputed."""
+"""Default of objective.correction for rollouts sampled with older or float8 weights: truncated
+importance sampling, which amounts to decoupled PPO if old_logp is recomputed."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -45,7 +44,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     All names are checked first, before anything imports torch. If `imports` is false, no user code
     is loaded, and the options of user-defined tasks, rewards, objectives and environments stay as
     given. `passed` lists the config sections (task, reward) for which the caller passed a Python
-    object. The names in these sections are not looked up.
+    object, so that their names are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -84,7 +83,7 @@ def _is_user_code(config: Config, where: str) -> bool:
 def _check_engine(config: Config) -> None:
     """Raise ConfigError if the settings of [engine] and [overlap] do not fit together.
 
-    The function `check_float8` checks the engine's device later, when a run starts.
+    `check_float8` checks the engine's device later, when a run starts.
     """
     overlap, engine, rank = config.overlap, config.engine, config.adapter.rank
     float8 = f"config: engine.{engine.rounds} = 'float8'"
@@ -241,9 +240,8 @@ def _check_watching(config: Config) -> None:
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
     """Check that train.old_logp fits truncated sampling, float8, staleness and correction.
 
-    If the trainer computes old_logp, the ratio starts at 1 even for stale rollouts, so stale
-    rollouts need a correction. Pairwise objectives such as DPO have no importance ratio, so they
-    are not checked.
+    If the trainer computes old_logp, the ratio starts at 1 even for stale rollouts, so these need a
+    correction. Pairwise objectives such as DPO have no importance ratio, and are not checked.
     """
     if objective.pairs:
         return
@@ -333,8 +331,8 @@ _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType
         "objective": _objective_options,
     }
 )
-"""Maps each config section to the function that resolves its options. The objective is the last
-entry, because resolving the objective's options imports torch."""
+"""Maps each config section to the function that resolves its options. The objective is last,
+because resolving its options imports torch."""
 
 
 def task_of(config: Config) -> Task:

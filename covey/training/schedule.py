@@ -1,15 +1,12 @@
-"""Compute the learning rate of each optimizer step, and decide when a run ends.
+"""The learning rate of each optimizer step, and the end of a run.
 
-The learning rate is a pure function of the progress of a run.
-
-The learning rate of optimizer step v is given by the following formulas:
+The learning rate is a pure function of a run's progress. For optimizer step v, it is
 
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
-A run with a budget of tokens does not know its number of optimizer steps in advance. With a token
-budget, v is therefore a product: the used fraction of the tokens, times the number of optimizer
-steps that `train.steps` training steps take.
+A run with a budget of tokens does not know its number of optimizer steps in advance, so v is the
+used fraction of the tokens, times the number of optimizer steps in `train.steps` training steps.
 """
 
 from __future__ import annotations
@@ -39,8 +36,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of the optimizer step that follows `step` optimizer steps.
 
-    `start` is the position in the schedule after `since` optimizer steps. Each later optimizer step
-    advances the position in the schedule by one.
+    `start` is the position in the schedule after `since` optimizer steps; each later one advances
+    it by one.
     """
     place = start + step - since
     if place < warmup_steps:
@@ -74,11 +71,11 @@ def schedule_of(config: Config, used: Used) -> Callable[[int], float]:
 
 # The length of a run: a number of training steps, or a budget of tokens or optimizer steps.
 #
-# The cost of a training step differs between algorithms. For example, dynamic sampling may sample
-# several times per step, and longer completions cost more. To compare algorithms fairly, a run
-# may end after a given number of sampled tokens or optimizer steps. Learning rate, evaluations
-# and reward weights depend on the used fraction of the budget. For example, half of a token
-# budget counts as half of `train.steps`.
+# The cost of a training step differs between algorithms: dynamic sampling may sample several times
+# per step, and longer completions cost more. To compare algorithms fairly, a run may end after a
+# given number of sampled tokens or optimizer steps. Learning rate, evaluations and reward weights
+# then depend on the used fraction of the budget: half of a token budget counts as half of
+# `train.steps`.
 
 PATIENCE = 20
 """A run with a budget of optimizer steps may take at most this many times the expected number of
@@ -87,7 +84,7 @@ training steps."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """Numbers of training steps, tokens and optimizer steps that a run has used so far."""
+    """How many training steps, tokens and optimizer steps a run has used so far."""
 
     steps: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""Build the scorers for training and for evaluations, and score simple baselines."""
+"""The scorers for training and for evaluations, and the scores of simple baselines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16
 """Baselines are scored on at most MOST_PROBED held-out prompts if the reward is quick to compute,
-and on at most FEW_PROBED held-out prompts otherwise."""
+and otherwise on at most FEW_PROBED."""
 
 
 class Scorers(TypedDict):
@@ -63,9 +63,9 @@ def baselines_of(
 ) -> Baselines:
     """Return the scores of simple baselines on the held-out prompts.
 
-    If the run has an environment, or if scoring would call an LLM or a user's code, there is only
-    one baseline: to answer every prompt with the most frequent target. The success rate of this
-    baseline is computed without scoring.
+    If the run has an environment, or if scoring would call an LLM or a user's code, the only
+    baseline is to answer every prompt with the most frequent target, because its success rate needs
+    no scoring.
 
     `scorer` scores the completions of evaluations. `passed` is the reward object that was passed
     from Python, if any.

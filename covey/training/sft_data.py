@@ -33,13 +33,13 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solutions:
-    """A sequence of solutions. Reading an item fills in the template for one prompt."""
+    """A sequence of solutions; reading an item fills in the template for one prompt."""
 
     prompts: Sequence[Prompt]
     template: str
     prefill: str = ""
-    """Fixed text that every completion starts with (the prefill). The prefill is part of the
-    prompt, so it is removed from the start of each solution."""
+    """Fixed text that every completion starts with. It is part of the prompt, so it is removed from
+    the start of each solution."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -73,7 +73,7 @@ def write_solution(prompt: Prompt, template: str) -> str:
 
 
 def solutions_of(config: Config, task: Task) -> Solutions:
-    """Return the solutions of sft.file if it is set, and otherwise the solutions of the task."""
+    """Return the solutions of sft.file if it is set, otherwise those of the task."""
     settings = config.sft
     prefill = config.model.prefill
     if settings.file:

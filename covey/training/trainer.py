@@ -14,7 +14,7 @@ from covey.training.schedule import Budget
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """Runs the steps of a run. The default methods suit a trainer without state of its own."""
+    """Runs the steps of a run; the default methods suit a trainer without state of its own."""
 
     parts: Components
     """The policy, engine, scorers and other components of the run."""

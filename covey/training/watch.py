@@ -1,4 +1,4 @@
-"""Run health checks on metrics, track the best step, and decide when to stop early."""
+"""Health checks on metrics, the best step, and the decision to stop early."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Watch(Tracker):
     """A tracker that tells the training loop when to save a checkpoint and when to stop.
 
-    Each rank has a `Watch`, because all ranks must save after the same steps.
+    Each rank has its own, because all ranks must save after the same steps.
     """
 
     config: Config
@@ -69,8 +69,7 @@ class Watch(Tracker):
     def _counts(self, step: int) -> bool:
         """Return whether a step may count as the best step.
 
-        If `save.best` is a metric of training steps, only a step with a checkpoint may count as the
-        best step.
+        If `save.best` is a metric of training steps, only a step with a checkpoint may.
         """
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)

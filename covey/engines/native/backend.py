@@ -1,9 +1,8 @@
-"""Define the eager decode backend, and choose the fastest backend for a model.
+"""The eager decode backend, and the choice of the fastest backend for a model.
 
-The eager backend runs one decode step per call of `advance`, from Python. The backend in
-decode_graph.py replays the CUDA graph of a decode step several times per call. Before the engine
-uses a decoder, a parity check compares the decoder's hidden states with the model's
-(`checked_decoder`).
+The eager backend runs one decode step per call of `advance`, from Python; the backend in
+decode_graph.py replays the CUDA graph of a decode step several times per call. The engine uses a
+decoder only if its hidden states pass a parity check against the model's (`checked_decoder`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from covey.models.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Says where the native engine uses float8 numbers instead of the model's dtype."""
+    """Where the native engine uses float8 numbers instead of the model's dtype."""
 
     products: bool = False
     """Whether the linear layers multiply matrices in float8."""
@@ -52,7 +51,7 @@ MODEL_PRECISION = Precision()
 
 
 class DecodeBackend(Protocol):
-    """A decode backend, which generates tokens in slots; a slot stores one completion."""
+    """A decode backend, which generates tokens in slots of one completion each."""
 
     description: str
     """A message for the user: the backend's name, and why no faster backend is used."""
@@ -63,10 +62,7 @@ class DecodeBackend(Protocol):
         """Return the number of slots to allocate, at least one per concurrent completion."""
 
     def begin(self, limits: Limits, width: int) -> Slots:
-        """Return `width` empty slots for requests within these limits.
-
-        The backend generates with the weights that the model has at the time of this call.
-        """
+        """Return `width` empty slots for requests within these limits; use the current weights."""
 
     def refresh(self) -> None:
         """Switch to the model's current weights, which have changed since `begin`."""
@@ -82,7 +78,7 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """KV cache shape. None if the model has no KV cache; slots then store token ids."""
+    """Shape of the KV cache; None if the model has none, so that slots store token ids."""
     description: str = "one token at a time"
     steps: int = 1
     limits: Limits | None = field(init=False, default=None)
@@ -123,8 +119,8 @@ class EagerBackend:
         if not len(index):
             return slots.progress(width)
         cache.width = width
-        # The rounding of sums depends on the shape of the tensors. If a completion must not depend
-        # on the others in the batch, the shape is fixed: all slots, at full length.
+        # The rounding of sums depends on the shapes of tensors. So the shapes are fixed (all slots,
+        # at full length) if a completion must not depend on the others in the batch.
         steady = self.limits.steady
         cache.reach = cache.capacity if steady else int(cache.place[:width].max()) + 1
         hidden = self.decoder.step(slots.last[:width], cache)
@@ -139,9 +135,9 @@ def advance_by(
 ) -> Progress:
     """Start min(steps, most) decode steps, without waiting for their result.
 
-    The returned progress is the state before the last step: the CPU looks for ended completions
-    while the device runs the last step. If `steps` >= `most`, every completion reaches its length
-    limit, so the returned progress is the state after the last step.
+    The returned progress is the state before the last step, so that the CPU can look for ended
+    completions while the device runs that step. If `steps` >= `most`, every completion reaches its
+    length limit, and the progress is the state after the last step.
     """
     one_more = steps < most
     for _ in range(min(steps, most) - one_more):
@@ -201,8 +197,8 @@ def _kv_shape(model: LanguageModel) -> KVShape:
 
 # Parity check of decoders: finds the fastest decoder whose hidden states match the model's.
 #
-# The check runs two decode steps in three slots of different lengths. The decoder is compared
-# with the model's forward pass over all tokens at once, without a KV cache.
+# The check runs two decode steps in three slots of different lengths, and compares them with the
+# model's forward pass over all tokens at once, without a KV cache.
 
 LENGTHS = [5, 2, 4]
 """Prompt lengths of the slots in the parity check."""
@@ -250,7 +246,7 @@ def first_error_line(error: Exception) -> str:
 
 
 def _float32_layers(model: LanguageModel) -> LanguageModel:
-    """Return the model; for a 16-bit model, return its first layers in float32 instead."""
+    """Return the model, or its first layers in float32 if it is a 16-bit model."""
     if model.head.linear.weight.dtype in (torch.float32, torch.float64):
         return model
     few = SimpleNamespace(base_model=first_layers(model.backbone), config=model.model.config)

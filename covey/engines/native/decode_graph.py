@@ -1,10 +1,9 @@
 """CUDA graph backend: replays several decode steps per call without waiting for Python in between.
 
 A decode step runs hundreds of small kernels, and launching them one by one takes longer than
-running them. A CUDA graph launches all kernels at once. The backend captures one graph for each
-combination of slot count, maximum completion length and sampling distribution. The graph stays
-valid while slots, completions and weights change, because the addresses of all tensors stay the
-same.
+running them; a CUDA graph launches them all at once. The backend captures one graph for each
+combination of slot count, maximum completion length and sampling distribution. A graph stays valid
+while slots, completions and weights change, because all tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ FREE_SHARE = 0.8
 SLOTS = 4
 """Number of slots in the check that a decode step can be captured (`check_capture`)."""
 TOLERANCE = 0.02
-"""Allowed relative difference between the results of a replayed and an eager decode step. Replayed
-and eager steps may use different kernels, so their results may differ by rounding."""
+"""Allowed relative difference between the results of a replayed and an eager decode step. They may
+use different kernels, so their results may differ by rounding."""
 
 
 @dataclass(slots=True)
@@ -126,8 +125,8 @@ class GraphBackend:
 
     def advance(self, slots: Slots, width: int, most: int) -> Progress:
         """Start to generate tokens in every unfinished slot, without waiting for the result."""
-        # Without CUDA the kernels run in Triton's interpreter. Kept sets go to main memory, which
-        # a graph cannot do.
+        # No graph without CUDA, where the kernels run in Triton's interpreter; and none with kept
+        # sets, which are copied to main memory in every step.
         if self.shape.device.type != "cuda" or slots.kept is not None:
             self._step(slots, width)
             return slots.progress(width)
@@ -244,7 +243,7 @@ def _small_cache(slots: int, shape: KVShape, *, float8: bool = False) -> SharedP
 def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
     """Raise UnsupportedModel if a decode step cannot be captured and replayed for other tokens.
 
-    The function looks for synchronization with the CPU before the capture, because a failed capture
+    A step that synchronizes with the CPU is refused before the capture, because a failed capture
     leaves the CUDA context in a bad state. The replay with other tokens detects code that branches
     on token values, because a graph repeats the captured branch.
     """

@@ -1,9 +1,9 @@
 """Decode step of Llama-like models on a GPU: the arithmetic of `LlamaDecoder` in a few kernels.
 
 The residual stream is float32, as in the trainer's fused forward pass, so that engine and trainer
-agree. All inputs of matrix products have the dtype of the weights. A decode step can be captured as
-a CUDA graph, because it never synchronizes with the CPU and does not depend on the lengths of
-completions.
+agree; the inputs of matrix products have the dtype of the weights. A decode step can be captured as
+a CUDA graph, because it never synchronizes with the CPU and its kernels do not depend on the
+lengths of completions.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
 # Decode step of Llama-like models with float8 matrix products.
 #
 # Float8 numbers take half the memory of 16-bit numbers, and tensor cores multiply them twice as
-# fast. Whenever the engine gets new weights, the weights of the layers are quantized, with one
-# scale (a power of two) per output. The kernel that computes the input of a product also
-# quantizes the input, with one scale per token. Embedding, norms, residual stream, attention and
-# head are not rounded to float8.
+# fast. Whenever the engine gets new weights, it quantizes those of the layers, with one scale (a
+# power of two) per output. The kernel that computes the input of a product also quantizes it, with
+# one scale per token. Embedding, norms, residual stream, attention and head are not rounded to
+# float8.
 #
 # An engine with float8 products samples from a slightly different policy than the trainer's, so a
 # run needs a correction (covey/objective/correction.py).
@@ -109,8 +109,8 @@ FLOAT8_TOLERANCE = 0.25
 """The allowed relative difference of hidden states in the parity check of a float8 decoder.
 
 A float8 number has three mantissa bits, so a matrix product of random numbers has a relative error
-of about 4 %. The errors of several matrix products add up. A bug, such as a wrong scale or a wrong
-row index, changes the hidden states by more than this tolerance.
+of about 4 %, and the errors of several products add up. A bug, such as a wrong scale or a wrong row
+index, changes the hidden states by more than this tolerance.
 """
 
 
@@ -142,10 +142,7 @@ class Float8Linear:
             at = end
 
     def __call__(self, values: Quantized) -> Product:
-        """Return W x + b of all fused layers.
-
-        The result is not yet multiplied by the float8 scales.
-        """
+        """Return W x + b of all fused layers, not yet multiplied by the float8 scales."""
         return product(values, self.weight, self.bias)
 
 

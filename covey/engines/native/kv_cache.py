@@ -1,12 +1,12 @@
 """KV cache of the native engine: each slot stores one completion.
 
 `KVCache` is the interface that the scheduler uses. `SlotCache`, in this module, stores prompt and
-completion together in a slot. The cache in shared_prompt_cache.py stores a prompt once for its
+completion together in a slot; the cache in shared_prompt_cache.py stores a prompt once for its
 whole group.
 
-transformers passes each layer's new keys and values to a `Cache`, and attends to the keys and
-values that the `Cache` returns. A subclass of `Cache` with slots of different lengths works with
-any model, because the model's code stays the same.
+transformers passes each layer's new keys and values to a `Cache`, and attends to those that the
+`Cache` returns. So a subclass of `Cache` can have slots of different lengths, and works with any
+model without a change of the model's code.
 
 In tensor shapes, S stands for slots, H for key-value heads, L for positions and D for the head
 size.
@@ -112,10 +112,7 @@ class KVCache:
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit into memory.
-
-        Completion i needs `positions[i]` positions.
-        """
+        """Return how many of the next completions fit; number i needs `positions[i]` positions."""
         return len(positions)
 
     def store_completions(
@@ -180,7 +177,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
 
     def emptied(self) -> Self:
         """Free all slots, set their tensors to zero and remove all prompts."""
-        # Masked values are multiplied by 0. A failed call may have left NaN, and 0 * NaN is
+        # A failed call may have left NaN. Attention multiplies masked values by 0, and 0 * NaN is
         # NaN.
         for tensor in self.stored:
             tensor.zero_()
@@ -209,7 +206,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         self.place[index] = lengths - 1
 
     def all_entered(self, prompt: int) -> None:
-        """Remove the stored prompt, because every slot that needs this prompt has a copy."""
+        """Remove the stored prompt, because every slot that needs it has a copy."""
         del self.prompts[prompt]
 
     def keep(self, slots: Sequence[int]) -> None:

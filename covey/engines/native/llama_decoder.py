@@ -1,10 +1,10 @@
 """Decode steps of Llama-like models, computed with torch from the model's own weights.
 
 For any model, a decode step can run the model's forward pass in transformers
-(transformers_decoder.py). Most models have Llama's architecture. For Llama-like models, this module
-does the same arithmetic as transformers with less Python code. With one token per slot,
-transformers' Python code takes longer than the arithmetic. When the engine is built, the parity
-check in backend.py compares the decoder with the model.
+(transformers_decoder.py). But with one token per slot, the Python code of transformers takes longer
+than the arithmetic, so this module does the same arithmetic with less Python code for models with
+Llama's architecture, which most models have. When the engine is built, the parity check in
+backend.py compares the decoder with the model.
 
 In tensor shapes, W stands for occupied slots, H for heads, K for key-value heads, L for positions
 and D for the head size.
@@ -81,13 +81,12 @@ class LinearGroup:
         self.layers = [Linear(module) for module in modules]
         self.widths = [each.layer.out_features for each in self.layers]
         self.fused: list[torch.Tensor] = []
-        """The fused weight of all layers, followed by the fused bias if there is one.
-
-        The list is empty until `fuse` is called.
+        """The fused weight of all layers, followed by the fused bias if there is one; empty until
+        `fuse` is called.
         """
         self._copies: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        """The memory addresses of the weights and biases that `fuse` fused last."""
+        """The memory addresses of the weights and biases in the last call of `fuse`."""
 
     def fuse(self) -> None:
         """Fuse the current weights: use views if the model stores them fused, or else copy them."""

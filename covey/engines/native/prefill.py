@@ -98,7 +98,7 @@ def _prefill(
     rows = [torch.tensor(tokens) for tokens in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     last = torch.tensor([len(row) - 1 for row in rows], device=model.device)
-    # Causal attention never reads the padding, which is on the right. So no mask is needed.
+    # Causal attention never reads the padding, which is on the right, so no mask is needed.
     cache = None if keeps_tokens else DynamicCache()
     kept = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
     hidden = model.backbone(input_ids=ids, **kept).last_hidden_state

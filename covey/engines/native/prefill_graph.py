@@ -1,10 +1,10 @@
 """CUDA graphs for prefill: one launch for the forward pass over several prompts.
 
 For a small model, Python takes longer to launch the kernels of a forward pass than the device takes
-to run them. During a prefill pass, no slot generates tokens. Prompts are padded to the size of a
-bucket (accel/static_buffers.py). The first pass of a bucket runs eagerly, the second pass is
-captured, and later passes replay the graph. All passes of a bucket run the same kernels on tensors
-of the same shapes, so results do not depend on which passes came before.
+to run them, and no slot generates tokens meanwhile. Prompts are padded to the size of a bucket
+(accel/static_buffers.py). The first pass of a bucket runs eagerly, the second is captured, and
+later ones replay the graph. They all run the same kernels on tensors of the same shapes, so results
+do not depend on which passes came before.
 
 In tensor shapes, N is the number of packed tokens of a bucket, and n is the number of prompts.
 """
@@ -45,8 +45,7 @@ class PrefillGraphs:
     def suits(self, model: LanguageModel, cache: SharedPromptCache, tokens: int) -> bool:
         """Return whether to use a CUDA graph for a prefill pass over this many tokens.
 
-        Prefill into a float8 cache uses no graph, because the float8 scales depend on the first
-        prompts.
+        A float8 cache gets no graph, because its scales depend on the first prompts.
         """
         if not self._weights:
             layers: Any = model.backbone.layers
@@ -115,7 +114,7 @@ class _Pass:
         stored[0, :count] = np.arange(count)
         stored[1, :count] = np.array(rows)[tables.begin.numpy()]
         stored[2, :count] = tables.position_ids.numpy()
-        # Instead of a padding token, the first token is stored again.
+        # Padding tokens have no place in the cache, so the first token is stored again instead.
         stored[1, count:] = rows[0]
         self.stored.copy_(to_device([torch.from_numpy(stored)], self.stored.device)[0])
 

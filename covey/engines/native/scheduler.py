@@ -67,8 +67,8 @@ class Scheduler:
         self.transcripts: dict[int, Transcript] = {}
         """Maps each occupied slot to its tokens that were already read from the device."""
         self.counts, self.read, self.searched = np.zeros((3, self.width), dtype=np.int64)
-        """Three token counts for each slot: generated tokens, tokens already read from the device,
-        and tokens already searched for stop strings."""
+        """For each slot, the number of tokens generated, already read from the device, and already
+        searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
         """Token ids of stop strings that are special tokens, which decoded text omits."""
@@ -108,8 +108,7 @@ class Scheduler:
     def run(self) -> Iterator[list[Completion]]:
         """Yield completions as they end, in batches.
 
-        The caller processes a batch while the device decodes the next tokens of the other
-        completions.
+        The caller processes a batch while the device decodes the next tokens of the others.
         """
         ended: tuple[list[Ending], Written] | None = None
         while self.queue or self.running or ended:
@@ -155,11 +154,10 @@ class Scheduler:
         return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
 
     def _positions(self, counts: np.ndarray) -> np.ndarray:
-        """Return the number of cache positions that completions need after the next steps.
+        """Return the cache positions that completions of `counts` tokens need after the next steps.
 
-        `counts` are the current token counts of the completions. A token's key and value are
-        computed in the decode step after the token, so a completion's last token needs no cache
-        position.
+        A token's key and value are computed in the decode step after the one that drew it, so a
+        completion's last token needs no cache position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
         return after - 1
@@ -218,7 +216,7 @@ class Scheduler:
 
     def _open(self, slots: list[int], requests: list[Request]) -> torch.Tensor:
         """Assign prompts and random numbers to slots; return the slots as a device tensor."""
-        # The device may still run a prefill. Sending completions does not wait for the prefill.
+        # The device may still run a prefill, for which `to_device` does not wait.
         drawn = completion_uniforms([r.address for r in requests], self.sampling.max_tokens)
         ready = [torch.tensor(slots), torch.from_numpy(drawn)]
         index, uniforms = to_device(ready, self.model.device)
@@ -249,11 +247,11 @@ class Scheduler:
                 self.slots.kept[slot] = each.kept
 
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
-        """Return the prompts to prefill: prompts of the given requests that were not prefilled yet.
+        """Return the prompts to prefill, with those of the given requests first.
 
-        If a prefill is needed, it also includes prompts from the front of the queue, as many as
-        fit. On a GPU, a prefill pass over few prompts takes as long as a pass over many, and
-        decoding waits during the pass.
+        If all prompts of the given requests are prefilled already, there are none. Otherwise, the
+        pass also includes prompts from the front of the queue, as many as fit, because on a GPU it
+        takes as long for few prompts as for many, and decoding waits for it.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}

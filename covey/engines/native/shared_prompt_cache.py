@@ -1,8 +1,8 @@
 """KV cache for CUDA graphs, which stores a prompt once per group, and completions in pages.
 
 The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
-saves memory, and attention reads the prompt once for several slots. Because completions are stored
-in pages, the pool of pages may be smaller than the memory that all completions would need at full
+saves memory, and lets attention read it once for several slots. Because completions are stored in
+pages, the pool of pages may be smaller than the memory that all completions would need at full
 length.
 
 In tensor shapes, P stands for prompts, S for slots, K for key-value heads, C for positions, B for
@@ -31,10 +31,8 @@ UNIT_MARGIN = 4.0
 """Float8 keys and values may be up to this many times as large as in the first prompts."""
 LEAST_UNIT = 1e-10
 PRODUCT_ROWS = 16
-"""Number of rows of a matrix product on tensor cores.
-
-Attention fills the rows of a matrix product with the query heads of several slots.
-"""
+"""Number of rows of a matrix product on tensor cores, which attention fills with the query heads of
+several slots."""
 
 
 def slots_together(query_heads: int) -> int:
@@ -157,8 +155,8 @@ class SharedPromptCache(KVCache):
         """Set the float8 scales from the largest absolute keys and values [K] of prompts.
 
         The scales stay the same until the cache is emptied, because stored numbers depend on them.
-        The scales are larger than the prompts need, so that later keys and values may be larger. A
-        larger scale does not increase the relative error of a float8 number.
+        So they are larger than the prompts need, in case later keys and values are larger; this
+        does not increase the relative error of a float8 number.
         """
         if not self.has_units:
             top = torch.finfo(torch.float8_e4m3fn).max
@@ -231,10 +229,7 @@ class SharedPromptCache(KVCache):
         self.sharing.copy_(to_device([rows], self.place.device)[0])
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Assign pages for `positions` tokens to each slot.
-
-        Return whether there were enough pages.
-        """
+        """Assign pages for `positions` tokens to each slot; return whether there were enough."""
         changes = self.pages.reserve(slots, positions)
         if changes is None:
             return False
@@ -244,10 +239,7 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit into memory.
-
-        Completion i needs `positions[i]` positions.
-        """
+        """Return how many of the next completions fit; number i needs `positions[i]` positions."""
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -281,9 +273,9 @@ def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torc
 
 # Page tables of the KV cache: assign pages of a pool to the completions in slots.
 #
-# Keys and values of a completion are stored in pages of a fixed number of positions. So the used
-# memory depends on the actual lengths of completions. The CPU assigns pages before the device
-# needs them. A slot keeps its pages until its completion has ended or is paused.
+# Keys and values of a completion are stored in pages of a fixed number of positions, so the used
+# memory depends on the actual lengths of completions. The CPU assigns pages before the device needs
+# them, and a slot keeps its pages until its completion has ended or is paused.
 
 
 class Pages:
@@ -319,9 +311,7 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit into memory.
-
-        Completion i needs `positions[i]` positions.
+        """Return how many of the next completions fit; number i needs `positions[i]` positions.
 
         One free page is reserved for each running completion, because completions grow.
         """

@@ -33,7 +33,7 @@ class HostCopy:
             self._event.record()
 
     def numpy(self) -> np.ndarray:
-        """Wait until the copy is complete, but not for later device work, and return the copy."""
+        """Wait until the copy is complete, but not for later device work, and return it."""
         if self._event is not None:
             self._event.synchronize()
         found: np.ndarray = self._host.numpy()
@@ -76,11 +76,11 @@ class Slots:
 
     cache: KVCache
     uniforms: torch.Tensor
-    """[S, R]."""
+    """[S, R]: the random number in [0, 1) that draws each token."""
     tokens: torch.Tensor
-    """[S, R]."""
+    """[S, R]: the tokens generated so far."""
     logps: torch.Tensor
-    """[S, R]."""
+    """[S, R]: the log-probability of each token."""
     last: torch.Tensor
     """[S]: the newest token of each slot."""
     count: torch.Tensor
@@ -139,10 +139,7 @@ class Slots:
             self.cache.active[torch.tensor(slots, device=self.count.device)] = False
 
     def write(self, index: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Append a token to each slot in `index`.
-
-        A stop token or the length limit ends the completion.
-        """
+        """Append a token to each slot in `index`, and mark the completions that it ends."""
         count = self.count[index]
         self.tokens[index, count] = tokens
         self.logps[index, count] = logps
@@ -170,8 +167,8 @@ class Slots:
     ) -> None:
         """Continue paused completions in the slots `index`, which `open` has prepared.
 
-        A paused completion may already have ended: its newest token may be a stop token or reach
-        the length limit.
+        Some may already have ended, because their newest token may be a stop token or reach the
+        length limit.
         """
         counts = torch.tensor([len(row) for row in tokens])
         which = row_of_each(counts)
@@ -209,7 +206,7 @@ def empty_kept(slots: int, sampling: Sampling) -> list[list[np.ndarray]] | None:
 
 # Transcripts of completions: tokens that the CPU has read, as Python numbers and as text.
 #
-# All completions of a step may end at the same time, and the device then waits for the CPU to
+# All completions of a step may end at the same time, and the device would then wait for the CPU to
 # convert hundreds of thousands of tokens. So the scheduler converts tokens while the device
 # generates more.
 
@@ -218,7 +215,7 @@ class Transcript:
     """The tokens of one completion that the CPU has read so far."""
 
     def __init__(self, pieces: Pieces | None) -> None:
-        """Start an empty transcript; `pieces` maps token ids to bytes, None if unknown."""
+        """Start an empty transcript; `pieces` maps token ids to bytes, and is None if unknown."""
         self.tokens: list[int] = []
         self.logp: list[float] = []
         self._pieces = pieces

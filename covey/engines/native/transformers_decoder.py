@@ -1,9 +1,9 @@
 """Decode step with a model's own forward pass in transformers, for any architecture.
 
-This module has three decoders. `SharedPromptDecoder`, the fastest decoder, uses a shared-prompt
-cache, and its decode step can be captured as a CUDA graph. `TransformersDecoder` uses slots that
-store prompt and completion. `RecomputeDecoder`, the slowest decoder, uses no KV cache, and supports
-models whose state is more than keys and values.
+There are three decoders. `SharedPromptDecoder`, the fastest, uses a shared-prompt cache, and its
+decode step can be captured as a CUDA graph. `TransformersDecoder` uses slots that store prompt and
+completion. `RecomputeDecoder`, the slowest, uses no KV cache, and so supports models whose state is
+more than keys and values.
 
 In tensor shapes, W stands for occupied slots, S for all slots, L for positions, H for heads, K for
 key-value heads, and D for the head size.
@@ -103,7 +103,7 @@ class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0, because models that receive position ids do not use the length of the cache."""
+        """Return 0, because models that receive position ids do not use the cache's length."""
         return 0
 
     def attend(self, module: Any, heads: QKV, options: dict[str, Any]) -> torch.Tensor:
@@ -153,7 +153,7 @@ class RecomputeDecoder(Decoder):
         slots = torch.arange(cache.width, device=tokens.device)
         place = cache.place[: cache.width]
         cache.tokens[slots, 0, place] = tokens
-        # Causal models never read the padding, which is on the right. So no mask is needed.
+        # Causal models never read the padding, which is on the right, so no mask is needed.
         ids = cache.tokens[: cache.width, 0, : cache.reach]
         hidden: torch.Tensor = self.model.backbone(input_ids=ids, use_cache=False).last_hidden_state
         return hidden[slots, place]

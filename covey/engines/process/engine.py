@@ -1,9 +1,9 @@
 """The native engine in a separate process: the trainer's side, which controls the process.
 
-The engine's process has its own copy of the model. The engine's process receives new weights
-through shared memory, and exchanges requests and completions with the trainer through a pipe. If
-the engine's process dies, a new process loads the same weights and generates the completions of the
-same requests again, so the run continues with the same results.
+The process has its own copy of the model. It receives new weights through shared memory, and
+exchanges requests and completions with the trainer through a pipe. If it dies, a new process loads
+the same weights and generates the completions of the same requests again, so the run continues with
+the same results.
 """
 
 from __future__ import annotations
@@ -69,10 +69,7 @@ class _Process:
 
 
 def _checked(connection: Connection) -> Any:
-    """Receive a message from the process; if it is an error, raise it.
-
-    Raise EOFError if the process has died.
-    """
+    """Receive a message, and raise it if it is an error; raise EOFError if the process has died."""
     try:
         kind, content = connection.recv()
     except ConnectionResetError:
@@ -96,7 +93,7 @@ class ProcessEngine:
     version: int = 0
     process: _Process | None = field(init=False, default=None)
     told: EngineInfo | None = field(init=False, default=None)
-    """Properties of the engine that do not change when the engine restarts."""
+    """Properties of the engine that do not change when it restarts."""
     ready: bool = field(init=False, default=False)
     """Whether the process has loaded its model and weights."""
     happened: list[str] = field(init=False, default_factory=list)
@@ -118,7 +115,7 @@ class ProcessEngine:
         return self.told
 
     def _running(self) -> _Process:
-        """Wait until the process has loaded its model and weights; return the process."""
+        """Wait until the process has loaded its model and weights; return it."""
         with self.lock:
             while True:
                 if self.process is None:
@@ -214,8 +211,8 @@ class _Work:
     def run(self, connection: Connection) -> None:
         """Let the process generate the completions of all requests.
 
-        After a restart, requests that had already finished are also generated again. The last bits
-        of log-probabilities may depend on which completions are generated at the same time.
+        After a restart, it also repeats the requests that had already finished, because the last
+        bits of log-probabilities may depend on which completions are generated together.
         """
         self.progress = False
         if not self.taken:
@@ -236,10 +233,7 @@ class _Work:
         return more
 
     def _accept(self, rows: Sequence[Row]) -> set[int]:
-        """Pass new completions to the request source.
-
-        Return the request indices of all received completions.
-        """
+        """Pass new completions to the request source; return the indices of all received ones."""
         self.progress = True
         fresh = [row for row in rows if row[0] not in self.complete]
         new = [Completion.of(row, self.taken[row[0]]) for row in fresh]

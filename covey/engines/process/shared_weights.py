@@ -1,8 +1,8 @@
 """Weights shared by two processes on one machine: in CPU memory, or in GPU memory by CUDA IPC.
 
 The trainer writes its weights into one block of memory, and the engine's process copies them into
-its own model. The block of memory belongs to the trainer and outlives the engine's process. The
-block is freed when the trainer's process ends, even if the trainer is killed.
+its own model. The block belongs to the trainer: it outlives the engine's process, and is freed when
+the trainer's process ends, even after a crash.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Handle(NamedTuple):
 
 @dataclass(slots=True)
 class SharedWeights:
-    """A memory block that holds all weights; trainer and engine process share the block."""
+    """A memory block with all weights, which the trainer shares with the engine's process."""
 
     handle: Handle
     flat: torch.Tensor
@@ -80,7 +80,7 @@ class SharedWeights:
         return SharedWeights(handle, torch.frombuffer(memory, dtype=torch.uint8), memory)
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the name and tensor of each weight; tensors are views of shared memory."""
+        """Yield the name and tensor of each weight; the tensors are views of shared memory."""
         for piece in self.handle.pieces:
             part = self.flat[piece.start : piece.stop]
             yield piece.name, part.view(piece.dtype).view(piece.shape)

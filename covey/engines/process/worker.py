@@ -86,7 +86,7 @@ class _Remote:
     def take(self) -> Sequence[Request]:
         """Return the requests that have arrived; load new weights if the trainer has sent any.
 
-        The method waits if no completion is in progress and the trainer may have more requests.
+        Wait if no completion is in progress and the trainer may have more requests.
         """
         work, control = self.worker.work, self.worker.control
         while True:
@@ -105,6 +105,6 @@ class _Remote:
         return ready
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """Send completions."""
+        """Send completions to the trainer."""
         self.running -= len(completions)
         self.worker.work.send(("done", [completion.row for completion in completions]))

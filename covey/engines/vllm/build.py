@@ -41,8 +41,8 @@ def vllm_engine(
 ) -> VllmEngine:
     """Start the servers, or connect to running servers, and return the engine.
 
-    If `cuda` is true, servers use consecutive GPUs from index `first_gpu` on. If `first_gpu` is
-    None, the index of the first GPU comes from the setting engine.vllm.first_gpu.
+    If `cuda` is true, servers use consecutive GPUs from index `first_gpu` on; None means the
+    setting engine.vllm.first_gpu.
     """
     section = config.engine.vllm
     _check_adapter(model)

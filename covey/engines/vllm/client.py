@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server, for generation, weight updates and server information.
 
-The client checks the token ids and log-probabilities that a server sends. If a server cannot be
-reached, fails or does not reply, the client raises `Unavailable`; a restart of the server may help.
-If a server rejects a request or sends invalid data, the client raises `EngineError`, which ends the
-run with a one-line message.
+The client checks the token ids and log-probabilities that the server sends. It raises `Unavailable`
+if the server cannot be reached, fails or does not reply, where a restart may help; if the server
+rejects a request or sends invalid data, it raises `EngineError`, which ends the run with a one-line
+message.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_url(url: str) -> str:
 
 @dataclass(slots=True)
 class Client:
-    """One server. Several threads may use a client at once."""
+    """The client of one server; several threads may use it at once."""
 
     url: str
     timeout: float
@@ -110,7 +110,7 @@ class Client:
         return text
 
     def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Send one request on this thread's connection; reconnect if the connection was closed."""
+        """Send one request on this thread's connection; reconnect if it was closed."""
         headers = {"Content-Type": "application/json", "User-Agent": "covey"}
         kept = getattr(self.local, "connection", None)
         for connection in ([kept] if kept is not None else []) + [None]:

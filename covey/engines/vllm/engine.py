@@ -1,9 +1,9 @@
 """The vLLM engine: completions from one or more vLLM servers, which have a copy of the weights.
 
 Requests and completions consist of token ids, not text. All requests of a prompt go to the same
-server, which prefills the prompt once. If a server dies, the engine restarts it, sends it the
-current weights, and checks its log-probs on a test prompt. The engine sends the requests of a dead
-server again with the same seeds, so no completions are lost.
+server, which prefills it once. If a server dies, the engine restarts it, sends it the current
+weights, and checks its log-probs on a test prompt; then it sends the lost requests again with the
+same seeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ATTEMPTS = 3
 
 @dataclass(slots=True)
 class Replica:
-    """One server."""
+    """One server, with its client and the state of its repairs."""
 
     client: Client
     process: ServerProcess | None = None
@@ -190,7 +190,7 @@ class VllmEngine:
                 pending |= {pool.submit(self._complete, one, params) for one in ready}
                 if not pending:
                     break
-                # A tool may reply first. The turn after it must not wait for these completions.
+                # A tool may reply first, and the turn after it must not wait for these completions.
                 ended, pending = wait(pending, limits.poll_seconds, return_when=FIRST_COMPLETED)
                 if ended:
                     requests.done([future.result() for future in ended])
@@ -314,9 +314,9 @@ def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
 
 # The probe: compares the log-probs of server and trainer for one prompt after each sync.
 #
-# vLLM may keep old weights without a warning, for example in a packed head, a cached prefix, or
-# an adapter of the same name. If a server had old weights, all log-probs would be slightly wrong,
-# so a difference between server and trainer ends the run.
+# vLLM may keep old weights without a warning, for example in a packed head, a cached prefix, or an
+# adapter of the same name. All its log-probs would then be slightly wrong, so a difference between
+# server and trainer ends the run.
 
 PROMPT_TOKENS = 160
 """Tokens in the test prompt: more than one prefix-cache block, to detect stale blocks."""
@@ -381,5 +381,5 @@ def same_probe(client: Client, reply: Reply, before: Reply, dtype: torch.dtype) 
     """Raise an error if a restarted server's log-probs differ from an earlier reply's."""
     pairs = zip(reply.tokens, before.tokens, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(before.tokens))
-    # Rounding can change a sampled token. The tokens after it cannot be compared.
+    # Rounding can change a sampled token, and the tokens after it cannot be compared.
     check_probe(client, reply, torch.tensor(before.logp[: max(1, same)]), dtype)

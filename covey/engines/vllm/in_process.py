@@ -1,7 +1,7 @@
 """vLLM without a server: this process drives vLLM's engine on the trainer's own GPU.
 
-`LocalClient` has the same interface as `Client`, so callers need no special case. The scheduler and
-workers of vLLM run in separate processes. Between rollouts, vLLM sleeps: its weights move to CPU
+`LocalClient` has the same interface as `Client`, so callers need no special case. vLLM's scheduler
+and workers run in separate processes. Between rollouts, vLLM sleeps: its weights move to CPU
 memory, and its KV cache is freed for the trainer.
 """
 
@@ -70,7 +70,7 @@ class LocalClient(Client):
     """vLLM's engine; None after `close`."""
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
-    """Runs the loop."""
+    """The thread that runs the loop."""
     adapters: dict[str, Any] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class LocalClient(Client):
         return self.llm is not None and not self.llm.errored
 
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Do what a server does at this path, and return the body of the server's reply."""
+        """Do what a server does at this path, and return the body of its reply."""
         work = self._work(path, dict(body or {}))
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:

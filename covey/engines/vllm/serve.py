@@ -1,6 +1,6 @@
 """A vLLM server that ends when its parent process ends (module arguments: PARENT FOLDER ARGUMENTS).
 
-FOLDER contains the weights that the trainer sends. The server removes FOLDER when the trainer ends.
+FOLDER contains the weights that the trainer sends; the server removes it when the trainer ends.
 """
 
 from __future__ import annotations

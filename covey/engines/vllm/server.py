@@ -1,4 +1,4 @@
-"""Starts and stops a vLLM server in a separate process."""
+"""A vLLM server in a separate process: its settings, start and end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of a vLLM server, which cannot change after the server has started."""
+    """Settings of a vLLM server, which cannot change after it has started."""
 
     dtype: str
     cuda: bool
@@ -53,7 +53,7 @@ class ServerSettings:
     arguments: tuple[str, ...] = ()
 
     def options(self, model: Path) -> dict[str, Any]:
-        """Return arguments of vLLM's engine, which are also options of a server's command."""
+        """Return the arguments of vLLM's engine, which are also options of the server command."""
         options: dict[str, Any] = {
             "model": str(model),
             "load_format": "dummy",  # the trainer sends the weights
@@ -99,14 +99,14 @@ class ServerSettings:
 
 @dataclass(slots=True, kw_only=True)
 class ServerProcess:
-    """A vLLM server that Covey starts, and that Covey restarts if the server dies."""
+    """A vLLM server that Covey starts, and restarts if it dies."""
 
     settings: ServerSettings
     model: Path
     """A folder with the configuration and the tokenizer of the model."""
     log: Path
     gpus: str = ""
-    """CUDA_VISIBLE_DEVICES for the server; if empty, Covey does not set the variable."""
+    """CUDA_VISIBLE_DEVICES of the server; if empty, Covey does not set the variable."""
     port: int = field(init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -161,7 +161,7 @@ class ServerProcess:
         )
 
     def last_line(self) -> str:
-        """Return the last error line of the log, or the last line if there is no error line."""
+        """Return the last error line of the log, or its last line if there is no error."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         wrong = [line for line in lines if "Error" in line and "Traceback" not in line]

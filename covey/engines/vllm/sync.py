@@ -68,8 +68,8 @@ class FileSync(Sync):
     folder: Path
 
     def prepare(self, named: Named, version: int) -> None:
-        """Write the file."""
-        # Tensors that share memory, as a tied head does, have to be written one by one.
+        """Write the weights into a file, and delete the files of older versions."""
+        # safetensors refuses tensors that share memory, as a tied head and the embedding do.
         weights = {
             name: weight.to("cpu", copy=True).contiguous()
             for name, weight in served_weights(named, self.model.model)
@@ -96,15 +96,15 @@ class FileSync(Sync):
 class AdapterSync(Sync):
     """Sends only the weights of the LoRA adapter.
 
-    Each version of the adapter has its own name, because vLLM caches adapters by name.
+    Each version has its own name, because vLLM caches adapters by name.
     """
 
     model: LanguageModel
     folder: Path
     base: Sync
-    """The object that sends the frozen base weights once to each server."""
+    """Sends the frozen base weights once to each server."""
     loaded: dict[str, int] = field(default_factory=dict)
-    """Maps each server's address to the adapter version that the server has loaded."""
+    """Maps each server's address to the adapter version that it has loaded."""
     based: bool = False
 
     def prepare(self, named: Named, version: int) -> None:
@@ -150,8 +150,7 @@ class AdapterSync(Sync):
 class NcclSync(Sync):
     """Sends all weights by vLLM's NCCL transfer, from the trainer's GPU to the servers' GPUs.
 
-    The weights are sent when `load` is called for the last server, because the broadcast needs all
-    servers.
+    The broadcast needs all servers, so it starts when `load` is called for the last one.
     """
 
     model: LanguageModel
@@ -205,15 +204,15 @@ class Fleet:
         self._all("/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        """Pass it on."""
+        """Tell all servers that new weights will follow."""
         self._all("/start_weight_update", [{}] * len(self.clients))
 
     def update_weights(self, update_info: Any) -> None:
-        """Pass it on."""
+        """Tell all servers which weights to receive."""
         self._all("/update_weights", [{"update_info": update_info}] * len(self.clients))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Pass it on."""
+        """Tell all servers that the new weights are complete."""
         self._all("/finish_weight_update", [{}] * len(self.clients))
 
 
@@ -250,10 +249,10 @@ def has_only_lora(model: LanguageModel) -> bool:
 
 # The policy's weights as a vLLM server loads them: output head untied, attention heads padded.
 #
-# An output head that shares its weight with the embedding is sent as a separate weight. The CPU
-# build of vLLM packs the output head when it loads the model. Without a separate weight, vLLM
-# would keep the packed copy of old weights. Attention heads narrower than 32 dimensions, which
-# vLLM rejects, are padded with zeros. The padding does not change the results of a head.
+# An output head that shares its weight with the embedding is sent as a separate weight, because the
+# CPU build of vLLM packs the head when it loads the model, and would otherwise keep the packed copy
+# of old weights. Attention heads narrower than 32 dimensions, which vLLM rejects, are padded with
+# zeros, which do not change the results of a head.
 
 NARROWEST = 32
 """The smallest head size that vLLM supports."""
@@ -267,10 +266,9 @@ class HeadPadding:
     """Pads attention heads with zeros from `width` to `padded` dimensions.
 
     RoPE rotates dimensions i and i + width / 2 with the frequency base^(-2 i / width). A padded
-    head is wider by the factor `times`. Dimension `times` * i of a padded head therefore has the
-    frequency of dimension i of the original head. Attention divides its scores by the square root
-    of the padded width. To compensate, `apply` multiplies the query weights by the square root of
-    `times`.
+    head is wider by the factor `times`, so its dimension `times` * i has the frequency of dimension
+    i of the original head. Attention divides its scores by the square root of the padded width; to
+    compensate, `apply` multiplies the query weights by the square root of `times`.
     """
 
     heads: int
@@ -343,8 +341,8 @@ def served_config(config: Any) -> dict[str, Any]:
 def served_weights(named: Named, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's weights with the names and shapes that a vLLM server expects.
 
-    The argument `named` contains the trainer's weights with their names. The function skips LoRA
-    weights, because `AdapterSync` sends adapters separately.
+    `named` are the trainer's weights with their names. LoRA weights are skipped, because
+    `AdapterSync` sends adapters separately.
     """
     padding, tied = HeadPadding.of(model.config), bool(model.config.tie_word_embeddings)
     embedding = model.get_input_embeddings().weight

@@ -1,8 +1,8 @@
 """A weight transfer engine that runs in vLLM's workers and loads weights from a file.
 
-vLLM's own transfer engines move weights between GPUs. Covey's transfer engine reads a safetensors
-file in shared memory, or on a file system that trainer and servers share. Covey's transfer engine
-works on any device, and plugin.py registers it with vLLM.
+vLLM's own transfer engines move weights between GPUs. This one works on any device: it reads a
+safetensors file in shared memory, or on a file system that trainer and servers share. plugin.py
+registers it with vLLM.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vllm.model_executor.model_loader.reload import (
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """The initial settings, which are empty because the transfer engine needs no settings."""
+    """The initial settings, which are empty because the transfer engine needs none."""
 
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """The message that announces new weights and contains the path of the weight file."""
+    """The message that announces new weights, with the path of their file."""
 
     path: str
 

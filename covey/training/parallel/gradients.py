@@ -1,9 +1,9 @@
 """Sum gradients over ranks, once per optimizer step, before clipping.
 
-Large gradients are all-reduced in place, and small gradients are all-reduced in buckets. In the
-last backward pass of an optimizer step, the all-reduce of a bucket starts as soon as all gradients
-of the bucket are computed. The communication overlaps with the rest of the backward pass. If CUDA
-graphs or fused kernels compute the gradients, every all-reduce starts after the backward pass.
+Large gradients are all-reduced in place, and small ones in buckets. In the last backward pass of an
+optimizer step, the all-reduce of a bucket starts as soon as all its gradients are computed, and
+overlaps with the rest of the pass. If CUDA graphs or fused kernels compute the gradients, every
+all-reduce starts after the pass.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class _Bucket:
     """Number of the bucket's gradients that the backward pass has not computed yet."""
     work: Any = None
     flat: torch.Tensor | None = None
-    """A flat copy of the bucket's gradients. None for a bucket with a single gradient, because a
-    single gradient is summed in place."""
+    """A flat copy of the bucket's gradients; None for a single gradient, summed in place."""
 
 
 @dataclass(slots=True)
@@ -103,10 +102,7 @@ class GradientSums:
         bucket.work = bucket.flat = None
 
     def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
-        """Return a bucket's gradients.
-
-        Parameters that no backward pass reached have no gradient and are left out.
-        """
+        """Return a bucket's gradients, without parameters that no backward pass reached."""
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
 
@@ -114,7 +110,7 @@ class GradientSums:
 def sums_of(
     model: LanguageModel, optimizer: Optimizer, world: World
 ) -> GradientSums | GatheredSteps | None:
-    """Return an object that sums gradients over ranks; None if FSDP2 does, or with one rank.
+    """Return an object that sums gradients over ranks; None if FSDP2 does it, or with one rank.
 
     FSDP2 sums the gradients of a sharded model in the backward pass, unless the weights stay
     gathered for a whole optimizer step.

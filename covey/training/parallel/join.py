@@ -32,7 +32,7 @@ TELL_SECONDS = 10.0
 
 @contextmanager
 def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World]:
-    """Join the process group that the environment variables define, and leave the group at exit.
+    """Join the process group that the environment variables define, and leave it at exit.
 
     If one rank fails, all ranks end, and rank 0 prints one line with the reason.
     """
@@ -116,11 +116,9 @@ def _distributed() -> Any:
 
 
 def told_by_main(text: str, code: int) -> bool:
-    """Tell rank 0 why this rank failed before joining, so that rank 0 can print the reason.
+    """Tell rank 0 why this rank failed before joining, so that only rank 0 prints the reason.
 
-    Return True if rank 0 has responded, and False otherwise.
-
-    If several ranks fail in the same way, only rank 0 prints an error message.
+    Return whether rank 0 has responded.
     """
     try:
         here = place()

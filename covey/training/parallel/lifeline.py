@@ -1,11 +1,10 @@
 """Failure detection: each rank notices within seconds that another rank has failed or died.
 
-A collective call waits for all ranks, so without further measures the ranks may take minutes to
-notice a failed rank. To notice a failure fast, every rank keeps a TCP connection to rank 0. A
-rank's connection closes when the rank's process ends, even after a crash. A rank that fails sends
-the reason before it ends, and rank 0 forwards the reason to the other ranks. After a failure, the
-main thread of each rank raises the error at its next collective call. If the main thread makes no
-collective call within a few seconds of a failure, a background thread ends the process.
+A collective call waits for all ranks, so without further measures it may take minutes to notice
+that one has failed. To notice it fast, every rank keeps a TCP connection to rank 0, which closes
+when the rank's process ends, even after a crash. A rank that fails sends the reason before it ends,
+and rank 0 forwards it to the others. The main thread of each rank then raises the error at its next
+collective call; if it makes none within a few seconds, a background thread ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Seconds within which the main thread must notice a lost rank, and then end the process."""
+"""Seconds that the main thread has to notice a lost rank, and again to end the process."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -46,7 +45,7 @@ class Loss:
 
     rank: int
     text: str
-    """Why the rank failed, in one line; empty if the rank died without a message."""
+    """Why the rank failed, in one line; empty if it died without a message."""
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
@@ -169,8 +168,7 @@ class Lifeline:
 def listen(address: str) -> tuple[socket.socket, str]:
     """Open the socket on which rank 0 accepts connections from the other ranks.
 
-    Return the socket, and a text that contains the port and a secret. The other ranks need this
-    text to connect.
+    Return it with a text that the other ranks need to connect: the port and a secret.
     """
     server = socket.create_server((LOCAL[1] if address in LOCAL else "", 0))
     return server, f"{server.getsockname()[1]} {secrets.token_hex(16)}"

@@ -1,4 +1,4 @@
-"""Choose the rows of a batch that this rank processes, and divide the rows into passes."""
+"""The rows of a batch that this rank processes, divided into passes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """False for a placeholder pass, whose results are discarded. Placeholder passes give all ranks
-    the same number of passes, because a pass through a sharded model involves all ranks."""
+    """False for a placeholder pass, whose results are discarded. Placeholders give all ranks the
+    same number of passes, because a pass through a sharded model involves all ranks."""
 
 
 def without_weight(rows: Batch) -> Batch:
-    """Set the token weights of all rows to 0, so that the rows add nothing to the gradient."""
+    """Set the token weights of all rows to 0, so that they add nothing to the gradient."""
     assert rows.weight is not None, "weights come from the whole step"
     return replace(rows, weight=torch.zeros_like(rows.weight))
 
 
 def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pass]:
-    """Return this rank's micro-batches.
+    """Return this rank's micro-batches; every rank gets the same number, of similar sizes.
 
-    All ranks have the same number of micro-batches, of similar sizes. All ranks have the same
-    batch, so each rank computes the same split without communication. To balance the sizes, the
-    function uses the smallest token limit per micro-batch that needs no additional passes.
+    All ranks have the same batch, so each computes the same split without communication. The token
+    limit per micro-batch is the smallest that needs no additional passes, to balance the sizes.
     """
     parts = list(micro_batches(batch, micro_batch_tokens))
     if world.size == 1:
@@ -98,8 +97,8 @@ def in_passes(
 ) -> torch.Tensor:
     """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
 
-    Exactly one rank computes each row, and all other ranks contribute 0, so the sum over ranks has
-    no rounding error.
+    Exactly one rank computes each row and the others contribute 0, so the sum over ranks has no
+    rounding error.
     """
     whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
     for index, counts in rank_passes(batch, micro_batch_tokens, world):

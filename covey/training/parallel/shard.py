@@ -1,12 +1,12 @@
 """Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
 
-FSDP2 gathers the weights of a transformer block when a pass reaches the block. The backward pass
+FSDP2 gathers the weights of a transformer block when a pass reaches the block; the backward pass
 sums the gradients of each block over ranks, and shards the sums. The sharded parameters are the
 optimizer's float32 masters, even if the model computes in bfloat16. The weights of embedding, head
-and final norm stay gathered during a whole pass. FSDP2 gathers the weights of embedding, head and
-final norm when a method of the root module is called. Therefore each pass is a single method call,
-which runs `batch_logp`. If each rank has a complete copy of the model, passes with fused kernels
-use weights that are gathered once per optimizer step (GatheredSteps).
+and final norm are gathered when a method of the root module is called, and stay gathered during the
+pass, so each pass is a single method call, which runs `batch_logp`. If each rank has a complete
+copy of the model, passes with fused kernels use weights that are gathered once per optimizer step
+(GatheredSteps).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from covey.types import Batch
 def shard_model(
     model: LanguageModel, settings: Parallel, world: World, *, offload: bool = False
 ) -> LanguageModel:
-    """Return a sharded copy of a model. The original model keeps its full tensors.
+    """Return a sharded copy of a model, which itself keeps its full tensors.
 
     If `offload` is true, the shards stay in CPU memory until a pass needs them.
     """
@@ -104,9 +104,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    The weights stay gathered only if the model has a single shard, so that each rank has a complete
-    copy of the model. With a single shard, gradients of gathered weights take no more memory than
-    sharded gradients, and only the gathered weights need additional memory.
+    They do only if the model has a single shard, so that each rank has a complete copy of it. The
+    gradients of gathered weights then take no more memory than sharded ones, and only the gathered
+    weights need additional memory.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
@@ -200,8 +200,8 @@ def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     """Return the device mesh of a sharded model.
 
-    Each copy of the model is divided among `shard_ranks` ranks. If `shard_ranks` is 0 or exceeds
-    the number of ranks, a single copy is divided among all ranks.
+    Each copy of the model is divided among `shard_ranks` ranks, or among all ranks if that is 0 or
+    exceeds their number.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

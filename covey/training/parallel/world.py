@@ -1,7 +1,7 @@
 """The ranks of a run: class `World` for a single rank, and its subclass `Ranks` for several.
 
-Every rank builds the same batch and makes the same decisions. Only the generation of rollouts and
-the passes through the model are divided among ranks. Ranks communicate only to gather rollouts and
+Every rank builds the same batch and makes the same decisions; only the generation of rollouts and
+the passes through the model are divided among ranks. They communicate only to gather rollouts and
 log-probabilities, to sum gradients and metrics, and to agree on a stop signal.
 """
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class World:
-    """The processes that train one policy together. By default there is only one process."""
+    """The processes that train one policy together: in this base class, only one."""
 
     rank: int = 0
     size: int = 1
@@ -47,7 +47,7 @@ class World:
         return list(done)
 
     def gather(self, item: _T) -> list[_T]:
-        """Gather one item from every rank, and return the items in the order of the ranks."""
+        """Return one item from every rank, in the order of the ranks."""
         return [item]
 
     def from_main(self, make: Callable[[], _T]) -> _T:
@@ -152,7 +152,7 @@ class Ranks(World):
         return [parts[number % self.size][number // self.size] for number in range(total)]
 
     def gather(self, item: _T) -> list[_T]:
-        """Gather one item from every rank, and return the items in the order of the ranks."""
+        """Return one item from every rank, in the order of the ranks."""
         data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         self.wait(dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
