@@ -23,7 +23,7 @@ from covey.objective.compose import PIECES, composed, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES
-from covey.rewards.build import REWARDS, make_reward
+from covey.rewards.registry import REWARDS, make_reward
 from covey.run.health_checks import CHECKS
 from covey.run.metric_page import table
 from covey.tasks import TASKS

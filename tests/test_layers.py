@@ -81,7 +81,7 @@ NO_TORCH = [
     "covey.analysis.lab",
     "covey.analysis.lab.checks",
     "covey.rewards",
-    "covey.rewards.build",
+    "covey.rewards.registry",
     "covey.run.model_card",
     "covey.run.provenance",
     "covey.run.folder",

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from covey.accel.fused_parameters import GradSink, fused_view, sink_of
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.parity import is_silu
-from covey.accel.unrecorded import call
+from covey.accel.skip_autograd import call
 
 
 def plain(module: Any) -> nn.Linear:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         Explanation,
     )
     from covey.analysis.explain.recorded import Origin
-    from covey.analysis.explain.replay import Family, Moment, Replay
+    from covey.analysis.explain.replay_algorithms import Family, Moment, Replay
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -164,7 +164,7 @@ def _replay(
         )
     with waiting(STARTING) as say:
         from covey.analysis.explain.recorded import policy_before, read_step
-        from covey.analysis.explain.replay import objectives, replay
+        from covey.analysis.explain.replay_algorithms import objectives, replay
 
         recorded = read_step(run, step)
         built = objectives(run, names, options)

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
 
-from covey.cli.catalog import described, show_options
+from covey.cli.lists import described, show_options
 from covey.cli.screen import Screen, cell, echo
 from covey.cli.startup import STARTING, AsJson, Trust, check_out, resolved, waiting
 from covey.config import Config
@@ -84,8 +84,8 @@ def list_command(
     as_json: AsJson = False,
 ) -> None:
     """List the rewards, or describe one reward with its options."""
-    from covey.rewards.build import REWARDS, find_reward
     from covey.rewards.published import gamed_by
+    from covey.rewards.registry import REWARDS, find_reward
 
     names = list(REWARDS) if name is None else [name]
     rows = [described(n, find_reward(n)) for n in names]

@@ -29,7 +29,7 @@ from covey.environments.environment import Environment, Factory, Start, Step
 from covey.environments.host import Host, InlineHost, make_host
 from covey.environments.play import Played, call, play
 from covey.environments.registry import ENVIRONMENTS, environment_factory, make_factory
-from covey.environments.tools import ToolEnvironment, ToolError
+from covey.environments.tool_environment import ToolEnvironment, ToolError
 
 __all__ = [
     "ENVIRONMENTS",

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from covey.environments.environment import Start, appended
-from covey.environments.tools import Tool, ToolEnvironment, tools_of
+from covey.environments.tool_environment import Tool, ToolEnvironment, tools_of
 from covey.errors import ConfigError
 from covey.types import Prompt
 

@@ -7,7 +7,7 @@ from random import Random
 from typing import ClassVar
 
 from covey.environments.environment import Start
-from covey.environments.tools import ToolEnvironment, ToolError
+from covey.environments.tool_environment import ToolEnvironment, ToolError
 from covey.rewards.math.arithmetic_expression import ExpressionError, evaluate
 from covey.types import Message, Prompt
 

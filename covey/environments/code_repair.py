@@ -15,7 +15,7 @@ from typing import Any
 
 from covey.environments.environment import Start, Step, appended
 from covey.environments.programs import Programs
-from covey.environments.tools import ToolEnvironment, ToolError
+from covey.environments.tool_environment import ToolEnvironment, ToolError
 from covey.errors import ConfigError
 from covey.rewards.code import extract_program, parse_tests, passes
 from covey.rewards.text import shortened

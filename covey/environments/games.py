@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 from covey.environments.environment import Start, Step, appended
-from covey.environments.tools import Tool, ToolEnvironment, tools_of
+from covey.environments.tool_environment import Tool, ToolEnvironment, tools_of
 from covey.errors import ConfigError
 from covey.types import Message, Prompt
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from covey.environments.programs import Programs
-from covey.environments.tools import ToolEnvironment
+from covey.environments.tool_environment import ToolEnvironment
 from covey.sandbox import Case
 
 _CELL = """\

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from covey.environments.environment import Start, Step
-from covey.environments.tools import ToolEnvironment, ToolError
+from covey.environments.tool_environment import ToolEnvironment, ToolError
 from covey.errors import ConfigError, DataError, nearest, reason
 from covey.rewards.citations import Citations
 from covey.rewards.text import shortened

@@ -1,7 +1,7 @@
 """Reward functions, which score completions. No torch here.
 
-The registry of rewards is `covey.rewards.build.REWARDS`. It is not imported here, so that a scoring
-process starts fast.
+The registry of rewards is `covey.rewards.registry.REWARDS`. It is not imported here, so that a
+scoring process starts fast.
 """
 
 from covey.rewards.length import LENGTH_PENALTIES, LengthPenalty

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from covey.config.options import resolve_options
+from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests

@@ -103,7 +103,7 @@ def run_in_ranks(config: Config, arguments: Sequence[str]) -> int:
 
 def ray_engine(config: Config, model: LanguageModel) -> Engine:
     """Build an engine that distributes requests over engines in Ray actors."""
-    from covey.cluster.engine import RayEngine
+    from covey.cluster.ray_engine import RayEngine
 
     cluster = config.cluster
     dtype = str(model.head.linear.weight.dtype).removeprefix("torch.")
@@ -162,7 +162,7 @@ def ray_scorer(config: Config, reward: Reward, identity: str) -> Scorer:
 
 def ray_reference(config: Config) -> Reference:
     """Return a frozen reference that runs in a Ray actor."""
-    from covey.cluster.reference import RayReference
+    from covey.cluster.ray_reference import RayReference
 
     if config.reference.kind != "frozen" or config.adapter.rank:
         raise ConfigError(

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from covey.config import Config, parse_config
 from covey.config.algorithm_names import PAIRED, check_algorithm_name
-from covey.config.options import choose, resolve_options
 from covey.config.reference_kinds import check_reference, check_teacher
+from covey.config.resolve_options import choose, resolve_options
 from covey.config.schema import Named, Reward
 from covey.environments.registry import NONE, find_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
 from covey.rewards import LENGTH_PENALTIES
 from covey.rewards import Reward as RewardFunction
-from covey.rewards.build import check_alone, make_reward, reward_options
+from covey.rewards.registry import check_alone, make_reward, reward_options
 from covey.run.best import check_metric
 from covey.run.health import check_names
 from covey.run.trackers.external import check_trackers

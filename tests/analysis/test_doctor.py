@@ -15,7 +15,7 @@ import pytest
 
 from covey.analysis.doctor import machine
 from covey.analysis.doctor.checkup import _fitting, examine_run, small
-from covey.analysis.doctor.engine import engine_checks, weights_check
+from covey.analysis.doctor.engine_checks import engine_checks, weights_check
 from covey.analysis.doctor.gradient import gradient_checks
 from covey.analysis.doctor.machine import resume_checks, reward_checks, sandbox_check
 from covey.analysis.doctor.result import Clock, Result

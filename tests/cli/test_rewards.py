@@ -16,7 +16,7 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config
-from covey.rewards.build import REWARDS
+from covey.rewards.registry import REWARDS
 from covey.run.folder import RunFolder
 from covey.run.trackers.console import before_and_after
 from covey.sandbox.program import isolation_problem

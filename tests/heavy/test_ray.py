@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="Ray is not installed here: make test-heavy")
 from covey.cluster.ray_client import Actors, Need, check_room, connect
 from covey.cluster.scoring import RayScorer
 from covey.errors import ConfigError, EngineError
-from covey.rewards.build import make_reward
+from covey.rewards.registry import make_reward
 from covey.scoring import Job
 from covey.types import Prompt
 from tests.heavy.runs import Run, check_run
@@ -102,7 +102,7 @@ def failing() -> object:
 
 
 def test_a_failure_in_an_actor_is_one_line_with_its_traceback() -> None:
-    from covey.cluster.engine import RayEngine
+    from covey.cluster.ray_engine import RayEngine
 
     connect("local")
     engine = RayEngine(

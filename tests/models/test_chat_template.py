@@ -20,7 +20,7 @@ from covey.errors import ConfigError, DataError, ModelError
 from covey.models.chat_template import Renderer, Template, make_renderer
 from covey.models.load_model import load_language_model
 from covey.models.template_worker import render
-from covey.rewards.build import make_reward
+from covey.rewards.registry import make_reward
 from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.rollout.prompts import prompt_notes

@@ -25,7 +25,7 @@ from typing import Any
 import covey.sandbox
 from covey.config.schema import Named
 from covey.rewards import Reward
-from covey.rewards.build import REWARDS, make_reward, reward_options
+from covey.rewards.registry import REWARDS, make_reward, reward_options
 from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools, make_task
 from covey.types import Prompt
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from covey.errors import DataError
-from covey.rewards.build import make_reward
 from covey.rewards.instructions import CHECKS, OPEN_INSTRUCT, follows, sentences
 from covey.rewards.language import language_of
+from covey.rewards.registry import make_reward
 from covey.tasks import make_task
 from covey.tasks.instructions import APART, MAKERS, TOPICS
 from covey.types import Prompt

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from covey.errors import ConfigError
-from covey.rewards.build import REWARDS
+from covey.rewards.registry import REWARDS
 from covey.sandbox import require_isolation
 
 pytest.importorskip("reasoning_gym")

@@ -19,8 +19,8 @@ from covey.analysis.lab.checks import solution_of
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Reward
-from covey.rewards.build import REWARDS, make_reward, reward_options
 from covey.rewards.completion_format import FORMATS, THINKING
+from covey.rewards.registry import REWARDS, make_reward, reward_options
 from covey.sandbox import require_isolation
 from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools, make_task
 from covey.types import Prompt

@@ -8,9 +8,9 @@ import pytest
 
 from covey.config.schema import Named
 from covey.errors import ConfigError
-from covey.rewards.build import make_reward, reward_options
 from covey.rewards.code import CodeTests
 from covey.rewards.math_answer import MathAnswer
+from covey.rewards.registry import make_reward, reward_options
 from covey.rewards.score import Reward, SkippedError
 from covey.rewards.text_match import ExactText, FuzzyText
 from covey.rewards.think_answer import ThinkAnswer

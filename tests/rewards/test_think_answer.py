@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from covey.errors import ConfigError
 from covey.rewards import Score, ThinkAnswer
-from covey.rewards.build import REWARDS
+from covey.rewards.registry import REWARDS
 from covey.rewards.think_answer import parse_think_answer, same_answer
 from covey.types import Prompt
 

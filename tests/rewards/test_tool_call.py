@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from covey.config.schema import Named
 from covey.errors import ConfigError
-from covey.rewards.build import make_reward, reward_options
+from covey.rewards.registry import make_reward, reward_options
 from covey.rewards.tool_call import Call, ToolCall, only_call, parse_call, same_value
 from covey.types import Prompt
 

@@ -10,7 +10,7 @@ import pytest
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Score, ThinkAnswer, as_reward
-from covey.rewards.build import make_reward, reward_options
+from covey.rewards.registry import make_reward, reward_options
 from covey.rewards.score import Call
 from covey.rewards.user import UserFunction, check_columns
 from covey.types import Prompt

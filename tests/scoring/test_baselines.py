@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from covey.config import load_config
-from covey.rewards.build import make_reward, reward_options
+from covey.rewards.registry import make_reward, reward_options
 from covey.rewards.score import Score
 from covey.rewards.user import as_reward
 from covey.scoring import InlineScorer

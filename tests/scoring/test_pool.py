@@ -15,8 +15,8 @@ import pytest
 from covey.config.schema import Scoring
 from covey.errors import ConfigError, RewardError
 from covey.rewards import ThinkAnswer, as_reward
-from covey.rewards.build import REWARDS
 from covey.rewards.code import CodeTests
+from covey.rewards.registry import REWARDS
 from covey.scoring import InlineScorer, Job, Pool, ScoreResult, make_scorer
 from covey.types import Prompt
 from tests.processes import alive, wait_until

@@ -22,10 +22,10 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import RewardError
 from covey.rewards import as_reward
-from covey.rewards.build import make_reward
 from covey.rewards.format import ThinkAnswerForm
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
+from covey.rewards.registry import make_reward
 from covey.run.folder import RunFolder
 from covey.run.resume import start_of
 from covey.scoring import Job, Pool, ScoreResult, make_scorer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.config.options import resolve_options
+from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.tasks import Arithmetic, Mixed, bad_rows_of

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 
-from covey.config.options import resolve_options
+from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.tasks import ReasoningGym

@@ -24,7 +24,7 @@ from covey.errors import ConfigError, DataError
 from covey.models.language_model import LanguageModel
 from covey.models.micro_batches import micro_batches
 from covey.rewards import ThinkAnswer
-from covey.rewards.build import make_reward
+from covey.rewards.registry import make_reward
 from covey.rewards.score import Reward
 from covey.rng import sft_indices
 from covey.rollout.episode import encode_prompts

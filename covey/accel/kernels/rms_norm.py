@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.early_start import early_start
-from covey.accel.unrecorded import call
+from covey.accel.skip_autograd import call
 
 PROGRAMS = 512
 """Maximum number of Triton programs in the backward pass. Each Triton program sums the gradient of

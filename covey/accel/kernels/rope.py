@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from covey.accel.unrecorded import call
+from covey.accel.skip_autograd import call
 from covey.accel.varlen_attention import KeyIndex
 
 

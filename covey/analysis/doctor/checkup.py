@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from covey.analysis.doctor.engine import ARRIVES, engine_checks, weights_check
+from covey.analysis.doctor.engine_checks import ARRIVES, engine_checks, weights_check
 from covey.analysis.doctor.gradient import gradient_checks
 from covey.analysis.doctor.machine import PROMPTS, resume_checks, reward_checks, sandbox_check
 from covey.analysis.doctor.result import Clock, Result, results_of

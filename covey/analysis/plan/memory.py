@@ -12,7 +12,6 @@ from __future__ import annotations
 from covey.accel.sizes import CHUNK_STEP, LIVE_COPIES, chunk_rows, padded_tokens
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
 from covey.analysis.plan.engine_memory import engine_parts
-from covey.analysis.plan.engine_sizes import largest_micro_batch
 from covey.analysis.plan.forecast import (
     ALWAYS,
     FRAMEWORK,
@@ -22,6 +21,7 @@ from covey.analysis.plan.forecast import (
     Part,
     RunFacts,
 )
+from covey.analysis.plan.largest_micro_batch import largest_micro_batch
 from covey.analysis.plan.model_shape import Shape, shape_of
 from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config

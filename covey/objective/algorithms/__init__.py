@@ -11,11 +11,11 @@ from types import MappingProxyType
 
 from covey.objective.algorithms import (
     clipped,
-    critic,
     distillation,
+    dpo,
     grouped,
     off_policy,
-    pairs,
+    ppo,
     sequence,
     token,
     weighted,
@@ -59,9 +59,9 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
             distillation.opd,
             distillation.sdpo,
             grouped.gigpo,
-            critic.ppo,
-            pairs.dpo,
-            pairs.ipo,
+            ppo.ppo,
+            dpo.dpo,
+            dpo.ipo,
         )
     }
 )

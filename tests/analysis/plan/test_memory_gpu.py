@@ -16,8 +16,8 @@ from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.packing import host_rows, pack
 from covey.analysis.plan import activations
 from covey.analysis.plan.activations import Pass, Saved
-from covey.analysis.plan.engine_sizes import largest_micro_batch
 from covey.analysis.plan.forecast import ALWAYS, Device, Forecast
+from covey.analysis.plan.largest_micro_batch import largest_micro_batch
 from covey.analysis.plan.memory import forecast
 from covey.analysis.plan.model_shape import measure
 from covey.analysis.plan.task_facts import TaskFacts, task_facts

@@ -1,4 +1,4 @@
-"""Train the embedded calculator model (`python -m covey.embedded.calculator FOLDER`).
+"""Train the embedded calculator model (`python -m covey.embedded.calculator_recipe FOLDER`).
 
 A Llama of 270 thousand parameters is trained with SFT on products of three-digit numbers, which
 such a small model cannot compute. Most solutions in the training data are guesses, like the first

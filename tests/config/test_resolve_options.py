@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from covey.config import load_config, recipe_names, to_toml
-from covey.config.options import choose, resolve_options
+from covey.config.resolve_options import choose, resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError
-from covey.rewards.build import REWARDS
+from covey.rewards.registry import REWARDS
 from covey.tasks import TASKS
 from covey.training.resolve import objective_of, resolve, reward_of, task_of
 

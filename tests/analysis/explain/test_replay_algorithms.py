@@ -7,7 +7,13 @@ import torch
 
 from covey.analysis.explain.effect import effect, parameter_gradients, whole_effect
 from covey.analysis.explain.recorded import policy_before, read_step
-from covey.analysis.explain.replay import families, length_bins, multiple, objectives, replay
+from covey.analysis.explain.replay_algorithms import (
+    families,
+    length_bins,
+    multiple,
+    objectives,
+    replay,
+)
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
 from covey.objective import build as build_objective

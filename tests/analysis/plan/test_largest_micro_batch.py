@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covey.analysis.plan import engine_sizes as sizes
+from covey.analysis.plan import largest_micro_batch as sizes
 from covey.models.micro_batches import balanced_parts
 from tests.analysis.plan.test_memory import equal_rows
 
