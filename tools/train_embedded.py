@@ -1,4 +1,4 @@
-"""Train the embedded model (`python -m covey.embedded.recipe FOLDER`).
+"""Train the embedded model (`python -m tools.train_embedded [FOLDER]`).
 
 A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
 solutions:
