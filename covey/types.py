@@ -391,7 +391,7 @@ class Totals:
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count a batch's rollouts, groups and tokens, including rollouts without trained tokens."""
+        """Count a batch's rollouts, groups and tokens; an untrained rollout counts as a rollout."""
         rollout = None if batch.one_row_each else batch.rollout
         return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
 
