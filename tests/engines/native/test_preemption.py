@@ -65,6 +65,7 @@ def test_a_small_pool_gives_the_same_completions(
         assert [s.kept for s in mine.segments] == [s.kept for s in theirs.segments]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process cannot use CUDA")
 @pytest.mark.usefixtures("_forked_workers")
 def test_engines_in_other_processes_report_their_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
