@@ -62,6 +62,7 @@ LAYERS: dict[str, set[str]] = {
     "evaluation": {"engines", "rng", "rollout", "scoring", *PLAIN},
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}
+LAYERS["screen"] = {"escape"}
 LAYERS["analysis"] = {*LAYERS, "analysis"} - {"", "cli"}
 # The web page reads run folders; it makes reports of comparisons when they are opened.
 LAYERS["ui"] = {"run", "embedded", "analysis.page", "analysis.compare", *PLAIN}

@@ -71,17 +71,19 @@ class Setup:
     facts: TaskFacts = UNKNOWN
 
     @property
-    def one_update(self) -> bool:
-        """Whether every ratio is 1 because each rollout batch is used for one optimizer step.
+    def single_optimizer_step(self) -> bool:
+        """Whether every ratio is 1 because a training step takes one optimizer step.
 
-        `one_update` is False if a training step may use rollouts that older weights generated.
+        False if a training step may use rollouts that older weights generated.
         """
         return self.config.train.updates == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
         """Whether every ratio is 1, including ratios of trainer to engine probabilities."""
-        return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
+        return self.single_optimizer_step and (
+            self.exact or "sampler_as_old" not in self.objective.needs
+        )
 
     @property
     def truncates(self) -> bool:
