@@ -1,4 +1,4 @@
-"""Helpers for Covey's subprocesses: build commands, end with a parent, pickle, describe exits."""
+"""Helpers for subprocesses: build commands, end with the parent, pickle objects, describe exits."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
     """Start a thread that kills this process and its children once the process `parent` has ended.
 
-    This process must lead a session. Without this function, processes of a killed trainer would run
-    on, and occupy memory and GPUs.
+    Otherwise the processes of a killed trainer would run on and occupy memory and GPUs. This
+    process must lead a session, because the whole process group is killed.
     """
 
     def watch() -> None:
@@ -49,7 +49,7 @@ def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) 
 
 
 def pickled(thing: Any, name: str) -> bytes:
-    """Pickle an object for another process. `name` is the name of the object in error messages."""
+    """Pickle an object for another process; error messages call the object `name`."""
     why = "it is defined in the main script, which every process would run again"
     try:
         payload = pickle.dumps(thing)
@@ -64,7 +64,7 @@ def pickled(thing: Any, name: str) -> bytes:
 
 
 def how_ended(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait at most `seconds` for a process to end; return text that says how it ended."""
+    """Wait at most `seconds` for a process to end; return how it ended, for an error message."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:

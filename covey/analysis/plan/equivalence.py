@@ -85,7 +85,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects and not setup.exact
-    drifts = not (setup.one_update and setup.exact)  # from the policy that sampled
+    drifts = not (setup.single_optimizer_step and setup.exact)  # from the policy that sampled
     return {
         "advantage": _advantage(setup),
         **_gain(setup),
@@ -139,7 +139,7 @@ def reference_is_policy(setup: Setup) -> bool:
     reference = setup.config.reference
     whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
     # Within a batch the policy moves away from the reference, which affects a KL in the loss.
-    unseen = setup.one_update or setup.objective.kl_in == "reward"
+    unseen = setup.single_optimizer_step or setup.objective.kl_in == "reward"
     return whole and unseen and setup.config.train.updates % reference.every == 0
 
 
@@ -192,7 +192,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
     picked = None
     if marks is not None:
         options = dict(piece_of(marks).options)
-        if setup.one_update:  # the clip excludes no candidates
+        if setup.single_optimizer_step:  # the clip excludes no candidates
             options = {k: v for k, v in options.items() if k not in ("clip_low", "clip_high")}
         picked = Piece(function_of(marks), tuple(sorted(options.items())))
     return {"ratio": kind, "surrogate": surrogate, "weights": token_weights, "marks": picked}

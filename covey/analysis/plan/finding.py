@@ -70,17 +70,19 @@ class Setup:
     facts: TaskFacts = UNKNOWN
 
     @property
-    def one_update(self) -> bool:
-        """Whether every ratio is 1 because each rollout batch is used for one optimizer step.
+    def single_optimizer_step(self) -> bool:
+        """Whether every ratio is 1 because a training step takes one optimizer step.
 
-        This is false if a training step may use rollouts that older weights generated.
+        False if a training step may use rollouts that older weights generated.
         """
         return self.config.train.updates == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
         """Whether every ratio is 1, including the ratios of trainer to engine probabilities."""
-        return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
+        return self.single_optimizer_step and (
+            self.exact or "sampler_as_old" not in self.objective.needs
+        )
 
     @property
     def truncates(self) -> bool:

@@ -53,11 +53,12 @@ def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
 
 def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
     differences = _differences([setups[name].config for name in names])
-    one_update = all(setups[name].one_update for name in names)
+    single = all(setups[name].single_optimizer_step for name in names)
     why, remedy = "", "keep only one of these arms"
-    if one_update:
-        why = "With one update per rollout, every ratio is 1, so ratios and clips have no effect. "
-        remedy = "take several updates per rollout, such as train.mini_batches = 4, or keep only "
+    if single:
+        why = "With one optimizer step per training step, every ratio is 1, so ratios and clips "
+        why += "have no effect. "
+        remedy = "take several optimizer steps, such as train.mini_batches = 4, or keep only "
         remedy += "one of these arms"
     what = f"{', '.join(differences)}, which changes no gradient here" if differences else "nothing"
     said = Said(
@@ -66,7 +67,7 @@ def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
         why=f"{why}The arms differ in {what}: any difference between their results is chance.",
         remedy=remedy,
     )
-    return said.finding("same", "one-update-per-rollout" if one_update else "arms-of-a-comparison")
+    return said.finding("same", "single-optimizer-step" if single else "arms-of-a-comparison")
 
 
 def _proportional_runs(names: list[str]) -> Finding:
@@ -78,7 +79,7 @@ def _proportional_runs(names: list[str]) -> Finding:
         remedy="keep only one of these arms, or compare algorithms that differ in more than a "
         "constant factor",
     )
-    return said.finding("same", "a-constant-factor")
+    return said.finding("same", "constant-factors")
 
 
 def _other_settings(setup: Setup) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
     )
     if not config.filter.dynamic_sampling:
         del rest["filter"]["max_rounds"]
-    if setup.one_update and "old_logp" not in setup.objective.needs:
+    if setup.single_optimizer_step and "old_logp" not in setup.objective.needs:
         del rest["train"]["old_logp"]
     if normal_form(setup)["penalty"] is None:
         del rest["reference"]

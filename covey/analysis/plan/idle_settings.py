@@ -27,7 +27,7 @@ UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that determine the number of optimizer steps per rollout batch."""
 TOKEN_SIZED_CLIP = 0.1
 """Clip ranges from this size on are too wide for a sequence-level ratio."""
-FEW_UPDATES = 4
+FEW_STEPS = 4
 """The rule about wide clip ranges applies up to this number of optimizer steps per epoch."""
 SMALL_RATE = 1e-5
 """Maximum learning rate for which the rule about wide clip ranges applies."""
@@ -55,29 +55,30 @@ def changed_options(setup: Setup, *names: str) -> dict[str, str]:
     }
 
 
-@rule("same", "one-update-per-rollout")
+@rule("same", "single-optimizer-step")
 def one_update_equivalence(setup: Setup) -> Iterator[Said]:
-    """Report algorithms that have equal gradients with one update per rollout batch."""
-    others = equivalent_algorithms(setup) if setup.one_update else []
+    """Report algorithms that have equal gradients with a single optimizer step."""
+    others = equivalent_algorithms(setup) if setup.single_optimizer_step else []
     if others:
         name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step
         # More mini-batches than prompts would split groups.
         more = "train.epochs = 2" if prompts == 1 else f"train.mini_batches = {min(4, prompts)}"
         yield Said(
             ("objective.name", *UPDATES),
-            title=f"with one update per rollout {name} is the same as {', '.join(others)}",
+            title=f"with one optimizer step per training step {name} is the same as "
+            f"{', '.join(others)}",
             why="The trained policy is the policy that generated the completions, so every ratio "
             "is exactly 1. Clips have no effect, and a sequence-level ratio has the same gradient "
             "as token ratios.",
-            remedy=f"nothing, if this is intended; with several updates, such as {more}, the "
-            "algorithms differ",
+            remedy=f"nothing, if this is intended; with several optimizer steps, such as {more}, "
+            "the algorithms differ",
         )
 
 
-@rule("idle", "one-update-per-rollout")
+@rule("idle", "single-optimizer-step")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
     """Report settings that act only if the policy has changed since generation."""
-    if not setup.one_update:
+    if not setup.single_optimizer_step:
         return
     names = ["dual"] if setup.option("dual") else []
     if setup.option("off_policy_limit") and setup.exact:
@@ -93,14 +94,14 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
         have = "has" if len(names) == 1 else "have"
         yield Said(
             (*(f"objective.{name}" for name in names), "objective.name", "model.dtype", *UPDATES),
-            title=f"{settings} {have} no effect with one update per rollout",
+            title=f"{settings} {have} no effect with one optimizer step per training step",
             why="Such a setting acts only if the policy has changed since it generated the "
-            "completions. With one update it has not, and the gradient of the setting is 0.",
-            remedy="take several updates (train.mini_batches), or remove the setting",
+            "completions. With one optimizer step it has not changed, and the gradient is 0.",
+            remedy="take several optimizer steps (train.mini_batches), or remove the setting",
         )
 
 
-@rule("idle", "one-update-per-rollout")
+@rule("idle", "single-optimizer-step")
 def old_logp_unread(setup: Setup) -> Iterator[Said]:
     """Report `train.old_logp` in a run where this setting has no effect."""
     source, objective = setup.config.train.old_logp, setup.objective
@@ -109,8 +110,8 @@ def old_logp_unread(setup: Setup) -> Iterator[Said]:
     if "old_entropy" in objective.needs and source == "sampler":
         why = "The algorithm needs the entropy of the old policy, which takes a forward pass of "
         why += "the trainer; old_logp comes from the same pass."
-    elif setup.one_update and not objective.needs & {"old_logp", "old_entropy"}:
-        why = "With one update per rollout, old_logp equals logp."
+    elif setup.single_optimizer_step and not objective.needs & {"old_logp", "old_entropy"}:
+        why = "With one optimizer step per training step, old_logp equals logp."
     else:
         return
     yield Said(
@@ -121,13 +122,13 @@ def old_logp_unread(setup: Setup) -> Iterator[Said]:
     )
 
 
-@rule("idle", "the-clip-of-a-sequence-ratio")
+@rule("idle", "clip-range-of-a-sequence-ratio")
 def clip_never_acts(setup: Setup) -> Iterator[Said]:
     """Report a sequence-level ratio with a clip range meant for token ratios."""
     low, high = (setup.option(name, 0.0) for name in ("clip_low", "clip_high"))
     per_sequence = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
     train = setup.config.train
-    short = train.epochs == 1 and 1 < train.mini_batches <= FEW_UPDATES
+    short = train.epochs == 1 and 1 < train.mini_batches <= FEW_STEPS
     near = short and setup.config.optimizer.learning_rate <= SMALL_RATE
     if setup.surrogate is not surrogates.clipped or not per_sequence or not near:
         return
@@ -137,8 +138,8 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
             title=f"objective.clip_low = {low}, clip_high = {high} hardly ever clip a "
             "sequence-level ratio",
             why="A sequence-level ratio is a mean over the tokens of a completion, so it changes "
-            f"far less than token ratios. In {train.mini_batches} updates at this learning rate, "
-            "even token ratios change little. The paper's bounds are 0.0003 and 0.0004.",
+            f"far less than token ratios. In {train.mini_batches} optimizer steps at this learning "
+            "rate, even token ratios change little. The paper's bounds are 0.0003 and 0.0004.",
             remedy="set objective.clip_low = 3e-4 and objective.clip_high = 4e-4",
         )
 
@@ -426,16 +427,17 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
         )
 
 
-@rule("idle", "one-update-per-rollout")
+@rule("idle", "single-optimizer-step")
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
-    """Report a value clip that one optimizer step per rollout batch makes ineffective."""
+    """Report a value clip that one optimizer step per training step makes ineffective."""
     clip = setup.option("value_clip")
     if clip and "values" in setup.objective.needs and setup.config.train.updates == 1:
         yield Said(
             ("objective.value_clip", "train.mini_batches", "train.epochs"),
-            title=f"objective.value_clip = {clip!r} has no effect with one update per rollout",
+            title=f"objective.value_clip = {clip!r} has no effect with one optimizer step per "
+            "training step",
             why="The critic has not changed since its values were computed.",
-            remedy="nothing, or take several updates (train.mini_batches)",
+            remedy="nothing, or take several optimizer steps (train.mini_batches)",
         )
 
 

@@ -179,16 +179,16 @@ def split_groups(setup: Setup) -> Iterator[Said]:
         )
 
 
-@rule("risk", "the-clip-of-a-sequence-ratio")
+@rule("risk", "clip-range-of-a-sequence-ratio")
 def tight_clip(setup: Setup) -> Iterator[Said]:
     """Report token ratios with a clip range meant for a sequence-level ratio."""
     low, high = (setup.option(name, 1.0) for name in ("clip_low", "clip_high"))
     of_tokens = setup.objective.ratio is ratio.token and setup.surrogate is surrogates.clipped
-    if not setup.one_update and of_tokens and max(low, high) < TIGHT_CLIP:
+    if not setup.single_optimizer_step and of_tokens and max(low, high) < TIGHT_CLIP:
         yield Said(
             ("objective.clip_low", "objective.clip_high", "objective.name", "train.mini_batches"),
             title=f"objective.clip_low = {low}, clip_high = {high} clip token ratios at the first "
-            "update",
+            "optimizer step",
             why="Bounds of this size are for sequence-level ratios, which move far less than those "
             "of tokens.",
             remedy="set objective.clip_low = 0.2 and objective.clip_high = 0.2, or objective.name "
