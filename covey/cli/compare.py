@@ -13,10 +13,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from covey.cli.screen import Screen, cell
 from covey.cli.startup import Model, Smoke, Trust, settings_of
 from covey.config import toml_value
 from covey.errors import ConfigError
+from covey.screen import Screen, cell
 
 if TYPE_CHECKING:
     from covey.analysis.compare.comparison_folder import Design

@@ -13,7 +13,6 @@ import typer
 
 from covey.analysis.doctor.result import LIMIT, Clock, Result
 from covey.cli.runs import show_results
-from covey.cli.screen import Screen
 from covey.cli.startup import (
     STARTING,
     AsJson,
@@ -28,6 +27,7 @@ from covey.cli.startup import (
 from covey.config import Config
 from covey.run.files import write_text
 from covey.run.folder import RunFolder
+from covey.screen import Screen
 
 Target = Annotated[
     str | None,

@@ -14,8 +14,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from covey.cli.checkpoint_choice import run_around, weights_of
-from covey.cli.screen import Screen, cell
 from covey.cli.startup import (
     STARTING,
     AsJson,
@@ -29,10 +27,12 @@ from covey.cli.startup import (
 from covey.config import Config, toml_value
 from covey.errors import DataError, RewardError
 from covey.models.model_path import check_model_path
+from covey.run.checkpoint_choice import run_around, weights_of
 from covey.run.estimate_text import change_text, estimate_text
 from covey.run.files import write_text
 from covey.run.folder import RunFolder
 from covey.run.trackers.console import evaluation_line
+from covey.screen import Screen, cell
 
 if TYPE_CHECKING:
     from covey.evaluation import Comparison

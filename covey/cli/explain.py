@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from covey.cli.screen import cell, number_column, wide_console
 from covey.cli.startup import STARTING, AsJson, Trust, tell_edited, waiting
 from covey.errors import ConfigError
 from covey.escape import finite, printable
 from covey.run.folder import RunFolder
+from covey.screen import cell, number_column, wide_console
 
 if TYPE_CHECKING:
     from covey.analysis.explain.explained_step import (

@@ -25,13 +25,13 @@ from covey.cli.recipes import recipes_command
 from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import app as runs_app
-from covey.cli.screen import Screen
 from covey.cli.sft import sft_command
 from covey.cli.tasks import tasks_command
 from covey.cli.train import train_command
 from covey.cli.ui import ui_command
 from covey.errors import CoveyError, reason
 from covey.escape import printable
+from covey.screen import Screen
 from covey.training.parallel.lifeline import RankError, Reported
 from covey.trust import scoped_trust
 

@@ -12,7 +12,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from covey.cli.screen import cell, echo, number_column, wide_console
 from covey.cli.startup import (
     STARTING,
     AsJson,
@@ -31,6 +30,7 @@ from covey.run.folder import RunFolder
 from covey.run.records import to_stderr
 from covey.run.resume import last_good
 from covey.run.trackers import Tracker
+from covey.screen import cell, echo, number_column, wide_console
 
 if TYPE_CHECKING:
     from covey.analysis.numerics.measure_gaps import Report

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covey.cli.screen import Screen
 from covey.cli.startup import (
     AsJson,
     Model,
@@ -26,6 +25,7 @@ from covey.cli.startup import (
 from covey.config import Config, load_config
 from covey.errors import CoveyError
 from covey.models.model_path import prepare_hub
+from covey.screen import Screen
 
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding

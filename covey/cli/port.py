@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from covey.cli.screen import echo
 from covey.errors import ConfigError, reason
+from covey.screen import echo
 
 app = typer.Typer(
     help="Convert the options of another library's training script to a Covey configuration.",

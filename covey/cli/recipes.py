@@ -10,9 +10,9 @@ from typing import Any
 import typer
 
 from covey.cli.lists import show_list
-from covey.cli.screen import Screen
 from covey.cli.startup import AsJson
 from covey.config.load import RECIPES, recipe_names
+from covey.screen import Screen
 
 
 def recipes_command(as_json: AsJson = False) -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from covey.cli.screen import echo
 from covey.cli.startup import STARTING, waiting
 from covey.config.reference_kinds import read_token
 from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
+from covey.screen import echo
 
 if TYPE_CHECKING:
     from covey.reference.server import ServerSettings

@@ -15,10 +15,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from covey.cli.lists import described, show_options
-from covey.cli.screen import Screen, cell, echo
 from covey.cli.startup import STARTING, AsJson, Trust, check_out, resolved, waiting
 from covey.config import Config
 from covey.errors import RewardError
+from covey.screen import Screen, cell, echo
 
 if TYPE_CHECKING:
     from covey.analysis.lab.cases import Case

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from covey.cli.screen import UNLIMITED, Screen, cell, echo
 from covey.cli.startup import AsJson, Trust, tell_edited, waiting
 from covey.errors import RunError
 from covey.run.estimate_text import estimate_text
@@ -21,6 +20,7 @@ from covey.run.folder import FAILURE, RunFolder, limit_of, list_runs, settings_o
 from covey.run.health import silence, timeline
 from covey.run.records import turn_lines, unsaid
 from covey.run.reward_changes import logged_change
+from covey.screen import UNLIMITED, Screen, cell, echo
 
 if TYPE_CHECKING:
     from covey.analysis.doctor.result import Result

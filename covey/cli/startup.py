@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
 from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
 from covey.run.settings import edited_settings
+from covey.screen import Screen, echo
 from covey.trust import trust
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.cli.screen import echo
 from covey.errors import ConfigError, RunError, reason
+from covey.screen import echo
 
 if TYPE_CHECKING:
     from covey.ui.server import Server

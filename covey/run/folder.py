@@ -233,6 +233,14 @@ class RunFolder:
         """Whether `covey sft` made the run."""
         return self.environment(unsaid).get("kind") in SFT_KINDS
 
+    def check_kind(self, *, sft: bool) -> None:
+        """Raise RunError if an SFT run is resumed with RL, or an RL run with SFT."""
+        if self.is_sft != sft:
+            kind, command = ("an SFT run", "sft") if self.is_sft else ("not an SFT run", "train")
+            raise RunError(
+                f"{self.path} is {kind}; resume it with: covey {command} --resume {self.path}"
+            )
+
     def _rollouts_file(self, step: int) -> Path:
         return self.path / "rollouts" / f"{step:06d}.jsonl"
 

@@ -9,13 +9,9 @@ the same results.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,40 +28,23 @@ from covey.engines.protocol import (
     WeightSource,
 )
 from covey.errors import ModelError
-from covey.subprocesses import how_ended, module_command
+from covey.subprocesses import PipedProcess
 
 POLL_SECONDS = 0.005
 """Seconds between two calls of the request source's `take` during generation."""
-EXIT_SECONDS = 5.0
 MOST_DEATHS = 3
 """The run fails if the engine's process dies this many times without a completion in between."""
 
 
-class _Process:
+class _Process(PipedProcess):
     """A running engine process, with a pipe for requests and a pipe for control."""
 
     def __init__(self, module: str, setup: Any, weights: SharedWeights) -> None:
-        self.work, work = Pipe()
-        self.control, control = Pipe()
-        descriptors = [work.fileno(), control.fileno()]
         shared = weights.handle.descriptor
-        self.process = subprocess.Popen(
-            module_command(module, *map(str, descriptors)),
-            pass_fds=[*descriptors, *([shared] if shared >= 0 else [])],
-            start_new_session=True,  # Ctrl-C reaches only the trainer, which then ends this process
-        )
-        work.close()
-        control.close()
+        super().__init__(module, pipes=2, inherited=(shared,) if shared >= 0 else ())
+        self.work, self.control = self.connections
         with contextlib.suppress(OSError):  # waiting for the reply raises if it has died
             self.control.send((setup, weights.handle, torch.get_num_threads()))
-
-    def kill(self) -> None:
-        """Kill the engine's process, and close its pipes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.work.close()
-        self.control.close()
 
 
 def _checked(connection: Connection) -> Any:
@@ -141,7 +120,7 @@ class ProcessEngine:
         with self.lock:
             if self.process is not process:
                 return
-            how = how_ended(process.process, EXIT_SECONDS)
+            how = process.how_ended()
             process.kill()
             self.process, self.ready = None, False
             self.deaths += 1
