@@ -82,6 +82,14 @@ def test_no_page_is_of_an_algorithm_that_is_not_there() -> None:
     assert {path.stem for path in ALGORITHM_PAGES.iterdir()} == {"README", *ALGORITHMS}
 
 
+def test_the_pages_give_the_number_of_algorithms_in_the_registry() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), ALGORITHM_PAGES / "README.md"]
+    number = re.compile(r"\b(\d+|\w+ty(?:-\w+)?)\s+algorithms\b")
+    found = {page: number.findall(page.read_text()) for page in pages}
+    assert found[ROOT / "README.md"] != []
+    assert {count for counts in found.values() for count in counts} == {str(len(ALGORITHMS))}
+
+
 def test_the_index_of_algorithms_is_generated_and_stands_there_once() -> None:
     text = (ALGORITHM_PAGES / "README.md").read_text()
     assert text.endswith("\n\n" + algorithm_pages.index())
