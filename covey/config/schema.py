@@ -721,8 +721,8 @@ class Save(Section):
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Steps between two sample pages, which show the completions with the highest and the lowest
-    rewards; 0: no pages."""
+    """Steps that a sample page covers. It shows the completions with the highest and the lowest
+    rewards of these steps; 0: no pages."""
     samples_shown: Positive = 20
     """Number of completions with the highest rewards, and also with the lowest, on a sample
     page."""
