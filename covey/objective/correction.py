@@ -91,8 +91,8 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""The number that a correction compares with its bounds if sampler and trainer agree.
+"""The number that a correction compares with its bounds if engine and trainer agree.
 
-Corrections that are not listed compare a ratio with their bounds. The ratio is 1 if sampler and
+Corrections that are not listed compare a ratio with their bounds. The ratio is 1 if engine and
 trainer agree.
 """

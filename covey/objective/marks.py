@@ -69,7 +69,7 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.T
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    A token's number is a hash of the sampler's log-probabilities of all tokens up to this token,
+    A token's number is a hash of the engine's log-probabilities of all tokens up to this token,
     and of the whole completion. Tokens in a common prefix therefore get different numbers in
     different completions. The numbers do not depend on row order, micro-batches or ranks, and are
     the same in a resumed run.

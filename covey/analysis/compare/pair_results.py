@@ -26,8 +26,8 @@ Decision = Literal[
     "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
     "nothing to compare",
 ]  # fmt: skip
-"""The verdict "same policy" means equal weights in every seed. The verdict "no difference" means
-equal results on every prompt. The verdicts "one seed" and "two seeds" mean that there are too few
+"""The decision "same policy" means equal weights in every seed. The decision "no difference" means
+equal results on every prompt. The decisions "one seed" and "two seeds" mean that there are too few
 seeds to rank the arms.
 """
 

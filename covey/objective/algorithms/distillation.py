@@ -30,8 +30,8 @@ def opd(*, task: float = 0.0) -> Objective:
     only the sampled token's log-probability.
 
     Choice: the student's log-probability is old_logp, which does not change between the optimizer
-    steps of a batch. Other libraries take the student's log-probability from the sampler or from
-    the current policy. With on-policy data, the old policy, the sampler and the current policy give
+    steps of a batch. Other libraries take the student's log-probability from the engine or from
+    the current policy. With on-policy data, the old policy, the engine and the current policy give
     the same log-probabilities.
     """
     return Objective(
