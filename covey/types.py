@@ -391,7 +391,7 @@ class Totals:
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count a batch's rollouts, groups and tokens; an untrained rollout counts as a rollout."""
+        """Count the rollouts (also those without trained tokens), groups and tokens of a batch."""
         rollout = None if batch.one_row_each else batch.rollout
         return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
 

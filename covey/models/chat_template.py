@@ -21,7 +21,6 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from signal import SIGPROF
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import jinja2
 
 from covey.errors import ConfigError, DataError, ModelError, nearest
-from covey.subprocesses import module_command
+from covey.subprocesses import PipedProcess
 from covey.types import Message
 
 FORMS = ("auto", "chat", "plain")
@@ -277,8 +276,7 @@ class RenderProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child: PipedProcess | None = None
         self._owner = 0
 
     def render(self, request: Mapping[str, Any]) -> str:
@@ -311,30 +309,22 @@ class RenderProcess:
 
     def _connected(self) -> Connection:
         # After a fork, parent and child share the pipe and could read each other's replies.
-        if self._connection is not None and self._owner == os.getpid():
-            return self._connection
-        here, there = Pipe()
-        command = module_command(
-            "covey.models.template_worker", str(there.fileno()), str(SECONDS), str(MEGABYTES)
-        )
-        self._process = subprocess.Popen(
-            command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        there.close()
-        self._connection, self._owner = here, os.getpid()
-        return here
+        if self._child is None or self._owner != os.getpid():
+            self._child = PipedProcess("covey.models.template_worker", str(SECONDS), str(MEGABYTES))
+            self._owner = os.getpid()
+        return self._child.connections[0]
 
     def _end(self) -> int:
         """End the process if it is still running, and return its exit code."""
-        if self._connection is None or self._process is None or self._owner != os.getpid():
+        child = self._child
+        if child is None or self._owner != os.getpid():
             return 0
-        self._connection.close()
+        child.connections[0].close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.2)
-        self._process.kill()
-        code = self._process.wait()
-        self._process = self._connection = None
-        return code
+            child.process.wait(0.2)
+        child.kill()
+        self._child = None
+        return child.process.returncode
 
 
 def _unusable_worker(code: int) -> ModelError:

@@ -194,9 +194,9 @@ METRICS: Mapping[str, Metric] = {
         "Optimizer steps of the newest weights that sampled for the step.", "optimizer steps"
     ),
     "engine/preemptions": Metric(
-        "Completions that the native engine paused since the last step because the KV cache was "
-        "full, and continued later. Only if there were any; a larger engine.cache_gigabytes avoids "
-        "them.",
+        "Completions that the engine paused since the last step because the KV cache was full, and "
+        "continued later. Only if there were any; a larger engine.cache_gigabytes (with vLLM, a "
+        "larger engine.vllm.memory) avoids them.",
         "completions",
         MACHINE,
     ),

@@ -1,8 +1,7 @@
 """Findings before training: equivalent algorithms, settings without effect, harmful settings.
 
 `findings` checks one resolved configuration, and `coincidences` checks the arms of a comparison.
-`findings` and `coincidences` do not load a model or data. The caller of `findings` passes the known
-properties of the data as `TaskFacts`.
+Neither loads a model or data; what is known about the data comes in as `TaskFacts`.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
     """Return a finding for each set of a comparison's arms that train in the same way.
 
-    Every configuration must be a result of `resolve`. Arms train in the same way if their gradients
-    are equal in every optimizer step, or differ only by a constant factor. Equal gradients are
-    identical bit for bit if the arms use the same arithmetic, and otherwise equal up to rounding.
+    Arms train in the same way if their gradients are equal in every optimizer step, or differ only
+    by a constant factor. Equal gradients are equal bit for bit if the arms use the same arithmetic,
+    and otherwise up to rounding. Every configuration must be a result of `resolve`.
     """
     setups = {name: setup_of(config) for name, config in configs.items()}
     forms = {name: normal_form(setup) for name, setup in setups.items()}

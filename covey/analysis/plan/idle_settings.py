@@ -26,13 +26,13 @@ from covey.training.resolve import reward_of
 UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that determine the number of optimizer steps per rollout batch."""
 TOKEN_SIZED_CLIP = 0.1
-"""The smallest clip range that counts as too wide for a sequence-level ratio."""
+"""Clip ranges from this size on are too wide for a sequence-level ratio."""
 FEW_STEPS = 4
 """The rule about wide clip ranges applies up to this number of optimizer steps per epoch."""
 SMALL_RATE = 1e-5
 """Maximum learning rate for which the rule about wide clip ranges applies."""
 NOTICEABLE_BETA = 1.1
-"""An adaptive beta that changes by less than a factor of NOTICEABLE_BETA in a run counts as fixed.
+"""An adaptive beta counts as fixed if it changes by less than this factor in a run.
 """
 
 
@@ -57,7 +57,7 @@ def changed_options(setup: Setup, *names: str) -> dict[str, str]:
 
 @rule("same", "single-optimizer-step")
 def one_update_equivalence(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms that have equal gradients with a single optimizer step."""
+    """Report algorithms that have equal gradients with a single optimizer step."""
     others = equivalent_algorithms(setup) if setup.single_optimizer_step else []
     if others:
         name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step
@@ -77,7 +77,7 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "single-optimizer-step")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
-    """Rule about settings that act only if the policy has changed since generation."""
+    """Report settings that act only if the policy has changed since generation."""
     if not setup.single_optimizer_step:
         return
     names = ["dual"] if setup.option("dual") else []
@@ -103,7 +103,7 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "single-optimizer-step")
 def old_logp_unread(setup: Setup) -> Iterator[Said]:
-    """Rule about `train.old_logp` in a run where this setting has no effect."""
+    """Report `train.old_logp` in a run where this setting has no effect."""
     source, objective = setup.config.train.old_logp, setup.objective
     if source == "auto":
         return
@@ -124,7 +124,7 @@ def old_logp_unread(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "clip-range-of-a-sequence-ratio")
 def clip_never_acts(setup: Setup) -> Iterator[Said]:
-    """Rule about a sequence-level ratio with a clip range meant for token ratios."""
+    """Report a sequence-level ratio with a clip range meant for token ratios."""
     low, high = (setup.option(name, 0.0) for name in ("clip_low", "clip_high"))
     per_sequence = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
     train = setup.config.train
@@ -146,7 +146,7 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def penalty_settings(setup: Setup) -> Iterator[Said]:
-    """Rule about KL-penalty and reference-policy settings that have no effect."""
+    """Report KL-penalty and reference-policy settings that have no effect."""
     if not setup.objective.beta:
         idle = changed(setup.config.reference) | changed_options(setup, "kl", "kl_in")
         if idle:
@@ -183,7 +183,7 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def adaptive_beta(setup: Setup) -> Iterator[Said]:
-    """Rule about an adaptive beta that has no KL target, or that hardly changes within the run."""
+    """Report an adaptive beta that has no KL target, or that hardly changes within the run."""
     config, objective = setup.config, setup.objective
     if not objective.kl_target:
         idle = changed_options(setup, "kl_horizon")
@@ -210,7 +210,7 @@ def adaptive_beta(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def correction_bounds(setup: Setup) -> Iterator[Said]:
-    """Rule about bounds of an off-policy correction in a run without a correction."""
+    """Report bounds of an off-policy correction in a run without a correction."""
     if setup.option("correction", "none") != "none":
         return
     names = ["correction_low", "correction_high"]
@@ -227,7 +227,7 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def nothing_to_correct(setup: Setup) -> Iterator[Said]:
-    """Rule about an off-policy correction when engine and trainer log-probs already agree."""
+    """Report an off-policy correction when engine and trainer log-probs already agree."""
     idle = changed_options(setup, "correction", "veto")
     if idle and setup.exact and not setup.config.stale:
         yield Said(
@@ -240,7 +240,7 @@ def nothing_to_correct(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "filters")
 def filters(setup: Setup) -> Iterator[Said]:
-    """Rule about settings in [filter] and [overlap] that have no effect."""
+    """Report settings in [filter] and [overlap] that have no effect."""
     chosen, overlap = setup.config.filter, setup.config.overlap
     cases = [
         (
@@ -280,7 +280,7 @@ def filters(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def length_penalty_unread(setup: Setup) -> Iterator[Said]:
-    """Rule about a length penalty that the advantage ignores, or that never applies."""
+    """Report a length penalty that the advantage ignores, or that never applies."""
     section, longest = setup.config.length_penalty, setup.config.rollout.max_tokens
     if section.name != "none" and setup.advantage in IGNORES_REWARD:
         algorithm_name = setup.config.objective.name
@@ -304,7 +304,7 @@ def length_penalty_unread(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def keeps_all(setup: Setup) -> Iterator[Said]:
-    """Rule about a value of `objective.keep` that filters out no completion."""
+    """Report a value of `objective.keep` that filters out no completion."""
     size, keep = setup.config.rollout.group_size, setup.option("keep", 0)
     if keep >= size:
         yield Said(
@@ -317,7 +317,7 @@ def keeps_all(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def one_part(setup: Setup) -> Iterator[Said]:
-    """Rule about `objective.parts` with only one reward component."""
+    """Report `objective.parts` with only one reward component."""
     if len(setup.objective.parts) == 1:
         name = setup.config.objective.name
         yield Said(
@@ -331,7 +331,7 @@ def one_part(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def groups_of_two(setup: Setup) -> Iterator[Said]:
-    """Rule about groups of two, in which all standardized advantages have the same size."""
+    """Report groups of two, in which all standardized advantages have the same size."""
     if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
         return
     size = 1.0 if setup.option("ddof", 1) == 0 else math.sqrt(0.5)
@@ -346,7 +346,7 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "other-settings")
 def unused_sections(setup: Setup) -> Iterator[Said]:
-    """Rule about LoRA, scoring and activation-offloading settings that have no effect."""
+    """Report LoRA, scoring and activation-offloading settings that have no effect."""
     config = setup.config
     if config.model.offload_activations and not config.model.gradient_checkpointing:
         yield Said(
@@ -392,7 +392,7 @@ model.
 
 @rule("idle", "other-settings")
 def model_without_use(setup: Setup) -> Iterator[Said]:
-    """Rule about settings in [critic] or [teacher] when the objective has no critic or teacher."""
+    """Report settings in [critic] or [teacher] when the objective has no critic or teacher."""
     for section, need, names in _MODELS:
         given = changed(getattr(setup.config, section))
         if given and need not in setup.objective.needs:
@@ -407,7 +407,7 @@ def model_without_use(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "learning-rate")
 def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
-    """Rule about a critic with a learning rate of 0, or with a warm-up as long as the run."""
+    """Report a critic with a learning rate of 0, or with a warm-up as long as the run."""
     critic, train = setup.config.critic, setup.config.train
     if "values" not in setup.objective.needs:
         return
@@ -429,7 +429,7 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "single-optimizer-step")
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
-    """Rule about a value clip that one optimizer step per training step makes ineffective."""
+    """Report a value clip that one optimizer step per training step makes ineffective."""
     clip = setup.option("value_clip")
     if clip and "values" in setup.objective.needs and setup.config.train.optimizer_steps == 1:
         yield Said(
@@ -443,7 +443,7 @@ def value_clip_unused(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "penalty-and-reference")
 def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
-    """Rule about preference pairs whose reference policy changes during the run."""
+    """Report preference pairs whose reference policy changes during the run."""
     reference, updates = setup.config.reference, setup.config.train.total_optimizer_steps
     moves = reference.kind in ("moving", "renewed") and reference.every < updates
     if setup.objective.pairs and moves:
@@ -462,7 +462,7 @@ def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "data-over-time")
 def idle_curriculum(setup: Setup) -> Iterator[Said]:
-    """Rule about a curriculum whose pass rates never affect the choice of prompts."""
+    """Report a curriculum whose pass rates never affect the choice of prompts."""
     config, size = setup.config, setup.facts.prompts
     curriculum = config.curriculum
     given = changed(curriculum, "memory", "floor")
@@ -489,7 +489,7 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "data-over-time")
 def idle_replay(setup: Setup) -> Iterator[Said]:
-    """Rule about a replay buffer whose rollouts are never replayed."""
+    """Report a replay buffer whose rollouts are never replayed."""
     config, replay = setup.config, setup.config.replay
     given = changed(replay, "size", "max_age")
     if given and not replay.groups:
@@ -514,7 +514,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Rule about a self-teacher that needs a correct completion but often has none."""
+    """Report a self-teacher that needs a correct completion but often has none."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return
@@ -540,7 +540,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
-    """Rule about a moving self-teacher that always equals the policy, or is never updated."""
+    """Report a moving self-teacher that always equals the policy, or is never updated."""
     teacher, updates = setup.config.teacher, setup.config.train.total_optimizer_steps
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return
