@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from covey.config.schema import Config
-from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import News
 from covey.objective.masked import row_sum
 from covey.rollout.curriculum import PromptChoice
@@ -54,6 +53,8 @@ class Reinforcement(Trainer):
     """Total duration of all steps so far, in seconds. The durations of earlier steps are read from
     the run's steps.jsonl. Checkpoints contain no times, so that two runs with the same settings
     have identical checkpoints."""
+    preemptions: int = 0
+    """The engine's number of preemptions until the end of the last step."""
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
         """Prepare the first step; restore what `save` added to a checkpoint."""
@@ -105,7 +106,9 @@ class Reinforcement(Trainer):
         rollouts = self.queue.take(state.step, share)
         waited, version = time.perf_counter() - started, parts.policy.version
         overlap = overlap_metrics(rollouts, parts.config.overlap, waited, version)
-        collected, (events, deaths) = rollouts.collected, restarts(parts)
+        paused = parts.engine.preemptions - self.preemptions
+        self.preemptions += paused
+        collected, (events, engine) = rollouts.collected, engine_events(parts, paused)
         for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
             log.note(note)
         replayed, data = self._replayed(state.step, rollouts, log)
@@ -124,7 +127,7 @@ class Reinforcement(Trainer):
             **learned,
             **overlap,
             **data,
-            **deaths,
+            **engine,
             "time/rollout": collected.rollout_seconds,
             "time/score": collected.score_seconds,
             "time/update": ended - training,
@@ -259,7 +262,7 @@ def usage_metrics(parts: Parts, groups: Sequence[Group], seconds: float) -> dict
     return metrics
 
 
-# Notes about overlapped generation, float8, and restarts of processes.
+# Notes about overlapped generation, float8, preemptions and restarts of processes.
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -282,13 +285,12 @@ def overlap_note(parts: Parts) -> str:
     return f"{age}; correction: objective.correction = {name!r}{known}, {low:g} to {high:g}{more}"
 
 
-def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
-    """Return notes and metrics about restarts and preempted completions since the last call."""
+def engine_events(parts: Parts, paused: int) -> tuple[list[str], dict[str, float]]:
+    """Return notes and metrics about restarts since the last call and `paused` completions."""
     engine, scoring = parts.engine.events(), parts.scorer.events()
     metrics: dict[str, float] = {}
     if engine or not parts.engine.info.shares_weights:
         metrics["engine/restarts"] = sum(not isinstance(event, News) for event in engine)
-    paused = parts.engine.take_preemptions() if isinstance(parts.engine, NativeEngine) else 0
     if paused:
         metrics["engine/preemptions"] = paused
         engine = [*engine, f"engine: paused {paused} completions because the KV cache was full"]
