@@ -51,6 +51,11 @@ class SharedEngine:
         """Properties of the wrapped engine."""
         return self.engine.info
 
+    @property
+    def preemptions(self) -> int:
+        """The wrapped engine's number of preemptions so far."""
+        return self.engine.preemptions
+
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Load new weights into the wrapped engine."""
         self.version = version

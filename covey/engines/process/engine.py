@@ -76,6 +76,8 @@ class ProcessEngine:
     ready: bool = field(init=False, default=False)
     """Whether the process has loaded its model and weights."""
     happened: list[str] = field(init=False, default_factory=list)
+    preemptions: int = field(init=False, default=0)
+    """Number of times so far that a completion was paused because the KV cache was full."""
     deaths: int = field(init=False, default=0)
     closed: int = field(init=False, default=0)
     """How many times the engine was closed; closing during `run` makes `run` fail."""
@@ -162,6 +164,8 @@ class ProcessEngine:
             except BaseException:
                 self.close()  # the process would continue with requests that are no longer needed
                 raise
+            finally:
+                self.preemptions += work.paused
 
     def events(self) -> list[str]:
         """Return messages about restarts since the last call."""
@@ -186,6 +190,8 @@ class _Work:
     taken: dict[int, Request] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
     progress: bool = False
+    paused: int = 0
+    """Number of preemptions in the current process."""
 
     def run(self, connection: Connection) -> None:
         """Let the process generate the completions of all requests.
@@ -193,14 +199,15 @@ class _Work:
         After a restart, it also repeats the requests that had already finished, because the last
         bits of log-probabilities may depend on which completions are generated together.
         """
-        self.progress = False
+        self.progress, self.paused = False, 0
         if not self.taken:
             self._take()
         connection.send(("run", (self.source.limits, list(self.taken.values()))))
         running = set(self.taken)
         while running:
             if connection.poll(POLL_SECONDS):
-                running -= self._accept(_checked(connection))
+                rows, self.paused = _checked(connection)
+                running -= self._accept(rows)
             if more := self._take():
                 connection.send(("more", more))
                 running |= {request.number for request in more}

@@ -23,6 +23,8 @@ from covey.http_client import check_url, connect, error_message, headers
 from covey.types import Finish, VersionSpan
 
 HEALTH_SECONDS = 30.0
+PREEMPTIONS = "vllm:num_preemptions_total{"
+"""The start of the lines of a server's metrics that count preemptions, one for each engine core."""
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -167,6 +169,15 @@ class Client:
         body: dict[str, Any] = {"token_ids": list(tokens), "sampling_params": params}
         body |= {"model": model} if model else {}
         return self._reply(self.post("/inference/v1/generate", body))
+
+    def preemptions(self) -> int:
+        """Return how often the server paused a completion since it started, for lack of cache."""
+        lines = self.send("GET", "/metrics").decode("utf-8", "replace").splitlines()
+        counts = (line.rpartition(" ")[2] for line in lines if line.startswith(PREEMPTIONS))
+        try:
+            return sum(int(float(count)) for count in counts)
+        except (ValueError, OverflowError):
+            raise self.error("sent a malformed count of preemptions") from None
 
     def _reply(self, data: Any) -> Reply:
         try:

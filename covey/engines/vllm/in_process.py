@@ -38,7 +38,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
 
     arguments = AsyncEngineArgs(
         weight_transfer_config=WeightTransferConfig(backend=settings.backend),
-        disable_log_stats=True,
+        disable_log_stats=False,
         enable_sleep_mode=settings.cuda,
         **settings.options(model),
     )
@@ -131,6 +131,13 @@ class LocalClient(Client):
     async def _told(self, work: Coroutine[Any, Any, Any], name: str = "done") -> dict[str, Any]:
         found = await work
         return {name: found if isinstance(found, bool) else True}
+
+    def preemptions(self) -> int:
+        """Return how often vLLM paused a completion since it started, for lack of cache."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        found = get_metrics_snapshot()
+        return sum(metric.value for metric in found if metric.name == "vllm:num_preemptions")
 
     async def _load(self, name: str, path: str) -> dict[str, Any]:
         from vllm.lora.request import LoRARequest

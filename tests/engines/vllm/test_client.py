@@ -91,6 +91,7 @@ def test_a_completion_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_garbage_and_failures_are_one_line() -> None:
     replies = {
+        "/metrics": (200, b'vllm:num_preemptions_total{engine="0"} many'),
         "/garbage": (200, b"\x00\x1b[31m not json"),
         "/missing": (404, b'{"detail": "Not Found"}'),
         "/broken": (500, b'{"error": {"message": "shape mismatch\\n  in lm_head"}}'),
@@ -99,6 +100,8 @@ def test_garbage_and_failures_are_one_line() -> None:
         client = Client(url, 5.0)
         with pytest.raises(EngineError, match=r"sent a reply that is not JSON from /garbage"):
             client.get("/garbage")
+        with pytest.raises(EngineError, match=r"sent a malformed count of preemptions$"):
+            client.preemptions()
         with pytest.raises(EngineError, match=r"replied 404 to /missing: Not Found"):
             client.get("/missing")
         with pytest.raises(Unavailable, match=r"500 at /broken: shape mismatch in lm_head"):
