@@ -60,13 +60,13 @@ def schedule_of(config: Config, used: Used) -> Callable[[int], float]:
         peak=settings.learning_rate,
         schedule=settings.schedule,
         warmup_steps=settings.warmup_steps
-        or math.ceil(settings.warmup_ratio * train.total_updates),
-        total_steps=train.total_updates,
+        or math.ceil(settings.warmup_ratio * train.total_optimizer_steps),
+        total_steps=train.total_optimizer_steps,
     )
     if train.budget != "tokens":
         return schedule
     spent = Budget(settings=train).spent(used)
-    return partial(schedule, start=spent * train.steps * train.updates, since=used.updates)
+    return partial(schedule, start=spent * train.steps * train.optimizer_steps, since=used.updates)
 
 
 # The length of a run: a number of training steps, or a budget of tokens or optimizer steps.
@@ -108,7 +108,7 @@ class Budget:
         if self._count(used) >= settings.amount:
             return True
         if settings.budget == "updates":
-            most = PATIENCE * -(-settings.amount // settings.updates)
+            most = PATIENCE * -(-settings.amount // settings.optimizer_steps)
             if used.steps > most:
                 raise RunError(
                     f"the run took only {used.updates} of {settings.amount} optimizer steps "

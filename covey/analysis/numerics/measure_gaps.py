@@ -139,7 +139,7 @@ def default_updates(config: Config) -> int:
 
     This is the number of optimizer steps per rollout batch minus one, but at least 1.
     """
-    return max(1, config.train.updates - 1)
+    return max(1, config.train.optimizer_steps - 1)
 
 
 def _first(groups: Sequence[Group], completions: int) -> list[Group]:
@@ -265,8 +265,8 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
     {
         TOTAL: Words(
             title="engine against trainer",
-            what="the trainer's logp minus sampler_logp, before any update: a run logs it as "
-            "debug/sampler_logp_diff_* and debug/rho_*",
+            what="the trainer's logp minus sampler_logp, before any optimizer step: a run logs "
+            "it as debug/sampler_logp_diff_* and debug/rho_*",
             advice="see the causes below; objective.correction corrects for all of them at once",
         ),
         "precision": Words(
@@ -334,7 +334,7 @@ class Cause:
         words = CAUSES[self.name].title
         if self.name != "staleness":
             return words
-        return f"{words}, {self.updates} update{'' if self.updates == 1 else 's'}"
+        return f"{words}, {self.updates} optimizer step{'' if self.updates == 1 else 's'}"
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""
