@@ -26,8 +26,8 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.errors import ConfigError, RunError
+from covey.notices import notice
 from covey.run.folder import RunFolder
-from covey.run.records import to_stderr
 from covey.run.resume import last_good
 from covey.run.trackers import Tracker
 from covey.screen import cell, echo, number_column, wide_console
@@ -108,7 +108,7 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
     parts = assemble(config)
     with closing(parts):
         state = State(beta=parts.learner.objective.beta)
-        found = None if run is None else last_good(run, note=to_stderr)
+        found = None if run is None else last_good(run, note=notice)
         if found is not None and found.checkpoint is not None:
             state = load(parts.policy, parts.others, found.checkpoint, found.step)
         wanted = default_updates(config) if updates is None else updates

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -21,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.errors import ConfigError, ModelError, RunError
-from covey.escape import printable
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import padded_parts
+from covey.notices import notice
 from covey.reference.protocol import Reference
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
@@ -42,10 +41,6 @@ LARGEST_TEXT = 65_536
 """Maximum bytes of a reply without tensors: the health report, or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 RECORD_FILE = "reference.json"
-
-
-def _to_stderr(text: str) -> None:
-    print(printable(f"covey: {text}"), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +87,7 @@ class ServerReference(Reference):
     """Digest of the policy's tokenizer; client and server must use the same token ids."""
     weights: str = ""
     """The required digest of the server's weights; if empty, that of the server's first reply."""
-    note: Callable[[str], None] = _to_stderr
+    note: Callable[[str], None] = notice
     budget: int = field(init=False)
     """Maximum number of padded tokens that the server accepts in one request."""
 
