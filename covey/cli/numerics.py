@@ -102,7 +102,8 @@ def numerics_command(
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
     from covey.analysis.numerics.measure_gaps import default_updates, measure
     from covey.training.build import assemble
-    from covey.training.checkpoint import State, load
+    from covey.training.checkpoint import load
+    from covey.training.schedule import State
 
     say(f"loading {config.model.path}")
     parts = assemble(config)

@@ -20,7 +20,7 @@ import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,32 +39,13 @@ from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.optimizer import Optimizer
 from covey.training.policy import Policy
-from covey.training.schedule import Used
+from covey.training.schedule import State
 
 if TYPE_CHECKING:
     from covey.training.trainer import Trainer
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
-
-
-@dataclass(slots=True, kw_only=True)
-class State:
-    """Progress of a run after a training step, such as counters and the KL weight."""
-
-    step: int = 0
-    episode: int = 0
-    """Number of rollouts sampled so far."""
-    tokens: int = 0
-    """Number of tokens sampled so far."""
-    beta: float = 0.0
-    """Weight of the KL penalty, which an objective may adapt during the run."""
-    evaluation_due: bool = False
-    """Whether an evaluation of this step is due but has not run yet."""
-
-    def used(self, policy: Policy) -> Used:
-        """Return how many training steps, tokens and optimizer steps the run has used."""
-        return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
 class Saved(Protocol):

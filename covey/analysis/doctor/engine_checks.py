@@ -16,8 +16,8 @@ from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.source import SynchronousSource
 from covey.run.trackers import Tracker
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.collate import collate
+from covey.training.schedule import State
 from covey.training.step import filled_batch
 from covey.types import Group
 
@@ -63,7 +63,7 @@ def weights_check(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
         yield skipped
         return
     policy, step, tokens = parts.policy, 2, parts.learner.settings.micro_batch_tokens
-    learner = parts.learner_at(State(beta=parts.learner.objective.beta))
+    learner = parts.learner.at(State(beta=parts.learner.objective.beta))
     before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), tokens)
     policy.optimizer.zero_grad()
     policy.model.model.train()
