@@ -19,7 +19,6 @@ from covey.analysis.doctor.result import Clock, Result
 from covey.objective import with_weight
 from covey.training.build import Parts
 from covey.training.parallel.world import World
-from covey.training.schedule import State
 from covey.training.step import Learner, backward_passes, filled_batch, marked
 from covey.types import Batch, Group, Rollout
 
@@ -46,8 +45,8 @@ class _OfTwo(World):
 
 def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum of per-completion gradients."""
-    learner = parts.learner.at(State(beta=parts.learner.objective.beta))
-    learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
+    settings = replace(parts.learner.settings, mini_batches=1, epochs=1)
+    learner = replace(parts.learner, settings=settings)
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
     if skipped := clock.skips("gradient", 2 * clock.pace.update):
         yield skipped

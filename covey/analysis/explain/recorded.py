@@ -22,8 +22,8 @@ from covey.objective.joined_rows import joined
 from covey.run.folder import RunFolder
 from covey.run.records import read_episode, to_stderr
 from covey.run.resume import last_good
-from covey.training import checkpoint
 from covey.training.build import learner_of, reference_of
+from covey.training.checkpoint import restore
 from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of
@@ -198,12 +198,10 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         reference_of(config, model, objective),
         exact_logp=has_exact_logp(model) and not config.engine.rounds,
     )
-    state, number, path = State(beta=objective.beta), 0, config.model.path
-    if found.checkpoint is not None:
-        number, path = found.step, str(found.checkpoint)
-        state = checkpoint.load(learner.policy, learner.others, found.checkpoint, number)
-    behind = max(0, step - 1 - number)
-    origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
+    state = restore(learner.policy, learner.others, found, State(beta=objective.beta))
+    behind = max(0, step - 1 - found.step)
+    path = str(found.checkpoint or config.model.path)
+    origin = Origin(checkpoint=found.step, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
     if not exact:
         return trainee
