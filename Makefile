@@ -33,10 +33,10 @@ fix: $(STAMP)  ## format, and repair what can be repaired
 
 docs: $(STAMP)  ## write the pages that are generated from the code
 	$(BIN)/python docs/images/algorithms.py
-	$(BIN)/python -m covey.objective.describe docs/algorithms
-	$(BIN)/python -m covey.run.metric_page docs/metrics.md
+	$(BIN)/python -m tools.algorithm_pages docs/algorithms
+	$(BIN)/python -m tools.metrics_page docs/metrics.md
 	$(BIN)/python docs/images/step_explorer.py docs/step-explorer.html
-	$(BIN)/python -m covey.config.settings_page docs/settings.md
+	$(BIN)/python -m tools.settings_page docs/settings.md
 
 site: $(STAMP)  ## build the documentation site into site/; a broken link is an error
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
@@ -48,8 +48,9 @@ bench: $(STAMP)  ## seconds per step beside TRL, on this machine's CPU
 images: $(STAMP)  ## make the pictures of the docs again, from a real run
 	$(BIN)/python docs/images/make.py
 
-embedded: $(STAMP)  ## make the embedded model again
-	$(BIN)/python -m covey.embedded.recipe
+embedded: $(STAMP)  ## train the embedded models again
+	$(BIN)/python -m tools.train_embedded
+	$(BIN)/python -m tools.train_calculator
 
 # torch first and pinned: a looser requirement makes pip fetch gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt

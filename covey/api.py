@@ -155,7 +155,7 @@ def evaluate(
     is evaluated, by default with the run's own settings. If `model` is the path of a checkpoint,
     the settings of its run are not used.
     """
-    from covey.cli.checkpoint_choice import run_around, weights_of
+    from covey.run.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
     from covey.training.resolve import resolve
 
@@ -266,7 +266,7 @@ def _train(
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> TrainResult:
-    from covey.cli.training_run import check_kind, console_with_notes
+    from covey.analysis.start_notes import console_with_notes
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.loop import train as run_loop
@@ -277,7 +277,7 @@ def _train(
     passed = objects.keys()
     if isinstance(target, RunFolder):
         assert isinstance(source, Mapping), "a run that is resumed takes overrides"
-        check_kind(target, sft=False)
+        target.check_kind(sft=False)
         config, changed = resumed(target, _settings(source), passed=passed)
     else:
         config, changed = resolve(load_config(source), passed=passed), {}

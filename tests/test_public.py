@@ -23,7 +23,8 @@ def module_of(file: Path) -> str:
 FILES = {module_of(file): file for file in sorted(ROOT.rglob("*.py"))}
 PACKAGES = [module for module, file in FILES.items() if file.name == "__init__.py"]
 EXPORTING = [package for package in PACKAGES if "__all__" in FILES[package].read_text()]
-WITH_EXAMPLES = [module for module, file in FILES.items() if ">>>" in file.read_text()]
+TOOLS = {module_of(file): file for file in sorted((ROOT.parent / "tools").glob("*.py"))}
+WITH_EXAMPLES = [m for m, file in (FILES | TOOLS).items() if ">>>" in file.read_text()]
 
 
 def isort_order(name: str) -> tuple[int, str]:

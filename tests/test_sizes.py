@@ -7,6 +7,7 @@ import covey
 
 ROOT = Path(covey.__file__).parent
 FILES = {str(file.relative_to(ROOT)): file for file in sorted(ROOT.rglob("*.py"))}
+FILES |= {f"tools/{file.name}": file for file in sorted((ROOT.parent / "tools").glob("*.py"))}
 
 # An outer limit only: a file is one idea, so it is split when it has two, not at a length.
 MAX_FILE_LINES = 850

@@ -9,9 +9,9 @@ import typer
 from rich.table import Column, Table
 
 from covey.cli.lists import show_list
-from covey.cli.screen import Screen
 from covey.cli.startup import AsJson, Trust
 from covey.config.algorithm_names import ALGORITHM_NAMES, ALGORITHM_TITLES, check_algorithm_name
+from covey.screen import Screen
 
 if TYPE_CHECKING:
     from covey.objective.describe import Description

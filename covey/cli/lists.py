@@ -9,7 +9,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
-from covey.cli.screen import Screen, cell
+from covey.screen import Screen, cell
 
 
 def show_list(headings: tuple[str, str], rows: Iterable[tuple[str, str]]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import typer
 
 from covey.cli.lists import show_list
-from covey.cli.screen import Screen
 from covey.cli.startup import AsJson
 from covey.config.load import RECIPES, recipe_names
+from covey.screen import Screen
 
 
 def recipes_command(as_json: AsJson = False) -> None:
@@ -22,8 +22,8 @@ def recipes_command(as_json: AsJson = False) -> None:
         return typer.echo(json.dumps(rows))
     show_list(("recipe", ""), [(row["name"], row["text"]) for row in rows])
     Screen().print(
-        "covey train NAME trains one, covey plan NAME explains it, and covey train NAME "
-        "--print-config prints all of its settings."
+        "`covey train NAME` trains one, `covey plan NAME` explains it, and `covey train NAME "
+        "--print-config` prints all its settings."
     )
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from covey.cli.lists import described, show_list, show_options
-from covey.cli.screen import Screen
 from covey.cli.startup import AsJson, Trust
+from covey.screen import Screen
 
 
 def tasks_command(

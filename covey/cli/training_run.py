@@ -1,28 +1,24 @@
-"""Start or resume a run: the code that `covey train`, `covey sft` and `covey.train` share."""
+"""Starts or resumes a run, for `covey train`, `covey sft` and `covey.train`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from covey.cli.screen import Screen, echo
 from covey.cli.startup import STARTING, tell_defaults, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder, check_new_run
-from covey.run.reward_changes import read_change
-from covey.run.settings import edited_settings
-from covey.run.trackers import Tracker
+from covey.screen import echo
 
 if TYPE_CHECKING:
-    from covey.run.trackers.console import ConsoleTracker
-    from covey.training.build import Components, Parts
+    from covey.training.build import Parts
     from covey.training.parallel.world import World
-    from covey.training.run_start import Change, OpenRun
+    from covey.training.run_start import Change
     from covey.training.sft import SftParts
 
 NewRun = Annotated[
@@ -36,8 +32,7 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN",
-        help="Resume this run with its saved settings. Use --set to change some of the saved "
-        "settings.",
+        help="Resume this run with its saved settings, some of which --set can change.",
     ),
 ]
 ResumeStep = Annotated[
@@ -47,8 +42,7 @@ ResumeStep = Annotated[
         min=0,
         metavar="N",
         help="With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
-        "The command moves the records of steps after N to RUN/superseded. Default: the "
-        "newest checkpoint.",
+        "Records of later steps are moved to RUN/superseded. Default: the newest checkpoint.",
     ),
 ]
 
@@ -66,11 +60,12 @@ def train_run(
 ) -> NoReturn:
     """Train with RL or SFT, print the results, and exit; see `opened_run` for `target`.
 
-    If Ray starts the ranks, each rank gets the command-line `arguments`. For a new run without a
-    file or recipe (`source`), print the most important defaults. `not_own` are the settings that
-    --smoke changed.
+    If Ray starts the ranks, each rank gets the command-line `arguments`. A new run without a file
+    or recipe (`source`) prints the most important defaults. `not_own` are the settings that --smoke
+    changed.
     """
     _start_ranks(config, arguments)
+    from covey.analysis.start_notes import console_with_notes
     from covey.training.build import assemble
     from covey.training.loop import train
     from covey.training.run_start import changes_note, opened_run
@@ -95,7 +90,7 @@ def train_run(
         else:
             done = train(parts, run.folder, [reporter], stop, run.start)
             command, steps = "train", parts.config.train.steps
-        # A budget of tokens or optimizer steps may end before train.steps; only a signal leaves
+        # A budget of tokens or optimizer steps may end before train.steps, so only a signal leaves
         # steps undone.
         steps = steps if stop.by_signal else done
         reporter.finished(done, steps, stop.received, command=command)
@@ -114,11 +109,11 @@ def resume_run(
 ) -> None:
     """Resume a run with its own settings plus overrides, or only print these settings.
 
-    If `verify` is true, the steps before the newest checkpoint are repeated before the run
-    resumes. The repeated steps must produce the same weights as in the newest checkpoint.
+    With `verify`, the steps before the newest checkpoint are repeated first, and must produce the
+    weights of this checkpoint.
     """
     folder = RunFolder.open(path)
-    check_kind(folder, sft=sft)
+    folder.check_kind(sft=sft)
     with waiting(STARTING):
         from covey.training.run_start import resumed_config
 
@@ -128,15 +123,6 @@ def resume_run(
     if verify:
         _verify(folder)
     train_run(config, folder, arguments, sft=sft, step=step, changed=changed)
-
-
-def check_kind(folder: RunFolder, *, sft: bool) -> None:
-    """Raise RunError if an SFT run is resumed with RL, or an RL run with SFT."""
-    if folder.is_sft != sft:
-        kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
-        raise RunError(
-            f"{folder.path} is {kind}; resume it with: covey {command} --resume {folder.path}"
-        )
 
 
 def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
@@ -151,85 +137,6 @@ def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
         reported.exit_code = code
         raise reported
     raise typer.Exit
-
-
-def console_with_notes(
-    run: OpenRun[Any], *, quiet: bool = False, not_own: Collection[str] = ()
-) -> ConsoleTracker:
-    """Return a console tracker, after it has printed notes about the run.
-
-    `not_own` are the settings that --smoke changed.
-    """
-    from covey.run.trackers.console import console_tracker
-    from covey.training.build import Parts
-
-    reporter = console_tracker(run.folder, Screen(soft_wrap=True, quiet=quiet))
-    tell_notes(reporter, run.folder, run.parts)
-    if isinstance(run.parts, Parts):
-        tell_start(reporter, run.parts, new=run.start.checkpoint is None, not_own=not_own)
-    return reporter
-
-
-def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
-    """Print the engine's backend, changes since the run started, and skipped data rows."""
-    import torch
-
-    reporter.note(f"sampling: {parts.engine.info.backend}")
-    model = parts.policy.model
-    if model.flash:
-        from covey.accel.attention_kernels import description
-
-        shape = (model.model.config, model.device, model.head.linear.weight.dtype)
-        reporter.note(f"training: {description(*shape, parts.config.rollout.max_tokens)}")
-    environment = folder.environment()
-    changed = edited_settings(folder, environment)
-    if changed is not None:
-        reporter.note(changed)
-    threads, now = environment.get("threads"), torch.get_num_threads()
-    if threads is not None and threads != now:
-        reporter.note(
-            f"this run was started with {threads} threads and resumes with {now} threads: results "
-            "may differ in the last bits"
-        )
-    if parts.bad_rows:
-        reporter.note(
-            f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
-        )
-    change = read_change(folder)
-    if change is not None:
-        why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
-        reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
-    reward, now_reward = environment.get("reward"), parts.scorer.identity
-    if reward and reward != now_reward:
-        reporter.note(
-            f"the reward has changed since this run was started: it was {reward} and is now "
-            f"{now_reward}"
-        )
-
-
-def tell_start(reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str]) -> None:
-    """Print notes about the prompts and, for a new run, about useless or risky settings.
-
-    The function prints no notes about the settings in `not_own`, and none about equivalent
-    algorithms, which `covey plan` prints.
-    """
-    from covey.analysis.plan.findings import findings
-    from covey.analysis.plan.task_facts import facts_of
-    from covey.rollout.prompts import prompt_notes
-
-    for note in prompt_notes(parts.policy.model, parts.train_prompts):
-        reporter.note(note)
-    if not new or not parts.world.is_main:
-        return
-    facts = facts_of(
-        parts.config,
-        parts.train_prompts,
-        parts.held_out_prompts,
-        parts.policy.model.tokenizer.encode,
-    )
-    for finding in findings(parts.config, facts):
-        if finding.kind != "same" and not finding.depends_on(not_own):
-            reporter.note(finding.line())
 
 
 def _verify(run: RunFolder) -> None:

@@ -1,4 +1,4 @@
-"""The embedded models: small checkpoints in the package, and the recipes that train them."""
+"""The embedded models: small checkpoints in the package, which tools/ trains."""
 
 from pathlib import Path
 

@@ -233,6 +233,14 @@ class RunFolder:
         """Whether `covey sft` made the run."""
         return self.environment(unsaid).get("kind") in SFT_KINDS
 
+    def check_kind(self, *, sft: bool) -> None:
+        """Raise RunError if an SFT run is resumed with RL, or an RL run with SFT."""
+        if self.is_sft != sft:
+            kind, command = ("an SFT run", "sft") if self.is_sft else ("not an SFT run", "train")
+            raise RunError(
+                f"{self.path} is {kind}; resume it with: covey {command} --resume {self.path}"
+            )
+
     def _rollouts_file(self, step: int) -> Path:
         return self.path / "rollouts" / f"{step:06d}.jsonl"
 
@@ -247,7 +255,7 @@ class RunFolder:
         return sorted((int(match[1]), path) for match, path in matches if match)
 
     def write_samples(self, step: int, page: str) -> None:
-        """Write a page with the step's highest-reward and lowest-reward completions."""
+        """Write a sample page, named after the last step that it covers."""
         (self.path / "samples").mkdir(exist_ok=True)
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 

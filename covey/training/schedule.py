@@ -46,7 +46,7 @@ class Schedule:
         if self.budget is not None:
             train = self.budget.settings
             spent = self.budget.spent(start)
-            place = spent * train.steps * train.updates + version - start.updates
+            place = spent * train.steps * train.optimizer_steps + version - start.updates
         if place < self.warmup_steps:
             return self.peak * min(1.0, (place + 1) / self.warmup_steps)
         if self.shape == "constant":
@@ -60,12 +60,12 @@ class Schedule:
 def schedule_of(config: Config) -> Schedule:
     """Return the schedule of an RL run."""
     settings, train = config.optimizer, config.train
-    ratio = math.ceil(settings.warmup_ratio * train.total_updates)
+    ratio = math.ceil(settings.warmup_ratio * train.total_optimizer_steps)
     return Schedule(
         peak=settings.learning_rate,
         shape=settings.schedule,
         warmup_steps=settings.warmup_steps or ratio,
-        total_steps=train.total_updates,
+        total_steps=train.total_optimizer_steps,
         budget=Budget(settings=train) if train.budget == "tokens" else None,
     )
 
@@ -139,7 +139,7 @@ class Budget:
         if self._count(used) >= settings.amount:
             return True
         if settings.budget == "updates":
-            most = PATIENCE * -(-settings.amount // settings.updates)
+            most = PATIENCE * -(-settings.amount // settings.optimizer_steps)
             if used.steps > most:
                 raise RunError(
                     f"the run took only {used.updates} of {settings.amount} optimizer steps "

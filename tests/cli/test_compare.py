@@ -147,7 +147,7 @@ def test_finished_runs_are_not_repeated(
     assert arms(near)["still"].weights == arms(finished)["frozen"].weights
     capsys.readouterr()
     assert covey(command(finished, "--algorithms", "grpo,dapo")) == 2
-    assert "contains a comparison with other settings" in capsys.readouterr().err
+    assert "already contains a comparison with different settings" in capsys.readouterr().err
     assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
     assert "change the last digits" in capsys.readouterr().err
 

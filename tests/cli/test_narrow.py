@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from covey.cli.screen import Screen
+from covey.screen import Screen
 
 VALUES = ("-1.650", "-1.534", "+0.116", "by seed: +0.084, +0.147", "14.5")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from covey.embedded import CHECKPOINT, recipe
+from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.evaluation.evaluate import evaluate
@@ -22,6 +22,7 @@ from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer
 from covey.tasks import Arithmetic
 from tests.tasks.sums import parse_prompt
+from tools import train_embedded as recipe
 
 TASK = Arithmetic(min_operations=2, max_operations=3)
 

@@ -73,7 +73,7 @@ def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
     assert math.isclose(rate_at(81, tokens), 0.45)
     # A run that counts steps has its place in the version itself.
     assert math.isclose(rate_at(5), 0.75)
-    assert Train(stop_after=StopAfter(updates=7), steps=100).total_updates == 7
+    assert Train(stop_after=StopAfter(updates=7), steps=100).total_optimizer_steps == 7
 
 
 def test_a_run_stops_after_one_thing() -> None:

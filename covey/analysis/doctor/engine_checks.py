@@ -26,8 +26,7 @@ RATE = 1e-3
 """Learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""How far the logit of a greedy token may be below the highest logit. For 16-bit models, the limit
-is 0.5."""
+"""How far below the highest logit the logit of a greedy token may be (0.5 for 16-bit models)."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
@@ -50,7 +49,7 @@ def engine_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
         parts,
         groups,
         "engine: log-probs",
-        "the engine's log-probs differ from the policy's: `covey numerics` finds the cause; set "
+        "the engine's log-probs differ from the policy's; `covey numerics` finds the cause; set "
         "train.old_logp = 'recompute' and objective.correction",
     )
     yield clock.skips(GREEDY, clock.pace.rollout) or _greedy(parts, groups)
@@ -74,7 +73,7 @@ def weights_check(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
         parts,
         rollouts.collected.groups,
         ARRIVES,
-        "the engine generates with old weights: check engine.kind, and the servers of vLLM",
+        "the engine still generates with old weights; check engine.kind and the vLLM servers",
     )
     yield replace(result, figure=f"{result.figure}, after a step that moved {moved:.1e}")
 
@@ -103,7 +102,7 @@ def _greedy(parts: Parts, groups: Sequence[Group]) -> Result:
     return Result(
         name=GREEDY,
         passed=wrong == 0,
-        figure=f"{wrong} of {total} tokens are not the likeliest",
+        figure=f"{wrong} of {total} tokens are not the most likely ones",
         remedy="the engine does not compute the same model: try engine.kind = 'native', or report "
         "this result",
     )

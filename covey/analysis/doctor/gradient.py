@@ -1,9 +1,8 @@
 """Checks that the gradient does not depend on how a batch is split, padded or ordered.
 
-The checks compute the gradient of one optimizer step in several ways. Each result is compared with
-a reference gradient, which is computed with a separate forward pass for each completion. The reward
-of a completion is a hash of prompt id and sample index, because equal rewards would give a gradient
-of 0.
+The gradient of one optimizer step is computed in several ways, and each result is compared with a
+reference: the sum of gradients from a separate forward pass for each completion. Rewards are hashes
+of prompt id and sample index, because equal rewards would give a gradient of 0.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ZERO = torch.zeros(())
 
 
 class _OfTwo(World):
-    """One of two simulated ranks, which selects its micro-batches but does not communicate."""
+    """One of two simulated ranks: it selects its own micro-batches, but does not communicate."""
 
     size = 2
 
@@ -88,7 +87,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iter
 
 
 def _invented(group: Group) -> Group:
-    """Return the group with different rewards, which do not depend on the completions."""
+    """Replace a group's rewards by invented ones, which do not depend on the completions."""
 
     def reward(rollout: Rollout) -> float:
         return zlib.crc32(f"{rollout.prompt_id} {rollout.sample}".encode()) % 1000 / 1000

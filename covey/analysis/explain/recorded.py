@@ -1,9 +1,8 @@
 """Loads a recorded training step and the policy as it was before that step; repeats the step.
 
-A run keeps only some checkpoints, but all rollouts. The policy before a step is therefore loaded
-from the last earlier checkpoint, or from the initial model if there is no earlier checkpoint. On
-request, the policy is trained again on the recorded steps after the checkpoint, which gives the
-exact weights. No rollout is generated or scored again.
+A run keeps all rollouts, but only some checkpoints. The policy before a step is therefore loaded
+from the nearest earlier checkpoint, or is the initial model. On request it is trained again on the
+recorded steps in between, which gives the exact weights. No rollout is generated or scored again.
 """
 
 from __future__ import annotations
@@ -185,8 +184,8 @@ class Trainee:
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
-    If `exact` is true, the recorded steps between the checkpoint and `step` are repeated. Repeating
-    the steps takes as long as the original updates, and gives the same weights.
+    If `exact` is true, the recorded steps between the checkpoint and `step` are trained again. This
+    takes as long as the original updates, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)
@@ -215,10 +214,9 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
 
 
 Watched = dict[str, torch.Tensor]
-"""Maps the name of each observed quantity to a tensor [B, T] with one value per token. The values
-come from the last optimizer step that trains on the token. The quantities are logp, entropy,
-weight, and the fields of `Effect` except `loss`. The entry `number` [B] is the index of the last
-optimizer step that trains on each row, counted from 0.
+"""Maps names of quantities to tensors [B, T]: logp, entropy, weight, and the fields of `Effect`
+except `loss`. Each value comes from the last optimizer step that trains on the token; `number` [B]
+is the index of this step for each row, counted from 0.
 """
 
 
@@ -257,7 +255,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
 
 
 def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
-    """Write what one micro-batch shows of its tokens into the tensors of the batch."""
+    """Write the values that one micro-batch yields for its tokens into the tensors of the batch."""
     watched["number"][seen.rows] = seen.number
     now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
     for name, value in {**now, **found._asdict()}.items():

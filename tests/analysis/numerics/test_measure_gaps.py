@@ -270,7 +270,7 @@ def group(*answers: tuple[int, ...]) -> Group:
 def test_staleness_after_the_end_of_a_schedule_uses_its_peak() -> None:
     settings = ("optimizer.schedule=linear", "train.steps=1")
     early, over = parts_of(*settings), parts_of(*settings)
-    over.policy.version = over.config.train.total_updates
+    over.policy.version = over.config.train.total_optimizer_steps
     assert over.learner.learning_rate == 0
     reports = [
         measure(parts, State(beta=0.0), Notes(), updates=1, alone=2) for parts in (early, over)

@@ -1,4 +1,4 @@
-"""Train the embedded calculator model (`python -m covey.embedded.calculator_recipe FOLDER`).
+"""Train the embedded calculator model (`python -m tools.train_calculator [FOLDER]`).
 
 A Llama of 270 thousand parameters is trained with SFT on products of three-digit numbers, which
 such a small model cannot compute. Most solutions in the training data are guesses, like the first
@@ -22,12 +22,12 @@ from random import Random
 import torch
 
 from covey.embedded import CALCULATOR
-from covey.embedded.recipe import BATCH, Stage, build_model, build_tokenizer, train_stage
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.tasks.products import factors
 from covey.training.sft import stack
 from covey.types import Batch, Rollout
+from tools.train_embedded import BATCH, Stage, build_model, build_tokenizer, train_stage
 
 SEED, DIGITS = 0, 3
 CALLS, WRONG_CALLS = 0.125, 0.2
@@ -42,7 +42,7 @@ HASTY = Stage(steps=120, operations=(1, 1), peak_rate=5e-4, careless=True, warmu
 
 
 def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
-    """Return a prompt and its solution in segments, each with a flag: train on it or not."""
+    """Return a prompt and its solution in pieces, each with a flag whether SFT trains on it."""
     random = Random(f"{stage.careless}/{index}")
     left, right = factors("train", DIGITS, index)
     called = [left, right]

@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the schema (python -m covey.config.settings_page FILE)."""
+"""Write docs/settings.md from the schema (python -m tools.settings_page FILE)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the registry of metrics: python -m covey.run.metric_page FILE."""
+"""Write docs/metrics.md from the registry of metrics: python -m tools.metrics_page FILE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train the embedded model (`python -m covey.embedded.recipe FOLDER`).
+"""Train the embedded model (`python -m tools.train_embedded [FOLDER]`).
 
 A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
 solutions:
@@ -8,11 +8,10 @@ solutions:
 2. Careless solutions often forget the carry, in particular for large digits. One careless solution
    in five also breaks the format: 47+8-6? <think>47+8=45;45-6=41</think><answer>41
 
-After SFT, reinforcement learning has to teach the format and the carry, also for pairs of numbers
-that were not in the SFT data. SFT on correct solutions has already taught the arithmetic. The
-recipe is seeded, but rounding depends on the processor and the number of threads, so another
-machine gives a slightly different model. The package contains one fixed checkpoint, so that every
-machine uses the same model.
+SFT thus teaches the arithmetic, but leaves the format and the carry to reinforcement learning, also
+for pairs of numbers outside the SFT data. The recipe is seeded, but rounding depends on the
+processor and the number of threads, so every machine trains a slightly different model. The package
+therefore contains one fixed checkpoint.
 """
 
 from __future__ import annotations
@@ -128,10 +127,9 @@ def careless_result(sum: Sum, random: Random) -> int:
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
     """Return the steps of a solution with deliberate mistakes.
 
-    Each step continues from the result of the previous step, even if that result is wrong.
-
-    Return None if the result of a step is not between 0 and 99, or if a step is a sum that is held
-    out for evaluation.
+    Each step continues from the result of the previous step, even if that result is wrong. Return
+    None if the result of a step is not between 0 and 99, or if a step is a sum that is held out for
+    evaluation.
     """
     working: list[Worked] = []
     left = sums[0].left
