@@ -22,10 +22,7 @@ from pathlib import Path
 
 
 class CoveyError(Exception):
-    """A mistake that the user can fix.
-
-    The error message is one line that says how to fix the mistake.
-    """
+    """A mistake that the user can fix, with a message of one line that says how."""
 
     exit_code = 1
     details = ""
@@ -62,7 +59,7 @@ class RunError(CoveyError):
 
 
 class DiskError(CoveyError):
-    """A write failed. If a write fails, Covey removes the incomplete file."""
+    """A write failed, and Covey has removed the incomplete file."""
 
 
 def reason(error: Exception) -> str:
@@ -88,8 +85,8 @@ NEAR = 0.5
 def closest(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that is most similar to a name, or None if no choice is similar.
 
-    The function prefers a choice with the same letters in another order, because swapped letters
-    are common typos.
+    A choice with the same letters in another order comes first, because swapped letters are a
+    common typo.
     """
     options = sorted(choices)
     near = difflib.get_close_matches(name, options, n=max(1, len(options)), cutoff=NEAR)

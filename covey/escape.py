@@ -1,9 +1,8 @@
 """Escape control characters in text that a terminal or a web page shows.
 
-Prompts, completions, data, configs, run names and server replies are untrusted text. Control
-characters in untrusted text can control a terminal, and bidirectional overrides can reorder the
-text of a web page. Covey shows control characters and bidirectional overrides as visible escapes,
-as Git does. Covey leaves stored text and JSON output unescaped.
+Prompts, completions, data, configs, run names and server replies are untrusted text, in which
+control characters could control a terminal and bidirectional overrides could reorder a web page.
+Covey shows both as visible escapes, as Git does, but leaves stored text and JSON output unescaped.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _ESCAPES = _Escapes()
 
 
 def printable(text: str) -> str:
-    r"""Return a text in which visible escapes replace invisible characters.
+    r"""Return a text with its invisible characters replaced by visible escapes.
 
     >>> print(printable("a\x1b[31mb\u202ec"))
     a\x1b[31mb\u202ec

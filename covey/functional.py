@@ -5,15 +5,14 @@
     )
     out.loss.backward()
 
-Shapes: B is the number of completions, and T is the number of tokens per completion after padding.
-The completions of a group need not be adjacent rows. Log-probabilities may have any float type. The
-loss is computed in float32 or higher precision, and rewards are converted to float64. Values
-outside the mask, including NaN, have no effect.
+In shapes, B is the number of completions and T the padded number of tokens per completion. The
+completions of a group need not be in adjacent rows. Values outside the mask, including NaN, have no
+effect. Log-probabilities may have any float type, but the loss is computed in float32 or higher
+precision, and rewards are converted to float64.
 
-The loss assumes that the given rows are the complete batch of an optimizer step. To accumulate
-gradients over micro-batches or ranks, use `covey.objective`. With `covey.objective`, compute
-advantages and token weights for the complete batch of the optimizer step, and add up the losses of
-the micro-batches.
+The given rows must be the complete batch of an optimizer step. To accumulate gradients over
+micro-batches or ranks, use `covey.objective` instead: compute advantages and token weights for the
+complete batch, and add up the losses of the micro-batches.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def loss(
     rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> LossOutput:
-    """Return the loss of an algorithm.
+    """Return the loss of an algorithm for one optimizer step, with advantages and metrics.
 
     Args:
         algorithm: a name of `covey algorithms`, "composed", or MODULE:FUNCTION (trusted).

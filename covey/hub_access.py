@@ -1,7 +1,7 @@
 """Access to the Hugging Face Hub, or to the local cache if the Hub cannot be reached.
 
-Without a network, Hugging Face libraries retry for most of a minute and then fail. If the Hub
-cannot be reached, Covey therefore makes Hugging Face libraries use only their local cache.
+Without a network, Hugging Face libraries would retry for most of a minute and then fail. Covey
+therefore tests the connection first, and limits them to their local cache if the test fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def offline_if_unreachable() -> bool:
-    """If the Hub is unreachable, make Hugging Face libraries use their cache; return True."""
+    """Limit Hugging Face libraries to their cache if the Hub is unreachable; return if it is."""
     if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
         return True
     if any(os.environ.get(name) for name in PROXIES) or reachable():
@@ -34,7 +34,7 @@ def offline_if_unreachable() -> bool:
 
 
 def in_hub_cache(model: str) -> bool:
-    """Return whether some files of a hub model are in the local cache."""
+    """Return whether any file of a hub model is in the local cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()

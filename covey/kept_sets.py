@@ -1,9 +1,9 @@
 """Kept sets: for every sampled token, the tokens that top-k, top-p and min-p allowed.
 
-An engine returns the kept sets of a completion as one compact string, which can be stored in JSON
-and checkpoints and sent through pipes. The trainer computes log-probabilities over the same kept
-sets, so that training uses the same distribution as sampling. DeepSeek-V3.2 calls training with
-kept sets "keep sampling mask".
+The trainer computes log-probabilities over the kept sets, so that training uses the same
+distribution as sampling; DeepSeek-V3.2 calls this method "keep sampling mask". An engine returns
+the kept sets of a completion as one compact string, which can be stored in JSON and checkpoints and
+sent through pipes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KeptIds(NamedTuple):
     """For each entry of `ids`, the index of its set among the M sets."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
-        """Set logits [m, V] outside the kept sets to `nothing`; `part` selects the m sets."""
+        """Set logits [m, V] outside their kept sets to `nothing`; `part` selects the m sets."""
         import torch
 
         here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))
@@ -74,10 +74,7 @@ class _Ragged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptSets:
-    """The kept sets of a batch.
-
-    One array in CPU memory contains the token ids of all kept sets of the batch.
-    """
+    """The kept sets of a batch, with the token ids of all sets in one array in CPU memory."""
 
     starts: np.ndarray
     """[B, T]: index in `ids` at which the kept set of a token begins."""

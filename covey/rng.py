@@ -1,9 +1,9 @@
 """Random numbers that depend on where they are used, not on the order of the draws.
 
-Each random number depends only on (seed, step, prompt, sample, turn, position). The generator keeps
-no state between draws. A run draws the same random numbers after a resume, with another batch size,
-in another order of requests, or with another number of workers. The counter-based generator is
-numpy's Philox.
+Each number depends only on (seed, step, prompt, sample, turn, position), because the generator,
+numpy's counter-based Philox, keeps no state between draws. A run therefore draws the same numbers
+after a resume, with another batch size, in another order of requests, or with another number of
+workers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 _PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS, _CURRICULUM, _REPLAY = range(7)
-"""The purposes for which Covey draws random numbers. Each purpose has its own stream of random
-numbers."""
+"""The purposes for which Covey draws random numbers; each has its own stream."""
 
 
 def _philox(seed: int, step: int, purpose: int, index: int = 0) -> np.random.Philox:
@@ -82,8 +81,8 @@ def _epoch_order(seed: int, epoch: int, size: int, purpose: int = _PROMPT_ORDER)
 def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
     """Return the indices of a step's `count` different prompts in a task of `size` prompts.
 
-    Each epoch has a new order of all prompts. All prompts of a step are from the same epoch. The
-    last prompts of an epoch are left out if they do not fill a whole step.
+    Each epoch has a new order of all prompts. A step never spans two epochs, so the last prompts of
+    an epoch are left out if they do not fill a whole step.
     """
     epoch, place = divmod(step, size // count)
     order = _epoch_order(seed, epoch, size)
@@ -107,9 +106,9 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
     """Return item indices, drawn one by one with probability proportional to their weights.
 
-    Items of weight 0 are left out. For each other item i, the function draws an exponential
-    variable of rate `weights[i]`, and sorts the items by these variables (Efraimidis and Spirakis).
-    If one weight changes, the order of the other items does not change.
+    Items of weight 0 are left out. The function draws an exponential variable of rate `weights[i]`
+    for each other item i and sorts the items by these variables (Efraimidis and Spirakis), so that
+    changing one weight leaves the order of the other items unchanged.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

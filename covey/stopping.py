@@ -1,7 +1,7 @@
 """Handling of Ctrl-C and SIGTERM during a run.
 
-After the first signal the run finishes the current step. If the step waits for another process or
-machine, the run abandons the wait a few seconds after the signal.
+After the first signal the run finishes the current step. If the step is waiting for another process
+or machine, the run gives up the wait a few seconds after the signal.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ POLL_SECONDS = 0.25
 """Seconds between checks whether the main thread is waiting for another process."""
 
 _waits = 0
-"""Depth of nested `may_be_given_up` blocks in the main thread; only it receives signals."""
+"""Depth of nested `may_be_given_up` blocks in the main thread, which receives the signals."""
 
 
 class GivenUp(BaseException):
-    """Raised in the main thread after a stop signal, if the thread is waiting for another process.
+    """Ends a wait for another process in the main thread, a few seconds after a stop signal.
 
     The training loop catches this exception.
     """
@@ -32,7 +32,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark code that waits in the main thread. After a stop signal, GivenUp ends the wait."""
+    """Mark a wait in the main thread that GivenUp may end after a stop signal."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,9 +46,9 @@ def may_be_given_up() -> Iterator[None]:
 
 @dataclass(slots=True)
 class StopSignal:
-    """A stop request by Ctrl-C or SIGTERM.
+    """A request to stop the run, usually by Ctrl-C or SIGTERM.
 
-    After a stop request, the training loop finishes the current step, saves a checkpoint and ends.
+    The training loop then finishes the current step, saves a checkpoint and ends.
     """
 
     received: str | None = None
@@ -79,7 +79,7 @@ def exit_code(number: int) -> int:
 def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
-    A signal within `repeats` seconds of the first signal is ignored. One Ctrl-C may arrive twice:
+    A signal within `repeats` seconds of the first is ignored, because one Ctrl-C may arrive twice:
     from the terminal, and from a launcher that forwards the signal to its ranks.
     """
     stop, first = StopSignal(), 0.0

@@ -1,7 +1,8 @@
-"""Helpers for Covey's subprocesses: build commands, end with a parent, pickle, describe exits."""
+"""Subprocesses of Covey: commands, pipes, pickled objects, and ending with the parent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from covey.errors import ConfigError
 
 ROOT = str(Path(__file__).parent.parent)
 WATCH_SECONDS = 0.5
+EXIT_SECONDS = 5.0
+"""Seconds in which a process ends after its connection has closed."""
 START = (
     "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -32,11 +36,55 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", START, ROOT, module, *arguments]
 
 
+class PipedProcess:
+    """A child process that runs a module of covey, and pipes to exchange messages with it.
+
+    The module's arguments are the file descriptors of the child's ends of the pipes, followed by
+    `arguments`. The child also inherits the file descriptors in `inherited`.
+    """
+
+    def __init__(
+        self, module: str, *arguments: str, pipes: int = 1, inherited: tuple[int, ...] = ()
+    ) -> None:
+        pairs = [Pipe() for _ in range(pipes)]
+        self.connections = [own for own, _ in pairs]
+        descriptors = [other.fileno() for _, other in pairs]
+        self.process = subprocess.Popen(
+            module_command(module, *map(str, descriptors), *arguments),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[*descriptors, *inherited],
+            start_new_session=True,  # only the trainer gets Ctrl-C, and ends the child in order
+        )
+        for _, other in pairs:
+            other.close()
+
+    def signal_kill(self) -> None:
+        """Send SIGKILL to the process and all its children, without waiting."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill the process and all its children, and close the pipes."""
+        self.signal_kill()
+        self.process.wait()
+        for connection in self.connections:
+            connection.close()
+
+    def how_ended(self) -> str:
+        """Return how the process ended; to be called after a connection has closed."""
+        try:
+            code = self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the connection"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"by signal {names.get(-code, -code)}" if code < 0 else f"with code {code}"
+
+
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
     """Start a thread that kills this process and its children once the process `parent` has ended.
 
-    This process must lead a session. Without this function, processes of a killed trainer would run
-    on, and occupy memory and GPUs.
+    Otherwise the processes of a killed trainer would run on and occupy memory and GPUs. This
+    process must lead a session, because the whole process group is killed.
     """
 
     def watch() -> None:
@@ -49,7 +97,7 @@ def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) 
 
 
 def pickled(thing: Any, name: str) -> bytes:
-    """Pickle an object for another process. `name` is the name of the object in error messages."""
+    """Pickle an object for another process; error messages call the object `name`."""
     why = "it is defined in the main script, which every process would run again"
     try:
         payload = pickle.dumps(thing)
@@ -61,13 +109,3 @@ def pickled(thing: Any, name: str) -> bytes:
         f"{name} cannot be sent to a worker process ({why}); define it in a module, or set its "
         "attribute `quick = True` if it is always fast"
     )
-
-
-def how_ended(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait at most `seconds` for a process to end; return text that says how it ended."""
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return "the connection"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"by signal {names.get(-code, -code)}" if code < 0 else f"with code {code}"

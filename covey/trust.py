@@ -1,13 +1,12 @@
 """Import functions that a config names, but only from modules that the user trusts.
 
-A user may download a config, run folder or comparison, which may name a function in any module.
-Importing a module runs its code, so covey imports only modules that the user has listed with
-`--trust MODULE` or in the environment variable COVEY_TRUST. Worker processes inherit the
-environment variable COVEY_TRUST. A program can pass functions of any module to the Python API,
-because the user chose to run the program.
+A downloaded config, run folder or comparison may name a function in any module, and importing a
+module runs its code. Covey therefore imports only modules that the user has listed with
+`--trust MODULE` or in the environment variable COVEY_TRUST, which worker processes inherit. The
+Python API accepts functions of any module, because the user chose to run the calling program.
 
-A function that a config names must be defined in Python, in a trusted module. covey refuses
-functions that a trusted module imports from an untrusted module, such as `subprocess.run`.
+A function that a config names must be defined in Python, in a trusted module. Covey refuses
+functions that a trusted module only imports from an untrusted one, such as `subprocess.run`.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def is_import_path(name: str) -> bool:
 def import_callable(path: str, where: str) -> Callable[..., Any]:
     """Import a trusted function or class by `package.module:name` or `package.module.name`.
 
-    Modules in the working directory can be imported too. Error messages name the config key
-    `where`.
+    The module may also be in the working directory. Error messages name the config key `where`.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):

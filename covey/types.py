@@ -5,8 +5,7 @@
 In tensor shapes, B is the number of batch rows, T the padded number of completion tokens, and P the
 padded number of prompt tokens.
 
-This module does not import torch at run time, so that code without torch, such as tasks and
-rewards, can import this module.
+The module imports torch only for type checking, so that tasks and rewards can use it without torch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _T = TypeVar("_T")
 ON_CPU = ("host", "kept", "teacher_prompts")
 """Names of the batch fields that stay on the CPU."""
 EQUAL_REWARDS = 1e-8
-"""Tolerance for comparing rewards. The rewards of a group count as equal if they differ by at most
+"""Tolerance for comparing rewards: the rewards of a group count as equal if they differ by at most
 1e-8 * max(1, the largest absolute reward)."""
 
 
@@ -74,8 +73,8 @@ class Segment:
     tokens: tuple[int, ...]
     """The tokens after the prompt, including a final end-of-sequence token if it was sampled."""
     trained: tuple[bool, ...]
-    """Mask of the tokens in `tokens` that the policy sampled. The mask is False for tool output and
-    for messages that the policy did not write."""
+    """Mask of the tokens in `tokens` that the policy sampled; False for tool output and for
+    messages that the policy did not write."""
     sampler_logp: tuple[float, ...]
     """Log-probability of each token under the sampling distribution; 0 for tokens that the policy
     did not sample."""
@@ -88,43 +87,40 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One message of an episode, which is the token range `start` to `stop` of a segment."""
+    """One message of an episode: tokens `start` to `stop` of segment number `segment`."""
 
     role: str
     segment: int = 0
     start: int
     stop: int
     text: str = ""
-    """The text of the turn without special tokens. In single-turn rollouts, `Turn.text` is empty,
-    because `Rollout.text` has the text."""
+    """The text of the turn without special tokens; empty in single-turn rollouts, whose text is in
+    `Rollout.text`."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
     """The environment's reward for this turn alone; None if the environment gives no turn rewards.
     """
     state: str = ""
-    """Digest of the environment's state before this turn.
-
-    Two turns of a group with equal digests started from the same environment state.
-    """
+    """Digest of the environment's state before this turn; turns with equal digests started from the
+    same state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A completion or multi-turn episode. The scorer fills in the reward and the feedback."""
+    """A single completion or a multi-turn episode; the scorer fills in its reward and feedback."""
 
     prompt_id: str
     sample: int
-    """Index of the rollout in its group, from 0. The random numbers for sampling a rollout depend
-    on its index."""
+    """Index of the rollout in its group, from 0; it also determines the random numbers with which
+    the rollout is sampled."""
     segments: tuple[Segment, ...]
-    """The token sequences of the rollout. A rollout has several if the chat template rewrote
-    earlier messages."""
+    """The token sequences of the rollout; more than one if the chat template rewrote earlier
+    messages."""
     turns: tuple[Turn, ...]
     text: str
     finish: Finish
     reward: float | None = None
-    """The reward is None until the rollout is scored. If scoring fails, the reward stays None and
-    does not become 0.0."""
+    """None until the rollout is scored, and still None, not 0.0, if scoring failed."""
     success: bool | None = None
     """Whether the completion is correct, regardless of the reward's value; None if not scored."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -151,10 +147,7 @@ class Rollout:
         kept: tuple[str, ...] = (),
         **fields: Any,
     ) -> Rollout:
-        """Return a single-turn rollout.
-
-        Without `versions`, the version `policy_version` sampled the whole completion.
-        """
+        """Return a single-turn rollout, sampled by `policy_version` unless `versions` is given."""
         size = len(tokens)
         segment = Segment(
             prompt_tokens=prompt_tokens,
@@ -204,7 +197,7 @@ def _joined(rows: list[tuple[_T, ...]]) -> tuple[_T, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A prompt and its rollouts. Advantages compare the rewards within a group."""
+    """A prompt and its rollouts, whose rewards are compared with each other to get advantages."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -212,18 +205,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rollouts of a training step as tensors. Row i of every field is for sequence i.
+    """The rollouts of a training step as tensors; row i of every field belongs to sequence i.
 
-    A rollout takes one row, or several rows if the chat template rewrote earlier messages. Means
-    and other statistics count a rollout once, even if it takes several rows.
+    A rollout takes one row, or several if the chat template rewrote earlier messages. Means and
+    other statistics count the rollout once in both cases.
 
-    `collate` fills the first block of fields, from `prompt_tokens` to `state`. Forward passes fill
-    the second block, from `old_logp` to `entropy`, but only the fields that the objective needs.
-    The objective fills the third block, from `token_penalty` to `marked`. The objective computes
-    `token_penalty`, `advantage` and `targets` over the whole batch, because these fields may depend
-    on all rollouts. The objective computes `weight`, `correction` and `marked` over one mini-batch,
-    because each mini-batch has its own loss and optimizer step. A micro-batch contains some rows of
-    the batch, with unchanged values.
+    `collate` fills the fields from `prompt_tokens` to `state`. Forward passes fill the fields from
+    `old_logp` to `entropy`, but only those that the objective needs. The objective then fills the
+    fields from `token_penalty` to `marked`: `token_penalty`, `advantage` and `targets` over the
+    whole batch, because they may depend on all rollouts, but `weight`, `correction` and `marked`
+    over one mini-batch, which has its own loss and optimizer step. A micro-batch contains some rows
+    of the batch, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor
@@ -239,8 +231,8 @@ class Batch:
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor
-    """[B] float64: the reward of the row's rollout. The reward is NaN if scoring failed, and
-    statistics leave out rollouts with reward NaN."""
+    """[B] float64: the reward of the row's rollout; NaN if scoring failed, and statistics leave out
+    such rollouts."""
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
@@ -252,7 +244,7 @@ class Batch:
     """[B] bool: whether the rollout was cut off at a token limit."""
     parts: torch.Tensor | None = None
     """[B, K] float64: the K components of each row's reward, before weighting; NaN if scoring
-    failed. The field is None if the objective does not read reward components."""
+    failed. None if the objective does not read reward components."""
     rollout: torch.Tensor | None = None
     """[B] int64: index of the rollout that the row belongs to, counted over the batch; None if
     every row is a separate rollout."""
@@ -262,14 +254,12 @@ class Batch:
     turn_reward: torch.Tensor | None = None
     """[B, T] float64: the environment's reward for the token's turn; 0 if there is none."""
     state: torch.Tensor | None = None
-    """[B, T] int64: a number that identifies the environment's state before the token's turn.
-
-    Equal environment states have equal numbers.
-    """
+    """[B, T] int64: a number for the environment's state before the token's turn; equal states have
+    equal numbers."""
 
     old_logp: torch.Tensor | None = None
-    """[B, T] log-probability before the first optimizer step of the training step. If old_logp is
-    None, the loss uses the current log-probability instead."""
+    """[B, T] log-probability before the first optimizer step of the training step; if None, the
+    loss uses the current log-probability instead."""
     ref_logp: torch.Tensor | None = None
     """[B, T] log-probability under the reference policy; None without a reference policy."""
     teacher_logp: torch.Tensor | None = None
@@ -292,16 +282,14 @@ class Batch:
     per-token gain, which objective/loss.py defines."""
     correction: torch.Tensor | None = None
     """[B, T]: detached importance weight of each token, which corrects for differences between
-    sampler and policy; None if all weights are 1."""
+    engine and policy; None if all weights are 1."""
     marked: torch.Tensor | None = None
     """[B, T]: the token mask, ratio bounds or pair margins that the objective's function `marks`
     returns for a mini-batch; None if the objective has no such function."""
 
     host: HostRows | None = None
-    """A CPU copy of the batch's tokens, lengths, mask and rollout indices.
-
-    The field `host` is None if the batch is on the CPU or has no CPU copy.
-    """
+    """A CPU copy of the batch's tokens, lengths, mask and rollout indices; None if the batch is on
+    the CPU or has no CPU copy."""
     kept: KeptSets | None = None
     """The tokens that top-k, top-p and min-p allowed at each position, on the CPU; None if the
     rollouts do not record these tokens."""
@@ -389,24 +377,21 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Counts of rollouts, groups and tokens in an optimizer step, the loss's denominators."""
+    """The numbers of rollouts, groups and tokens in an optimizer step: the loss's denominators."""
 
     sequences: int
     """Number of rollouts."""
     tokens: int
     groups: int
     group_tokens: Mapping[int, int]
-    """Number of trained tokens of each group, by group id. A group may be split over micro-batches
-    and ranks."""
+    """Number of trained tokens of each group, by group id; the rows of a group may be in several
+    micro-batches and on several ranks."""
     rollout_tokens: Mapping[int, int] | None = None
     """Number of trained tokens of each rollout, by rollout id; None if every rollout is one row."""
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count the rollouts, tokens and groups of a batch.
-
-        A rollout without trained tokens also counts as a rollout.
-        """
+        """Count the rollouts (also those without trained tokens), groups and tokens of a batch."""
         rollout = None if batch.one_row_each else batch.rollout
         return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
 
@@ -443,8 +428,8 @@ def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
 class HostRows:
     """A CPU copy of a batch's tokens, lengths, mask and rollout indices.
 
-    Reading lengths from the GPU would wait for all queued GPU work, so Covey reads lengths from the
-    CPU copy.
+    Code that only needs the layout of a batch reads this copy, because reading lengths from the GPU
+    would wait for all queued GPU work.
     """
 
     prompt_tokens: torch.Tensor
@@ -479,8 +464,8 @@ class TeacherPrompts:
     tokens: torch.Tensor
     """[B, Q] int64: the tokens of the teacher's prompts, left-aligned."""
     lengths: torch.Tensor
-    """[B] int64: the lengths of the teacher's prompts. A length of 0 means that the row has no
-    teacher prompt, so the teacher skips the row."""
+    """[B] int64: the lengths of the teacher's prompts; the teacher skips rows of length 0, which
+    have no teacher prompt."""
 
     def rows(self, index: torch.Tensor) -> TeacherPrompts:
         """Return the prompts of the given rows, padded only to the longest of these prompts."""
@@ -491,9 +476,9 @@ class TeacherPrompts:
 # The episode of a multi-turn rollout, which rewards may read in addition to its text.
 
 Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
-"""The reason why a rollout ended. "stop" means that the policy ended the completion. "length" means
-that a completion reached its token limit. "turn_limit", "tool_limit" and "token_limit" mean that
-the whole episode reached this limit. "error" means that the environment failed."""
+"""Why a rollout ended: the policy ended its completion ("stop"); a completion reached its token
+limit ("length"); the whole episode reached its limit of turns, tool calls or tokens ("turn_limit",
+"tool_limit", "token_limit"); or the environment failed ("error")."""
 TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
 """Values of `Finish` for rollouts that were truncated at a token limit."""
 Message = Mapping[str, Any]
@@ -533,7 +518,7 @@ class Episode:
 class EpisodeText(str):
     """The text of the policy's last turn, a `str` with the whole episode as an attribute.
 
-    A reward function can use the text like any string, or call `episode_of(text)` to get the whole
+    A reward function can use it like any string, or call `episode_of(text)` to get the whole
     episode.
     """
 

@@ -91,8 +91,7 @@ def embedded() -> LanguageModel:
 @pytest.fixture
 def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let processes of pools and engines be forks of this process, which start at once."""
-    for module in ("covey.scoring.pool", "covey.engines.process.engine"):
-        monkeypatch.setattr(f"{module}.subprocess", FORKED_WORKERS)
+    monkeypatch.setattr("covey.subprocesses.subprocess", FORKED_WORKERS)
 
 
 def rollouts_of(

@@ -113,12 +113,16 @@ FORKS = SimpleNamespace(run=_run, Popen=_start, DEVNULL=subprocess.DEVNULL)
 
 
 def _start_module(
-    command: Sequence[str], *, pass_fds: Sequence[int] = (), start_new_session: bool = False
-) -> Forked:
+    command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], start_new_session: bool
+) -> Forked | subprocess.Popen[bytes]:
     """Run a command of `module_command` in a fork of this process."""
     *start, _ = module_command("")
     assert list(command[: len(start)]) == start
     module, *arguments = command[len(start) :]
+    if module == "covey.models.template_worker":  # its limit on memory is below a fork's
+        return subprocess.Popen(
+            command, stdin=stdin, pass_fds=pass_fds, start_new_session=start_new_session
+        )
 
     def work() -> int:
         if start_new_session:
@@ -140,5 +144,7 @@ def _start_module(
     return Forked(work, Path(os.devnull))
 
 
-FORKED_WORKERS = SimpleNamespace(Popen=_start_module, TimeoutExpired=subprocess.TimeoutExpired)
-"""What pools and engines use of `subprocess`. Their workers import nothing again."""
+FORKED_WORKERS = SimpleNamespace(
+    Popen=_start_module, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=subprocess.DEVNULL
+)
+"""What `covey.subprocesses` uses of `subprocess`. Workers import nothing again."""

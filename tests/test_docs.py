@@ -82,6 +82,14 @@ def test_no_page_is_of_an_algorithm_that_is_not_there() -> None:
     assert {path.stem for path in ALGORITHM_PAGES.iterdir()} == {"README", *ALGORITHMS}
 
 
+def test_the_pages_give_the_number_of_algorithms_in_the_registry() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), ALGORITHM_PAGES / "README.md"]
+    number = re.compile(r"\b(\d+|\w+ty(?:-\w+)?)\s+algorithms\b")
+    found = {page: number.findall(page.read_text()) for page in pages}
+    assert found[ROOT / "README.md"] != []
+    assert {count for counts in found.values() for count in counts} == {str(len(ALGORITHMS))}
+
+
 def test_the_index_of_algorithms_is_generated_and_stands_there_once() -> None:
     text = (ALGORITHM_PAGES / "README.md").read_text()
     assert text.endswith("\n\n" + algorithm_pages.index())
@@ -240,6 +248,20 @@ def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:
     files = (ROOT / "covey").rglob("*.py")
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     assert lines == pytest.approx(int(said.replace(",", "")), rel=0.05)
+
+
+def test_the_page_on_reading_names_files_that_exist() -> None:
+    rows = re.findall(r"^\| .* \|$", (ROOT / "docs/reading.md").read_text(), re.MULTILINE)
+    missing, count = [], 0
+    for row in rows:
+        folder = ROOT
+        for name in re.findall(r"`([\w/]+(?:\.(?:py|toml|html|js)|/))`", row):
+            path = ROOT / name if (ROOT / name).exists() else folder / name
+            folder = path if name.endswith("/") else path.parent
+            missing += [name] if not path.exists() else []
+            count += 1
+    assert missing == []
+    assert count > 100
 
 
 def test_the_page_on_memory_lists_the_numbers_of_slots() -> None:

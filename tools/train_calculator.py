@@ -42,7 +42,7 @@ HASTY = Stage(steps=120, operations=(1, 1), peak_rate=5e-4, careless=True, warmu
 
 
 def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
-    """Return a prompt and its solution in segments, each with a flag: train on it or not."""
+    """Return a prompt and its solution in pieces, each with a flag whether SFT trains on it."""
     random = Random(f"{stage.careless}/{index}")
     left, right = factors("train", DIGITS, index)
     called = [left, right]

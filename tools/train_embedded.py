@@ -8,11 +8,10 @@ solutions:
 2. Careless solutions often forget the carry, in particular for large digits. One careless solution
    in five also breaks the format: 47+8-6? <think>47+8=45;45-6=41</think><answer>41
 
-After SFT, reinforcement learning has to teach the format and the carry, also for pairs of numbers
-that were not in the SFT data. SFT on correct solutions has already taught the arithmetic. The
-recipe is seeded, but rounding depends on the processor and the number of threads, so another
-machine gives a slightly different model. The package contains one fixed checkpoint, so that every
-machine uses the same model.
+SFT thus teaches the arithmetic, but leaves the format and the carry to reinforcement learning, also
+for pairs of numbers outside the SFT data. The recipe is seeded, but rounding depends on the
+processor and the number of threads, so every machine trains a slightly different model. The package
+therefore contains one fixed checkpoint.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from covey.models.load_model import wrap
 from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.schedule import learning_rate
-from covey.training.sft import learn, stack
+from covey.training.schedule import Schedule
+from covey.training.sft import learn, sft_learner, stack
 from covey.training.sft_data import encode_example
 from covey.types import Batch
 
@@ -128,10 +127,9 @@ def careless_result(sum: Sum, random: Random) -> int:
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
     """Return the steps of a solution with deliberate mistakes.
 
-    Each step continues from the result of the previous step, even if that result is wrong.
-
-    Return None if the result of a step is not between 0 and 99, or if a step is a sum that is held
-    out for evaluation.
+    Each step continues from the result of the previous step, even if that result is wrong. Return
+    None if the result of a step is not between 0 and 99, or if a step is a sum that is held out for
+    evaluation.
     """
     working: list[Worked] = []
     left = sums[0].left
@@ -204,17 +202,16 @@ def train_stage(
         max_grad_norm=1.0,
     )
     policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=256.0)
+    schedule = Schedule(
+        peak=stage.peak_rate,
+        shape="linear",
+        warmup_steps=stage.warmup_steps,
+        total_steps=stage.steps,
+    )
+    learner = sft_learner(policy, schedule, micro_batch_tokens=MICRO_BATCH_TOKENS)
     start = time.monotonic()
     for step in range(stage.steps):
-        rate = learning_rate(
-            step,
-            peak=stage.peak_rate,
-            schedule="linear",
-            warmup_steps=stage.warmup_steps,
-            total_steps=stage.steps,
-        )
-        batch = draw(model, stage, random)
-        learned = learn(policy, batch, rate=rate, micro_batch_tokens=MICRO_BATCH_TOKENS)
+        learned = learn(learner, draw(model, stage, random))
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start
             loss = learned["loss/cross_entropy"]

@@ -125,14 +125,18 @@ class EngineActor:
             rows, source.rows = source.rows, []
             return rows
 
-    def end(self) -> None:
-        """Declare that no more requests will follow, and wait until the engine is done."""
+    def end(self) -> int:
+        """Declare that no more requests will follow, and wait until the engine is done.
+
+        Return the engine's number of preemptions since the start of the actor.
+        """
         source = self._source()
         with source.changed:
             source.ended = True
             source.changed.notify_all()
         if self.thread is not None:
             self.thread.join()
+        return self.engine.preemptions
 
     def _source(self) -> _Source:
         assert self.source is not None, "begin comes first"

@@ -6,6 +6,7 @@ if the cluster has no resources for a new one, the remaining actors take over th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ class Member:
     handle: Any
     ready: Any
     """The pending result of the actor's first call, which returns once the model is loaded."""
+    preemptions: int = 0
+    """The number of preemptions that the actor last reported."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +61,8 @@ class RayEngine:
     made: int = field(default=0, init=False)
     died: int = field(default=0, init=False)
     version: int = field(default=-1, init=False)
+    preemptions: int = field(default=0, init=False)
+    """Number of times so far that a completion was paused because the KV cache was full."""
     weights: Any = field(default=None, init=False)
     told: EngineInfo | None = field(default=None, init=False)
     happened: list[str] = field(default_factory=list, init=False)
@@ -216,6 +221,15 @@ class _Share:
         except Exception as error:
             self.out.put(error)
 
+    def count_preemptions(self, end: Any) -> None:
+        """Add the new preemptions that the actor reports in the pending result of `end`."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):  # it died after its last completion
+            counted = ray.get(end)
+            self.engine.preemptions += counted - self.member.preemptions
+            self.member.preemptions = counted
+
     def _serve_once(self) -> bool:
         """Wait for completions; return False if a new actor must repeat the requests."""
         import ray
@@ -263,10 +277,11 @@ class _Run:
         while self.waiting:
             self._hear()
             self._take()
-        for share in self.shares:
-            share.member.handle.end.remote()
+        ends = [(share, share.member.handle.end.remote()) for share in self.shares]
         for thread in threads:
             thread.join()
+        for share, end in ends:
+            share.count_preemptions(end)
 
     def _hear(self) -> None:
         """Wait at most `poll_seconds` for completions or an error, and process the result."""

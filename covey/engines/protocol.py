@@ -183,6 +183,10 @@ class Engine(Protocol):
     def info(self) -> EngineInfo:
         """Properties of this engine, such as its backend and the exactness of log-probabilities."""
 
+    @property
+    def preemptions(self) -> int:
+        """Number of times so far that a completion was paused because the KV cache was full."""
+
     def run(self, requests: RequestSource) -> None:
         """Generate completions until the request source has no more requests."""
 

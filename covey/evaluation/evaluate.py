@@ -26,9 +26,8 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """`greedy` (accuracy), `reward` and `parts/NAME` are means over the greedy completions. If the
-    evaluation samples k completions per prompt, the other metrics are `mean@k`, `pass@2`, `pass@4`,
-    ... up to `pass@k`.
+    """`greedy` (accuracy), `reward` and `parts/NAME` are means over the greedy completions. With k
+    sampled completions per prompt, there are also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`.
     """
     parts: Mapping[str, float]
     """Mean of each named part of the reward, over the greedy completions."""
@@ -37,10 +36,9 @@ class Evaluation:
     first_failure: str | None = None
     """Error message of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of a policy that gives the best constant answer to every prompt. If Covey scored no
-    constant answer, `best_constant` is the fraction of prompts that have the most frequent target.
-    `best_constant` is None if a target is empty or too long to be a short answer.
-    """
+    """Accuracy of a policy that gives the best constant answer to every prompt. If no constant
+    answer was scored, it is the fraction of prompts with the most frequent target, or None if a
+    target is empty or too long to be a short answer."""
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copied prompt, if measured."""
     distinct_answers: int = 0

@@ -55,11 +55,11 @@ def mean_over_prompts(
 ) -> Estimate:
     """Estimate a mean by a bootstrap over prompts; all possible values lie within `bounds`.
 
-    The confidence interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279).
-    Ordinary bootstrap percentiles give an interval that is too narrow. The ordinary bootstrap
-    divides the variance by n instead of n - 1, and uses the normal distribution instead of
-    Student's t-distribution. With a dozen prompts, a 95 % interval from ordinary percentiles covers
-    the true mean in 91 % of cases, and one from expanded percentiles in 94 % of cases.
+    The interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279). Ordinary
+    percentiles give too narrow an interval, because they divide the variance by n instead of n - 1,
+    and use the normal distribution instead of Student's t-distribution. With a dozen prompts, a
+    95 % interval from ordinary percentiles covers the true mean in 91 % of cases, and one from
+    expanded percentiles in 94 % of cases.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
@@ -75,12 +75,11 @@ def mean_over_prompts(
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
     """Estimate a mean if all values are equal and a bootstrap interval would have width 0.
 
-    The sample has `count` prompts with the same value. By Wilson's upper limit, at most the
-    fraction z^2 / (count + z^2) of all possible prompts has a different value, where z is the
-    normal quantile of the confidence level. Because all values lie within `bounds`, prompts with a
-    different value can shift the mean only by a limited amount. If `bounds` are 0 and 1, and all
-    values are 0 or all are 1, the result is Wilson's interval. If `bounds` is None, the interval
-    has width 0.
+    By Wilson's upper limit for `count` prompts with the same value, at most the fraction
+    z^2 / (count + z^2) of all possible prompts has a different value, where z is the normal
+    quantile of the confidence level. Because all values lie within `bounds`, these prompts can
+    shift the mean only by a limited amount. With bounds 0 and 1, and values that are all 0 or all
+    1, the result is Wilson's interval. If `bounds` is None, the interval has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
@@ -123,11 +122,10 @@ def paired_difference(
 ) -> Difference:
     """Compare two policies prompt by prompt; `span` is the largest possible difference, if known.
 
-    Prompts differ widely in difficulty. The difference between two policies on the same prompt
-    cancels most of the effect of the prompt's difficulty. The confidence interval of the mean
-    difference is therefore much narrower than the intervals of the two means. The p-value comes
-    from a sign test over the prompts on which the two policies differ. For binary outcomes, the
-    sign test is McNemar's exact test.
+    Prompts differ widely in difficulty, but most of this effect cancels in the difference between
+    two policies on the same prompt. The interval of the mean difference is therefore much narrower
+    than those of the two means. The p-value comes from a sign test over the prompts on which the
+    policies differ; for binary outcomes, this is McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value

@@ -1,4 +1,4 @@
-"""Evaluation items: the scored completions of each prompt. All metrics derive from items."""
+"""Evaluation items: the scored completions of each prompt, from which all metrics are computed."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 def is_graded(scored: Iterable[tuple[float | None, bool | None]]) -> bool:
     """Return whether some reward differs from the binary score: 1 for success, 0 for failure.
 
-    Each element of `scored` is the reward and the success of one completion. The function ignores
-    completions without a reward.
+    Each element of `scored` is the reward and the success of one completion; completions without a
+    reward are ignored.
 
     >>> is_graded([(1.0, True), (None, None)]), is_graded([(0.5, True)])
     (False, True)

@@ -5,8 +5,7 @@
     plain    the messages' contents, joined by newlines
     a text   with {question}, and with {system} if the task has a system message
 
-The prefill is text with which every completion begins. The prefill is part of the prompt and never
-trained.
+The prefill is text with which every completion begins. It is part of the prompt and never trained.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from signal import SIGPROF
 from typing import Any
@@ -29,7 +27,7 @@ from typing import Any
 import jinja2
 
 from covey.errors import ConfigError, DataError, ModelError, nearest
-from covey.subprocesses import module_command
+from covey.subprocesses import PipedProcess
 from covey.types import Message
 
 FORMS = ("auto", "chat", "plain")
@@ -80,6 +78,10 @@ class Template:
         """The text that is put in front of completions when they are scored and shown."""
         return self.prefill if self.prefill_in_text else ""
 
+    def without_prefill(self, text: str) -> str:
+        """Return a written completion without the prefill, which belongs to the prompt."""
+        return text.removeprefix(self.prefill)
+
 
 def _fields(text: str) -> list[str]:
     try:
@@ -106,9 +108,8 @@ class Renderer:
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """Whether the chat template drops or refuses system messages. If the chat template drops or
-    refuses system messages, Covey puts the system message at the beginning of the first user
-    message."""
+    """Whether Covey puts the system message at the beginning of the first user message, because the
+    chat template drops or refuses system messages."""
     turn_end: int | None = None
     """Id of the special token that ends the assistant's turn; None if there is none."""
 
@@ -132,8 +133,7 @@ class Renderer:
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the prompt's tokens.
 
-        A chat template contains its own BOS token. If no chat template is used, this method adds
-        the BOS token.
+        A chat template contains its own BOS token; without a chat template, this method adds one.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)
@@ -256,10 +256,9 @@ def _filled(form: str, messages: Sequence[Message]) -> str:
 
 # Chat template rendering in a separate process with limits on time and memory.
 #
-# A chat template comes with a downloaded tokenizer and is a Jinja program. The sandbox of Jinja
+# A chat template is a Jinja program that comes with a downloaded tokenizer. Jinja's sandbox
 # protects Python objects, but does not prevent endless loops or gigabytes of output. A separate
-# process therefore renders the templates. The operating system limits the time and memory of
-# every rendering.
+# process therefore renders the templates, and the operating system limits its time and memory.
 
 SECONDS = 5.0
 """Maximum CPU seconds to render one conversation; ordinary templates take milliseconds."""
@@ -277,8 +276,7 @@ class RenderProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child: PipedProcess | None = None
         self._owner = 0
 
     def render(self, request: Mapping[str, Any]) -> str:
@@ -311,30 +309,22 @@ class RenderProcess:
 
     def _connected(self) -> Connection:
         # After a fork, parent and child share the pipe and could read each other's replies.
-        if self._connection is not None and self._owner == os.getpid():
-            return self._connection
-        here, there = Pipe()
-        command = module_command(
-            "covey.models.template_worker", str(there.fileno()), str(SECONDS), str(MEGABYTES)
-        )
-        self._process = subprocess.Popen(
-            command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        there.close()
-        self._connection, self._owner = here, os.getpid()
-        return here
+        if self._child is None or self._owner != os.getpid():
+            self._child = PipedProcess("covey.models.template_worker", str(SECONDS), str(MEGABYTES))
+            self._owner = os.getpid()
+        return self._child.connections[0]
 
     def _end(self) -> int:
         """End the process if it is still running, and return its exit code."""
-        if self._connection is None or self._process is None or self._owner != os.getpid():
+        child = self._child
+        if child is None or self._owner != os.getpid():
             return 0
-        self._connection.close()
+        child.connections[0].close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.2)
-        self._process.kill()
-        code = self._process.wait()
-        self._process = self._connection = None
-        return code
+            child.process.wait(0.2)
+        child.kill()
+        self._child = None
+        return child.process.returncode
 
 
 def _unusable_worker(code: int) -> ModelError:

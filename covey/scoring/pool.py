@@ -8,27 +8,21 @@ the front of the queue. If several jobs ran at once, each of them runs again, on
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.identity import identity
 from covey.rewards.score import Reward, max_seconds
 from covey.scoring.job import READY, InlineScorer, Job, Scorer, ScoreResult
-from covey.subprocesses import how_ended, module_command, pickled
+from covey.subprocesses import PipedProcess, pickled
 
 START_SECONDS = 120.0
-EXIT_SECONDS = 5.0
 GRACE_SECONDS = 1.0
 """Seconds after the time limit in which a worker process may cancel its concurrent jobs."""
 MOST_JOBS = 64
@@ -38,7 +32,7 @@ BATCH_SECONDS = 0.01
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
 
-class Worker:
+class Worker(PipedProcess):
     """A worker process, and the pool's connection to it."""
 
     def __init__(
@@ -48,14 +42,8 @@ class Worker:
         timeout: float,
         module: str = "covey.scoring.pool_worker",
     ) -> None:
-        here, there = Pipe()
-        self.connection: Connection = here
-        self.process = subprocess.Popen(
-            module_command(module, str(there.fileno())),
-            pass_fds=[there.fileno()],
-            start_new_session=True,  # only the trainer gets Ctrl-C, and ends the workers in order
-        )
-        there.close()
+        super().__init__(module)
+        (self.connection,) = self.connections
         self._setup = (sys.path, payload, gigabytes, timeout)
 
     def load(self) -> None:
@@ -68,17 +56,6 @@ class Worker:
             reply = f"it ended {self.how_ended()}"
         if reply != READY:
             raise RewardError(f"reward: a scoring process cannot load the reward: {reply}")
-
-    def kill(self) -> None:
-        """Kill the process and all its children."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
-
-    def how_ended(self) -> str:
-        """Return how the process ended; to be called after the connection has closed."""
-        return how_ended(self.process, EXIT_SECONDS)
 
 
 class Pool:
@@ -164,8 +141,7 @@ class Pool:
             self._queue.clear()
             self._changed.notify_all()
             for worker in self._running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.process.pid, signal.SIGKILL)
+                worker.signal_kill()
         for thread in self._threads:
             thread.join(timeout=5)
 

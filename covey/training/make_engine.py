@@ -154,6 +154,11 @@ class WholeCopy:
         """Properties of the wrapped engine."""
         return self.engine.info
 
+    @property
+    def preemptions(self) -> int:
+        """The wrapped engine's number of preemptions so far."""
+        return self.engine.preemptions
+
     def run(self, requests: RequestSource) -> None:
         """Generate completions until the request source has no more requests."""
         self.engine.run(requests)

@@ -1,6 +1,6 @@
 """Make docs/images/report.png from the report of a real comparison: report.py FOLDER.
 
-Needs chromium, and plotly from covey[ui].
+Needs chromium, and plotly from covey[report].
 """
 
 import shutil

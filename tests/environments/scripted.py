@@ -79,6 +79,7 @@ class ScriptedEngine:
     """An engine whose completions a script writes."""
 
     policy: Policy
+    preemptions: int = 0
 
     @property
     def info(self) -> EngineInfo:

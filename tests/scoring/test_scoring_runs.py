@@ -427,7 +427,7 @@ def test_scores_come_back_as_plain_numbers(judged: ModuleType) -> None:
 def test_a_process_that_dies_costs_one_score(
     name: str, word: str, why: str, judged: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("covey.scoring.pool.EXIT_SECONDS", 0.3)
+    monkeypatch.setattr("covey.subprocesses.EXIT_SECONDS", 0.3)
     reward = as_reward(getattr(judged, name))
     with closing(Pool(reward, name, workers=1, timeout=10)) as pool:
         futures = [pool.submit(job(text)) for text in ("a", word, "b")]

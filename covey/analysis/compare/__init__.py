@@ -1,1 +1,1 @@
-"""Compare algorithms or settings fairly: train runs, test differences, write reports."""
+"""Compares algorithms or settings fairly: trains runs, tests differences, writes reports."""

@@ -1,4 +1,4 @@
-"""Results of one arm over its finished seeds: accuracy, speed, and collapses."""
+"""Results of one arm over its finished seeds: accuracy, speed and collapses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import is_graded
 
 SHARES = (0.5, 1.0)
-"""Positions between the initial accuracy (0) and the highest that every arm reaches (1). For each
-position in SHARES, the report shows how long each arm takes to reach the accuracy there.
+"""Positions between the initial accuracy (0) and the highest that every arm reaches (1); the report
+shows how long each arm takes to get there.
 """
 
 
@@ -70,8 +70,8 @@ class RewardResult:
 class ArmResult:
     """The results of one arm over its finished seeds.
 
-    Estimates are accuracies if `by` is "success", and mean rewards if `by` is "reward". Estimates
-    are None if no seed has finished.
+    All estimates are accuracies if `by` is "success", mean rewards if `by` is "reward", and None if
+    no seed has finished.
     """
 
     arm: str
@@ -100,8 +100,8 @@ class ArmResult:
     above_constant: float | None = None
     """Final accuracy minus the best accuracy of one constant answer to all prompts."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """Means over greedy completions: `reward`, and each reward component as `parts/NAME`. `rewards`
-    is empty if every reward is 1 for success and 0 for failure.
+    """Means over greedy completions: `reward`, and each reward component as `parts/NAME`. Empty if
+    every reward is 1 for success and 0 for failure.
     """
     cost: Cost | None = None
 
@@ -183,7 +183,7 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return the mean reward and component means, over prompts that every run scored."""
+    """Return the mean reward and component means over the prompts that every run scored."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     scored = [
         (row, point.correct[prompt])
@@ -232,8 +232,8 @@ def _axis(run: RunResult, name: str) -> list[float]:
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
     """Return the accuracy levels at which the report compares the speed of arms.
 
-    An arm reaches an accuracy if more than half of its seeds reach it. One seed that fails to learn
-    therefore does not decide which accuracies its arm reaches.
+    The highest level is one that more than half of each arm's seeds reach, so that a single seed
+    that fails to learn does not lower the levels.
     """
     if not arms:
         return []
@@ -267,9 +267,8 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run (see docs/statistics.md); None if it did not collapse.
 
-    A run has collapsed if its final accuracy is below half of its best accuracy, or below its
-    initial accuracy. The drop in accuracy must also be statistically significant, given the number
-    of prompts.
+    A run has collapsed if its final accuracy is below its initial accuracy or below half of its
+    best, and if this drop is statistically significant for the number of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -1,4 +1,4 @@
-"""The data of a comparison (arms, runs, evaluations), which statistics and reports read.
+"""The data of a comparison that statistics and reports read: arms, runs and evaluations.
 
 This module does not import torch, so a report can be written on a machine without torch.
 """
@@ -23,16 +23,16 @@ class Arm:
     settings: tuple[str, ...] = ()
     """Overrides of the common settings, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """A number added to every seed of this arm. The arm then draws other prompts and samples other
+    """A number added to every seed of this arm, so that it draws other prompts and samples other
     completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
-    """The settings that differ from the common configuration: dotted name -> value. The value of a
-    setting is None if the arm's algorithm does not have this setting. Filled by design.py.
+    """Maps each setting that differs from the common configuration to its value, or to None if the
+    arm's algorithm does not have it. Filled by design.py.
     """
 
     @property
     def text(self) -> str:
-        """The arm in the syntax of the `--arm` option."""
+        """The arm as the `--arm` option would give it."""
         moved = [f"seed+={self.seed_offset}"] if self.seed_offset else []
         return f"{self.name}: {', '.join([*self.settings, *moved])}".strip()
 
@@ -47,12 +47,13 @@ class Point:
     updates: int
     """Optimizer steps so far."""
     seconds: float
-    """Training time so far, without evaluations and without the first step. The first step is left
-    out because all arms share its completions, which only one run spends time on generating.
+    """Training time so far, without evaluations and without the first step, because all arms share
+    the completions of the first step and only one run spends time on generating them.
     """
     correct: Mapping[str, bool]
-    """Prompt id -> whether the greedy completion is correct. All runs have the same prompts in the
-    same order."""
+    """Maps each prompt id to whether the greedy completion is correct; all runs have the same
+    prompts in the same order.
+    """
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Maps prompt ids to the reward and components (`parts/NAME`) of the greedy completion. Prompts
     without a scored completion are left out."""
@@ -67,9 +68,9 @@ class Point:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """One number per prompt, depending on `by`: success (1 or 0), or the reward.
+        """One number per prompt: success (1 or 0) or the reward, depending on `by`.
 
-        A completion without a score gets the lowest reward.
+        A completion without a score counts as one with the lowest reward.
         """
         if self.by == "success":
             return tuple(map(float, self.correct.values()))
@@ -84,7 +85,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended: the contents of outcome.json, which exists once the run has ended."""
+    """How a run ended (outcome.json)."""
 
     key: str
     """Digest of all inputs that determine a run (see launch.py)."""
@@ -92,14 +93,14 @@ class RunOutcome:
     error: str = ""
     """The reason why the run failed, in one line."""
     weights: str = ""
-    """Digest of the final weights; policies with equal digests are the same, bit for bit."""
+    """Digest of the final weights; equal digests mean that two policies are equal bit for bit."""
     first_rollouts: str = ""
     """The name of the first step's rollouts; two runs share the rollouts if the names are equal."""
     memory_gib: float = 0.0
     """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0 if unknown."""
     cpu_seconds: float = 0.0
-    """CPU time of the run's process, including evaluations; 0 if unknown. If the run was resumed,
-    memory and CPU time cover only its last process.
+    """CPU time of the run's process, including evaluations; 0 if unknown. For a resumed run, memory
+    and CPU time cover only the last process.
     """
 
 
@@ -155,8 +156,8 @@ class Comparison:
 def compared_by(runs: Iterable[RunResult]) -> Metric:
     """Return the metric that compares arms: success, or reward if no completion is correct.
 
-    Some reward functions only give grades and never mark a completion as correct. If no completion
-    of any evaluation is correct and rewards differ, arms are compared by the mean reward.
+    Some reward functions only give grades and never mark a completion as correct. Arms are then
+    compared by mean reward, if all evaluations have rewards and these differ.
     """
     points = [point for run in runs for point in run.points]
     if any(any(point.correct.values()) for point in points):

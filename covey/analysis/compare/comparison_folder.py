@@ -59,10 +59,8 @@ class Design:
     budget: BudgetKind
     amount: int
     threads: int
-    """The number of threads of each run.
-
-    The number of threads of a comparison never changes, because it affects the rounding of sums on
-    a CPU.
+    """The number of threads of each run, which never changes within a comparison, because it
+    affects the rounding of sums on a CPU.
     """
     findings: tuple[Mapping[str, str], ...] = ()
 
@@ -207,7 +205,7 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the evaluations that cover all prompts. Incomplete evaluations are not comparable."""
+    """Return the evaluations that cover all prompts; incomplete ones are not comparable."""
     steps = run.steps()
     points = []
     for row in run.evaluations():

@@ -1,4 +1,4 @@
-"""The conclusion of a comparison as text: headline, cautions, a summary per pair of arms."""
+"""The conclusion of a comparison as text: a headline, cautions, and a sentence per pair of arms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TESTS: Mapping[Metric, str] = {"success": "McNemar's exact test", "reward": "sig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """The conclusions from a comparison."""
+    """The conclusion of a comparison, with the results that it is drawn from."""
 
     headline: str
     cautions: tuple[str, ...]
@@ -36,7 +36,7 @@ class Conclusion:
 
 
 def conclude(comparison: Comparison) -> Conclusion:
-    """Analyse a comparison. All numbers are computed without unfinished runs."""
+    """Analyse a comparison, without its unfinished runs."""
     runs = comparison.finished_runs()
     _check_same_prompts(run for mine in runs.values() for run in mine)
     arms = arm_results(comparison)
@@ -75,9 +75,9 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> list[str]:
-    """Return the mean difference of each pair if its failed runs count as if they were not trained.
+    """Return each pair's mean difference if its failed runs count as untrained, as sentences.
 
-    The sentences show how much the failed runs could change the conclusion.
+    They show how much the failed runs could change the conclusion.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
@@ -101,7 +101,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that says which algorithm is better, or why the runs do not decide this."""
+    """Return a sentence that says which algorithm is better, or why the runs cannot decide."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."

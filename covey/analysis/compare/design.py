@@ -1,10 +1,9 @@
 """The design of a comparison: the common configuration, the arms, the seeds and the budget.
 
-An arm has the settings that the user gave for all arms, changed by the arm's overrides. The arm's
-overrides are applied before defaults are filled in. An arm with another algorithm therefore gets
-the defaults of its own algorithm. No arm may change the budget or the held-out evaluation, because
-all arms must be measured in the same way. The evaluations of all arms are scored by the common
-reward, even if an arm is trained on another reward.
+An arm has the settings that the user gave for all arms, changed by its own overrides. Defaults are
+filled in afterwards, so an arm with another algorithm gets the defaults of that algorithm. No arm
+may change the budget or the held-out evaluation, because all arms must be measured in the same way:
+even an arm that is trained on another reward is evaluated with the common one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from covey.objective import algorithm
 from covey.training.resolve import resolve
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
-"""Settings that no arm may change. To use other seeds in an arm, write for example `seed+=1000`."""
+"""Settings that no arm may change; an arm with other seeds has an offset, such as `seed+=1000`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """Settings that affect the rollouts of the first step."""
 NOT_SAMPLING = (
@@ -134,7 +133,7 @@ def _with_budget(
             raise ConfigError(
                 "--budget tokens needs --amount, the number of tokens that each run samples"
             )
-        amount = common.train.total_updates
+        amount = common.train.total_optimizer_steps
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
 
 
@@ -169,8 +168,7 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
 def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the user's objective options that mean the same in the algorithm `name`.
 
-    For example, `beta` is not passed on between DPO and GRPO, because DPO's `beta` is not a KL
-    weight.
+    For example, DPO does not get GRPO's `beta`, because DPO's `beta` is not a KL weight.
     """
     paired = (name in PAIRED) != (_common_algorithm(given) in PAIRED)
     own = {"name", "beta"} if paired else {"name"}
@@ -185,10 +183,10 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
     """Return the user's options that differ from the defaults of the arm's algorithm.
 
-    The result maps each option to (value, default of the arm's algorithm). An option is left out if
-    its default is the same in the common algorithm and in the arm's algorithm. For example, if a
-    recipe for GRPO sets the clip range, `--algorithms gspo` keeps the recipe's clip range. GRPO's
-    clip range is hundreds of times wider than GSPO's default.
+    The result maps each option to (value, default of the arm's algorithm). If a recipe for GRPO
+    sets the clip range, for example, `--algorithms gspo` keeps this clip range, which is hundreds
+    of times wider than GSPO's default. Options with the same default in both algorithms are left
+    out.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:

@@ -1,4 +1,4 @@
-"""Check before training that a comparison is fair, and collect findings for its report."""
+"""Checks before training that a comparison is fair, and collects findings for its report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
 
 
 def task_digest(task: Task) -> str:
-    """Return two SHA-256 digests, of a task's training prompts and held-out prompts."""
+    """Return the SHA-256 digests of a task's training prompts and held-out prompts."""
     return " ".join(prompts_digest(prompts) for prompts in (task.train(), task.held_out()))
 
 

@@ -1,7 +1,7 @@
 """Launches the runs of a comparison: one process per run, several at a time.
 
-A failed run does not stop the other runs. Each process reads its job from standard input, which
-stays open as long as the parent process lives; see run_process.py.
+A failed run does not stop the others. Each process reads its job from standard input, which stays
+open as long as the parent process lives (see run_process.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Job:
 
     arm: str
     seed: int
-    """The seed in the comparison; the run's own seed differs if the arm has a seed offset."""
+    """The seed in the comparison, to which the run adds the arm's seed offset."""
     folder: str
     shared: str
     """The folder of the shared rollouts."""
@@ -70,7 +70,7 @@ class Job:
 
 
 def make_jobs(folder: Path, design: Design) -> list[Job]:
-    """Return a job for every arm and seed, ordered by seed so that arms advance together."""
+    """Return a job for every arm and seed, ordered by seed so that all arms advance together."""
     weights: dict[str, str] = {}
     data: dict[str, str] = {}
     common = parse_config(design.common)
@@ -118,9 +118,8 @@ def _start(config: Config, weights: str) -> str:
 def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
     """Return a digest of everything that determines a run's result.
 
-    The digest covers the configuration, Covey's version, the starting weights and the number of
-    threads. The digest also covers the contents of data and reward functions, because their files
-    may have been edited.
+    Besides the configuration, Covey's version, the starting weights and the number of threads, it
+    covers the contents of data and reward functions, because their files may have been edited.
     """
     scoring = [
         [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
@@ -136,10 +135,9 @@ def _digest(data: Any) -> str:
 def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder to start or resume; return False if the run is finished.
 
-    `elsewhere` maps job keys to the folders of finished runs. If `elsewhere` has a finished run
-    with the key of this job, that run is copied instead of trained again. If the folder contains a
-    run with another key, for example from another version of Covey, the folder of that run is
-    renamed. No run is ever deleted.
+    `elsewhere` maps job keys to the folders of finished runs: a run with this job's key is copied
+    instead of trained again. A run with another key in the job's own folder, for example from
+    another version of Covey, is renamed; no run is ever deleted.
     """
     path = job.path
     ended = read_outcome(path)

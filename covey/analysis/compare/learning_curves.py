@@ -48,7 +48,7 @@ class Curve:
 
 
 def learning_curve(comparison: Comparison, arm: str) -> Curve:
-    """Return the learning curve of an arm. The mean excludes unfinished runs."""
+    """Return the learning curve of an arm, with a mean over its finished runs."""
     runs = [run for run in comparison.runs_of(arm) if run.points]
     columns = _columns([run for run in runs if run.finished])
     values = [[point.value for point in column] for column in columns]
@@ -82,11 +82,10 @@ def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | Non
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
-    """For each point of the mean curve, return the list of evaluations to average.
+    """Return the evaluations to average for each point of the mean curve.
 
-    Each list has the evaluations of all runs at one step. The final list has the last evaluation of
-    each run. With a token budget, runs end at different steps, but their last evaluations are still
-    averaged.
+    The evaluations of a point are those of all runs at one step. Only the last point averages the
+    last evaluation of each run, because runs with a token budget end at different steps.
     """
     if not runs:
         return []

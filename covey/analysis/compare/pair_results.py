@@ -1,10 +1,9 @@
 """Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
-Algorithms and checkpoints need different tests. The test that decides which *algorithm* is better
-counts each seed as one measurement, because each seed is a separate training run. An algorithm
-counts as better only if the difference is large compared with the variation between seeds. The test
-that decides which of two *checkpoints* is better compares their results on each prompt.
-docs/statistics.md describes the tests and intervals.
+These are two questions with different tests. Which *algorithm* is better is tested over seeds, each
+of which counts as one measurement because it is a separate training run; the difference must be
+large compared with the variation between seeds. Which of two *checkpoints* is better is tested over
+their results on each prompt. docs/statistics.md describes the tests and intervals.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ Decision = Literal[
     "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
     "nothing to compare",
 ]  # fmt: skip
-"""The verdict "same policy" means equal weights in every seed. The verdict "no difference" means
-equal results on every prompt. The verdicts "one seed" and "two seeds" mean that there are too few
-seeds to rank the arms.
+"""Arms with equal weights in every seed are the "same policy"; arms with equal results on every
+prompt have "no difference". "one seed" and "two seeds" are too few to rank the arms.
 """
 
 
@@ -61,8 +59,9 @@ class PairResult:
     mean: float | None
     """The mean of `differences`; None if no seed has finished in both arms."""
     difference: Estimate | None
-    """The mean difference, with Student's t interval over seeds. None if there are fewer than three
-    seeds, or if the final weights are equal in every seed."""
+    """The mean difference with Student's t interval over seeds; None with fewer than three seeds,
+    or with equal final weights in every seed.
+    """
     difference_new_prompts: Estimate | None
     """The mean difference; its interval also covers the uncertainty from the choice of prompts."""
     p_value: float | None
@@ -74,8 +73,8 @@ class PairResult:
     better: str | None
     """The name of the significantly better arm; None if neither arm is significantly better."""
     seeds_needed: int | None
-    """Number of seeds that would detect the observed difference with 80 % power. The value is None
-    if `decision` is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
+    """Number of seeds that would detect the observed difference with 80 % power; None if `decision`
+    is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
     detectable: float | None
     """The smallest difference that the comparison's number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
@@ -104,7 +103,7 @@ class _Pair:
     def differences(self) -> Array:
         """Per seed, the first arm's accuracy (or mean reward) minus the second arm's.
 
-        Equal accuracies give exactly 0.
+        Sums are subtracted before the division, so that equal accuracies give exactly 0.
         """
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
@@ -120,7 +119,7 @@ class _Pair:
 
     @property
     def tested(self) -> bool:
-        """Whether the pair can be tested: there are enough seeds, and the final weights differ."""
+        """Whether the pair can be tested: it has enough seeds, and the final weights differ."""
         return len(self.seeds) >= FEW_SEEDS and not self.same
 
 

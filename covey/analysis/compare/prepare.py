@@ -1,4 +1,4 @@
-"""Prepare a comparison: choose a folder, resume or extend earlier runs, check fairness."""
+"""Prepares a comparison: chooses its folder, resumes or extends earlier runs, checks fairness."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from covey.run.records import last_row
 
 LIVE_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
-"""LIVE_SECONDS is the time between updates of the table in a terminal. PLAIN_SECONDS is the time
-between a run's progress lines in a log."""
+"""Seconds between updates of the table in a terminal, and between a run's progress lines in a log.
+"""
 STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yellow"}
 
 
@@ -38,7 +38,7 @@ def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """The progress display: a live table in a terminal, lines in logs and pipes."""
+    """Displays progress: as a live table in a terminal, as lines in logs and pipes."""
 
     console: Console
     budget: str

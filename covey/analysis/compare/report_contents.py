@@ -1,8 +1,7 @@
-"""Gather the contents of a comparison's report once, for HTML, Markdown and JSON.
+"""Gathers the contents of a comparison's report once, for HTML, Markdown and JSON.
 
-The conclusion, the learning curves and the agreement of arms on prompts are computed from the
-evaluations. Example completions and training metrics are read from the run folders. A report can
-also be written without examples and training metrics.
+Conclusion, learning curves and agreement of arms are computed from the evaluations. Example
+completions and training metrics come from the run folders; a report can be written without them.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ COLOURS = 8
 """Number of arm colors in the style sheet; further arms reuse these colors with dashed lines."""
 LONGEST_COMPLETION = 3000
 """The HTML report cuts off a completion after this number of characters."""
-MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
+MISSING = "Charts are left out: they need plotly, from pip install 'covey[report]'."
 
 
 def write_reports(folder: Path, comparison: Comparison) -> None:

@@ -73,7 +73,7 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 
 
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the improvement's interval; with two seeds, return each seed's improvement."""
+    """Return the improvement's interval, or with two seeds the improvement of each seed."""
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
     return _interval(change, arm.by)

@@ -1,9 +1,8 @@
 """The process that trains one run (`python -m covey.analysis.compare.run_process`).
 
-The job arrives as a line on standard input, which then stays open. If standard input closes, the
-parent process has ended, and this process exits at once. If the process is started again, it
-resumes the run from the last checkpoint. The process writes its output to the run's log, and its
-result to outcome.json.
+The job arrives as a line on standard input, which then stays open: when it closes, the parent
+process has ended, and this process exits at once. Output goes to the run's log, and the result to
+outcome.json. A process that is started again resumes its run from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from covey.analysis.compare.launch import Job
 from covey.analysis.compare.shared_rollouts import SharedEngine
 from covey.config import Config, parse_config
 from covey.errors import CoveyError
-from covey.escape import printable
+from covey.escape import printable, printable_line
 from covey.evaluation.evaluate import Evaluation
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
@@ -87,11 +86,11 @@ def _exit_with_parent() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return an error as one line; add the class name to errors that are not CoveyErrors."""
-    text = " ".join(str(error).split())
+    """Return an error as one line, with the class name unless it is a CoveyError."""
+    text = str(error)
     if not isinstance(error, CoveyError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + " ..."
+    return printable_line(text, LONGEST_ERROR)
 
 
 def run_job(job: Job) -> int:
@@ -162,8 +161,8 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
 def checkpoint_digest(folder: Path) -> str:
     """Return one SHA-256 over names, dtypes, shapes and values of a checkpoint's weights.
 
-    The digest covers the files of a model or of an adapter. The digest does not depend on how
-    tensors are distributed over files, or on the files' metadata.
+    The checkpoint is of a model or of an adapter. How tensors are distributed over files and the
+    files' metadata do not change the digest.
     """
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
     with ExitStack() as stack:

@@ -1,12 +1,10 @@
 """Shared rollouts: completions before the first optimizer step, generated once for all arms.
 
 Before the first optimizer step, all runs of a seed have the same weights, prompts and random
-numbers. All runs with the same seed therefore have the same completions in the first step. The
-first run that needs the completions generates and stores them, and the other runs read the stored
-completions. On a GPU, rounding could make the completions differ if every run generated its own
-completions. With stored completions, all runs train on exactly the same completions. The name of
-each file of completions contains a digest of all settings that determine the completions, so a run
-with other settings never reads the file.
+numbers, and should therefore sample the same completions. On a GPU, rounding could still make them
+differ. So the first run that needs the completions generates and stores them, and the others read
+the stored ones. The name of each file contains a digest of all settings that determine its
+completions, so a run with other settings never reads it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from covey.types import VersionSpan
 
 @dataclass(slots=True, kw_only=True)
 class SharedEngine:
-    """Wraps an engine, and shares the completions of the first step between runs."""
+    """An engine that shares the completions of the first step between runs."""
 
     engine: Engine
     folder: Path
@@ -53,6 +51,11 @@ class SharedEngine:
         """Properties of the wrapped engine."""
         return self.engine.info
 
+    @property
+    def preemptions(self) -> int:
+        """The wrapped engine's number of preemptions so far."""
+        return self.engine.preemptions
+
     def load_weights(self, weights: WeightSource, version: int) -> None:
         """Load new weights into the wrapped engine."""
         self.version = version
@@ -67,7 +70,7 @@ class SharedEngine:
         self.engine.close()
 
     def run(self, requests: RequestSource) -> None:
-        """Use stored completions if they exist; otherwise generate completions and store them."""
+        """Read the completions if they are stored; otherwise generate and store them."""
         if self.version > 0 or not requests.limits.requests:
             self.engine.run(requests)
             return
@@ -122,7 +125,7 @@ class _Recorder:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Let only one process at a time check whether a file exists, and write the file."""
+    """Let only one process at a time check whether a file exists, and write it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
-"""Statistical tests, intervals and power analysis, to compare runs with several seeds.
+"""Statistical tests, intervals and power analysis for runs with several seeds.
 
 Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors.
-Arrays have the shape [seeds] or [seeds, prompts]. Simulations add leading axes to the arrays, for
-repetitions of an experiment. The page docs/statistics.md gives the reasons for the tests and
-intervals of this module, and their error rates.
+Arrays have the shape [seeds] or [seeds, prompts]; simulations add leading axes for repetitions of
+an experiment. docs/statistics.md gives the reasons for these tests and intervals, and their error
+rates.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ POWER = 0.8
 MOST_SEEDS = 1000
 """The largest number of seeds that `seeds_needed` considers."""
 EXACT_FLIPS = 16
-"""The largest number of seeds for which all 2^seeds sign flips are tried. With more seeds, 2^16
-random sign flips are tried.
+"""Up to this number of seeds all 2^seeds sign flips are tried, and beyond it 2^16 random ones.
 """
 FEW_SEEDS = 3
-"""The smallest number of seeds with which two arms of a comparison are ranked. With two seeds, the
-confidence interval is too wide."""
+"""The smallest number of seeds with which two arms are ranked; with two seeds, the confidence
+interval is too wide."""
 FLIP_SEEDS = 6
-"""The fewest seeds with which the sign flip test can reach a p-value below 5 %. With five seeds,
-the lowest possible p-value of the sign flip test is 6.25 %.
+"""The fewest seeds with which the sign flip test can reach a p-value below 5 %; with five, the
+lowest possible p-value is 6.25 %.
 """
 COLLAPSE_LEVEL = 0.01
-"""The p-value below which a drop in accuracy counts as a collapse. The level is below 5 % because a
-run's best evaluation is partly luck."""
+"""The p-value below which a drop in accuracy counts as a collapse; it is below 5 % because a run's
+best evaluation is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +65,9 @@ class Crossed:
 def crossed(values: Array) -> Crossed:
     """Return the mean of `values` [..., seeds, prompts] and its two variance components.
 
-    The decomposition is a two-way analysis of variance in which both factors are random. A prompt
-    that is hard for every seed does not increase the variance between seeds. Per-seed accuracies
-    alone therefore cannot show the variance between prompts. The variance between prompts is the
+    The decomposition is a two-way analysis of variance in which both factors are random. It is
+    needed because a prompt that is hard for every seed does not increase the variance between
+    seeds, so per-seed accuracies alone cannot show the variance between prompts. The latter is the
     variance of the per-prompt means minus the residual variance of the two-way model.
     """
     values = np.asarray(values, dtype=float)
@@ -87,8 +86,8 @@ def crossed(values: Array) -> Crossed:
 def half_width(parts: Crossed, seeds: int, items: int) -> Array:
     """Return half the width of the 95 % interval of a mean over seeds and prompts.
 
-    Each variance component is multiplied by the squared t quantile for its own degrees of freedom.
-    With two seeds, the t quantile is 12.7 for the variance between seeds, and about 2 for the
+    Each variance component is multiplied by the squared t quantile for its own degrees of freedom:
+    with two seeds, the quantile is 12.7 for the variance between seeds, but about 2 for the
     variance between prompts.
     """
     width = _quantile(seeds - 1) ** 2 * parts.over_seeds
@@ -104,10 +103,9 @@ def _quantile(freedom: int) -> float:
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     """Return the mean accuracy, and the lower and upper bound of its confidence interval.
 
-    `values` [..., seeds, prompts] has the accuracies of at least two seeds. The interval is
-    Wilson's interval with an effective sample size. The effective sample size is the number of
-    independent completions that would give the same standard error. The interval stays within [0,
-    1] and never has width 0.
+    `values` [..., seeds, prompts] has the accuracies of at least two seeds. This is Wilson's
+    interval, which stays within [0, 1] and never has width 0. Its sample size is the number of
+    independent completions that would give the same standard error.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -157,11 +155,10 @@ def mean_reward(values: Array) -> Estimate:
 def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    With n prompts, accuracies are multiples of 1 / n, so per-seed differences have a rounding
-    error. The function never returns less than the standard deviation of the rounding error.
-    Without a minimum, two seeds with equal differences would have a standard deviation of 0, and
-    any difference would be significant. For rewards, `span` is the highest minus the lowest reward,
-    and the rounding step is `span` divided by the number of prompts.
+    The result is never below the rounding error of a difference, because with n prompts, accuracies
+    are multiples of 1 / n. Otherwise two seeds with equal differences would have a standard
+    deviation of 0, and any difference would be significant. For rewards, the rounding step is
+    `span`, the highest minus the lowest reward, divided by the number of prompts.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -189,10 +186,7 @@ def seed_interval(
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of `values`, which has one number for each seed.
-
-    With two or more seeds, the estimate has Student's t interval.
-    """
+    """Estimate the mean of one number per seed, with Student's t interval from two seeds on."""
     mean = float(np.mean(values))
     if len(values) == 1:
         return Estimate(mean, mean, mean)
@@ -240,10 +234,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Return the power of the paired t-test for a difference of `effect` standard deviations.
 
-    A significant difference with the wrong sign does not count as detected. To evaluate the
-    noncentral t distribution, the function averages normal probabilities over quantiles of the
-    observed standard deviation. The usual series for the noncentral t distribution does not
-    converge in the far tail, and a test with two seeds needs the far tail.
+    A significant difference with the wrong sign does not count as detected. The noncentral t
+    distribution is computed as a mean of normal probabilities over quantiles of the observed
+    standard deviation, because the usual series does not converge in the far tail, which a test
+    with two seeds needs.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)

@@ -31,19 +31,18 @@ from covey.training.build import assemble
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
 
-`covey doctor` uses the first size in `SIZES` for which all rollouts and updates are estimated to
-take at most `SHARE` times the time limit.
+`covey doctor` uses the first size whose rollouts and updates are estimated to take at most the
+fraction `SHARE` of the time limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""`SHARE` is the fraction of the time limit that all rollouts and updates together may take.
-`ROLLOUTS` is the number of rollout batches that the checks generate. `UPDATES` is the number of
-updates that the checks compute.
+"""The fraction of the time limit that all rollouts and updates together may take; the number of
+rollout batches that the checks generate; the number of updates that they compute.
 """
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
 def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
-    """Return the configuration of a short run: two small steps, without dropout."""
+    """Return the configuration of a short run with two small training steps and no dropout."""
     data = config.model_dump()
     most = dict(zip(("prompts_per_step", "group_size", "max_tokens"), size, strict=True))
     data["rollout"] |= {name: min(data["rollout"][name], limit) for name, limit in most.items()}
@@ -58,7 +57,7 @@ def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
 
 
 def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
-    """Check a resolved configuration; yield the result of each check as soon as it is done."""
+    """Run all checks on a resolved configuration; yield each result as soon as it is known."""
     clock.say("reading model and data")
     if (gguf := find_gguf(config.model.path)) is not None:
         import_gguf(gguf)  # once, and not a part of the time that a load takes
@@ -94,10 +93,7 @@ def _fitting(
 
 
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
-    """Check the engine and the gradient on the completions of one step.
-
-    These checks change the weights of the policy.
-    """
+    """Check the engine and the gradient on the completions of one step; changes the weights."""
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped
         return

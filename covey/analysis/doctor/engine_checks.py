@@ -16,7 +16,6 @@ from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.source import SynchronousSource
 from covey.run.trackers import Tracker
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.step import filled_batch
 from covey.types import Group
@@ -27,8 +26,7 @@ RATE = 1e-3
 """Learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""How far the logit of a greedy token may be below the highest logit. For 16-bit models, the limit
-is 0.5."""
+"""How far below the highest logit the logit of a greedy token may be (0.5 for 16-bit models)."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
@@ -51,7 +49,7 @@ def engine_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
         parts,
         groups,
         "engine: log-probs",
-        "the engine's log-probs differ from the policy's: `covey numerics` finds the cause; set "
+        "the engine's log-probs differ from the policy's; `covey numerics` finds the cause; set "
         "train.old_logp = 'recompute' and objective.correction",
     )
     yield clock.skips(GREEDY, clock.pace.rollout) or _greedy(parts, groups)
@@ -63,8 +61,7 @@ def weights_check(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
         yield skipped
         return
     policy, step, tokens = parts.policy, 2, parts.learner.settings.micro_batch_tokens
-    learner = parts.learner_at(State(beta=parts.learner.objective.beta))
-    before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), tokens)
+    before = trainer_logp(policy, batch := filled_batch(parts.learner, groups, 1), tokens)
     policy.optimizer.zero_grad()
     policy.model.model.train()
     # Any gradient will do; the gradient of the mean log-prob is never zero.
@@ -76,7 +73,7 @@ def weights_check(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
         parts,
         rollouts.collected.groups,
         ARRIVES,
-        "the engine generates with old weights: check engine.kind, and the servers of vLLM",
+        "the engine still generates with old weights; check engine.kind and the vLLM servers",
     )
     yield replace(result, figure=f"{result.figure}, after a step that moved {moved:.1e}")
 
@@ -105,7 +102,7 @@ def _greedy(parts: Parts, groups: Sequence[Group]) -> Result:
     return Result(
         name=GREEDY,
         passed=wrong == 0,
-        figure=f"{wrong} of {total} tokens are not the likeliest",
+        figure=f"{wrong} of {total} tokens are not the most likely ones",
         remedy="the engine does not compute the same model: try engine.kind = 'native', or report "
         "this result",
     )

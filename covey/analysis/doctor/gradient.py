@@ -1,9 +1,8 @@
 """Checks that the gradient does not depend on how a batch is split, padded or ordered.
 
-The checks compute the gradient of one optimizer step in several ways. Each result is compared with
-a reference gradient, which is computed with a separate forward pass for each completion. The reward
-of a completion is a hash of prompt id and sample index, because equal rewards would give a gradient
-of 0.
+The gradient of one optimizer step is computed in several ways, and each result is compared with a
+reference: the sum of gradients from a separate forward pass for each completion. Rewards are hashes
+of prompt id and sample index, because equal rewards would give a gradient of 0.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import torch
 from covey.analysis.doctor.result import Clock, Result
 from covey.objective import with_weight
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.parallel.world import World
-from covey.training.step import Learner, RowFacts, backward_passes, filled_batch, marked
+from covey.training.step import Learner, backward_passes, filled_batch, marked
 from covey.types import Batch, Group, Rollout
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
@@ -36,7 +34,7 @@ _ZERO = torch.zeros(())
 
 
 class _OfTwo(World):
-    """One of two simulated ranks, which selects its micro-batches but does not communicate."""
+    """One of two simulated ranks: it selects its own micro-batches, but does not communicate."""
 
     size = 2
 
@@ -46,8 +44,8 @@ class _OfTwo(World):
 
 def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum of per-completion gradients."""
-    learner = parts.learner_at(State(beta=parts.learner.objective.beta))
-    learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
+    settings = replace(parts.learner.settings, mini_batches=1, epochs=1)
+    learner = replace(parts.learner, settings=settings)
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
     if skipped := clock.skips("gradient", 2 * clock.pace.update):
         yield skipped
@@ -89,7 +87,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iter
 
 
 def _invented(group: Group) -> Group:
-    """Return the group with different rewards, which do not depend on the completions."""
+    """Replace a group's rewards by invented ones, which do not depend on the completions."""
 
     def reward(rollout: Rollout) -> float:
         return zlib.crc32(f"{rollout.prompt_id} {rollout.sample}".encode()) % 1000 / 1000
@@ -108,8 +106,7 @@ def _invented(group: Group) -> Group:
 
 def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
     batch = filled_batch(learner, groups, 1)
-    totals = RowFacts.of(batch, skip=False).totals(torch.arange(len(batch)))
-    return marked(learner, with_weight(learner.objective, batch, totals))
+    return marked(learner, with_weight(learner.objective, batch))
 
 
 def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:

@@ -34,11 +34,12 @@ from covey.training.resolve import reward_of, task_of
 PROMPTS = 8
 """The number of held-out prompts on which the reward is tested."""
 OVER = 1.5
-"""The largest allowed ratio of measured memory to forecast memory. The limit is above 1 because
-earlier checks leave some memory in use."""
+"""The largest allowed ratio of measured to forecast memory, above 1 because earlier checks leave
+some memory in use.
+"""
 WORKSPACES = 256 * 2**20
-"""Bytes that GPU libraries allocate through torch; the memory forecast does not include them. For a
-tiny model, the GPU libraries need more memory than the model's tensors.
+"""Bytes that GPU libraries allocate through torch, which the memory forecast does not include. For
+a tiny model they exceed the model's own tensors.
 """
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
@@ -63,8 +64,7 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A test program that lists which forbidden resources it can reach. In the sandbox, the test
-program must not reach any forbidden resource.
+"""A program that lists the forbidden resources it can reach; in the sandbox there must be none.
 """
 
 
@@ -89,7 +89,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
         passed=same.passed,
         figure=same.figure,
         remedy="the reward depends on more than the completion (time, order, a random number, a "
-        "server): a run cannot be repeated or resumed",
+        "server), so a run cannot be repeated or resumed exactly",
     )
     others = [check for check in checks if check is not same]
     failed = [check for check in others if not check.passed]
@@ -143,7 +143,7 @@ def _needs_sandbox(config: Config) -> bool:
 def resume_checks(
     config: Config, folder: Path, expected: Forecast, clock: Clock
 ) -> Iterator[Result]:
-    """Check that a resumed run ends with the same checkpoint; check memory and time."""
+    """Check that a resumed run writes the same checkpoint; also check memory and step time."""
     if skipped := clock.skips("resume, memory, time", clock.pace.resume):
         yield skipped
         return
@@ -196,7 +196,7 @@ def _memory(expected: Forecast, used: int) -> Result:
         name="memory",
         passed=used <= OVER * bytes_expected + (WORKSPACES if on_gpu else 0),
         figure=f"{size_text(used)}, forecast {size_text(bytes_expected)}",
-        remedy="`covey plan` forecasts too little for this model: leave more memory free",
+        remedy="`covey plan` forecasts too little memory for this model; leave more memory free",
     )
 
 

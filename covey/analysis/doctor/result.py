@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from covey.escape import printable_line
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -25,7 +27,7 @@ class Result:
 
     @property
     def sign(self) -> str:
-        """A tick if the check passed, a cross if the check failed, otherwise a dash."""
+        """A tick if the check passed, a cross if it failed, and a dash if it was skipped."""
         return {True: "✔", False: "✗", None: "-"}[self.passed]
 
     def row(self) -> dict[str, Any]:
@@ -37,7 +39,7 @@ Checks = Callable[[], Iterator[Result]]
 
 
 def results_of(name: str, checks: Checks) -> Iterator[Result]:
-    """Yield the results of checks; if a check raises, yield a failed result called `name`."""
+    """Yield the results of checks; a check that raises yields a failed result called `name`."""
     started = time.perf_counter()
     try:
         for result in checks():
@@ -48,8 +50,8 @@ def results_of(name: str, checks: Checks) -> Iterator[Result]:
         yield Result(
             name=name,
             passed=False,
-            figure=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            remedy="the check could not be done; solve what this line says",
+            figure=f"{type(error).__name__}: {printable_line(str(error), 300)}",
+            remedy="the check itself failed; fix the error that this line shows",
             seconds=round(time.perf_counter() - started, 2),
         )
 
@@ -59,7 +61,7 @@ def results_of(name: str, checks: Checks) -> Iterator[Result]:
 # This module does not import torch.
 
 LIMIT = 110.0
-"""Time limit of a checkup in seconds. Including the start of Python and the imports, `covey doctor`
+"""Time limit of a checkup in seconds. With the start of Python and the imports, `covey doctor`
 takes less than two minutes.
 """
 
@@ -85,14 +87,15 @@ class Pace:
     def resume(self) -> float:
         """Seconds of the resume check, which trains three steps in two runs.
 
-        Writing a checkpoint takes about as long as loading a model.
+        A checkpoint is counted as one more load of the model, because writing it takes about as
+        long.
         """
         return 3 * (self.rollout + self.update) + 5 * self.load
 
 
 @dataclass(slots=True, kw_only=True)
 class Clock:
-    """Announces each check, and skips a check that would not end within the limit."""
+    """Announces each check, and skips checks that would not end within the time limit."""
 
     limit: float = math.inf
     say: Callable[[str], None] = lambda text: None
@@ -105,10 +108,7 @@ class Clock:
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:
-        """Return a skipped result if too little time is left for a check, else None.
-
-        If there is enough time, announce the check to the user.
-        """
+        """Return a skipped result if too little time is left; otherwise announce the check."""
         left = max(0.0, self.left)
         if expected <= left:
             self.say(f"{name}{f', about {expected:.0f} s' if expected >= 1 else ''}")

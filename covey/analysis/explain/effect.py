@@ -2,10 +2,10 @@
 
     gradient[i,t] = d loss / d logp[i,t]
 
-An optimizer step raises the log-prob of a token with a negative gradient, so the token becomes
-likelier. By the chain rule, the parameter gradient is the sum of d loss / d logp[i,t] times the
-gradient of logp[i,t] over all tokens. An algorithm therefore affects the parameters only through
-the token gradients d loss / d logp[i,t].
+A token with a negative gradient becomes likelier in an optimizer step. By the chain rule, the
+gradient of the parameters is the sum over tokens of d loss / d logp[i,t] times the gradient of
+logp[i,t], so the token gradients are the only channel through which an algorithm affects the
+parameters.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def parameter_gradients(
 ) -> dict[str, torch.Tensor]:
     """Return one vector per algorithm in `effects`: the gradient of all trained parameters.
 
-    All algorithms share the forward pass, and each algorithm has its own backward pass. All
-    gradients are in memory at the same time.
+    The algorithms share a forward pass, each has its own backward pass, and all gradients are in
+    memory at the same time.
     """
-    # The optimizer collects gradients as in training, because some bypass autograd on a GPU.
+    # The optimizer collects gradients as in training, because some of them bypass autograd on a
+    # GPU.
     optimizer = policy.optimizer
     size = sum(parameter.numel() for parameter in optimizer.parameters.values())
     totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
@@ -127,8 +128,8 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
     """Split the batch into forward passes, and yield the row indices of each pass.
 
-    Groups whose completions all have the same reward are put into separate forward passes. In most
-    algorithms, a group with equal rewards has no gradient, so its passes can be skipped.
+    Groups whose completions all have the same reward get passes of their own, which can be skipped
+    for the many algorithms in which such groups have no gradient.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

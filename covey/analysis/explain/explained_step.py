@@ -1,8 +1,8 @@
-"""Explanation of a recorded step, rollout by rollout and token by token.
+"""Explains a recorded step, rollout by rollout and token by token.
 
-To explain a step, this module trains the policy on the recorded rollouts again, in the same
-mini-batches. The ratio, gradient and other values of a token come from the optimizer step that
-trains on the token. With several epochs, the values of a token come from the last epoch.
+The policy is trained on the recorded rollouts again, in the same mini-batches. The ratio, gradient
+and other values of a token come from the optimizer step that trains on it; with several epochs,
+from the last of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
 class ExplainedToken:
     """One token of a completion.
 
-    A field is None for untrained tokens, or if the algorithm does not compute that value.
+    A field is None if the token is not trained, or if the algorithm does not compute that value.
     """
 
     id: int
@@ -103,7 +103,7 @@ class ExplainedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of a training step, and which weights it was computed with."""
+    """The explanation of a training step, and the weights with which it was computed."""
 
     step: int
     algorithm: str
@@ -130,10 +130,7 @@ class Explanation:
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
-    """Repeat a recorded training step, and explain each token.
-
-    The repeated step changes the weights of the policy.
-    """
+    """Train the policy on a recorded step again, and explain each token."""
     check_trained(recorded)
     batch, watched, metrics = relearn(trainee, recorded)
     tokens = {token for one in recorded.learned for token in one.rollout.tokens}

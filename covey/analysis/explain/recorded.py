@@ -1,9 +1,8 @@
 """Loads a recorded training step and the policy as it was before that step; repeats the step.
 
-A run keeps only some checkpoints, but all rollouts. The policy before a step is therefore loaded
-from the last earlier checkpoint, or from the initial model if there is no earlier checkpoint. On
-request, the policy is trained again on the recorded steps after the checkpoint, which gives the
-exact weights. No rollout is generated or scored again.
+A run keeps all rollouts, but only some checkpoints. The policy before a step is therefore loaded
+from the nearest earlier checkpoint, or is the initial model. On request it is trained again on the
+recorded steps in between, which gives the exact weights. No rollout is generated or scored again.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from covey.objective.joined_rows import joined
 from covey.run.folder import RunFolder
 from covey.run.records import read_episode
 from covey.run.resume import last_good
-from covey.training import checkpoint
-from covey.training.build import learner_at, learner_of, reference_of
-from covey.training.checkpoint import State
+from covey.training.build import learner_of, reference_of
+from covey.training.checkpoint import restore
 from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of
+from covey.training.schedule import State
 from covey.training.step import Learner, Seen, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 
@@ -182,16 +181,12 @@ class Trainee:
         """The policy of the learner."""
         return self.learner.policy
 
-    def learner_now(self) -> Learner:
-        """Return the learner with the KL coefficient and learning rate of the next step."""
-        return learner_at(self.learner, self.config, self.state)
-
 
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
-    If `exact` is true, the recorded steps between the checkpoint and `step` are repeated. Repeating
-    the steps takes as long as the original updates, and gives the same weights.
+    If `exact` is true, the recorded steps between the checkpoint and `step` are trained again. This
+    takes as long as the original updates, and gives the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=notice)
@@ -203,29 +198,26 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         reference_of(config, model, objective),
         exact_logp=has_exact_logp(model) and not config.engine.rounds,
     )
-    state, number, path = State(beta=objective.beta), 0, config.model.path
-    if found.checkpoint is not None:
-        number, path = found.step, str(found.checkpoint)
-        state = checkpoint.load(learner.policy, learner.others, found.checkpoint, number)
-    behind = max(0, step - 1 - number)
-    origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
+    state = restore(learner.policy, learner.others, found, State(beta=objective.beta))
+    behind = max(0, step - 1 - found.step)
+    path = str(found.checkpoint or config.model.path)
+    origin = Origin(checkpoint=found.step, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
     if not exact:
         return trainee
     for again in range(state.step + 1, step):
         recorded = read_step(run, again)
         state.step = again
-        *_, state.beta = training_step(trainee.learner_now(), recorded.groups, again)
+        *_, state.beta = training_step(learner.at(state), recorded.groups, again)
         state.episode += len(recorded.rollouts)
         state.tokens += recorded.tokens
     return replace(trainee, origin=replace(origin, replayed_steps=behind, steps_behind=0))
 
 
 Watched = dict[str, torch.Tensor]
-"""Maps the name of each observed quantity to a tensor [B, T] with one value per token. The values
-come from the last optimizer step that trains on the token. The quantities are logp, entropy,
-weight, and the fields of `Effect` except `loss`. The entry `number` [B] is the index of the last
-optimizer step that trains on each row, counted from 0.
+"""Maps names of quantities to tensors [B, T]: logp, entropy, weight, and the fields of `Effect`
+except `loss`. Each value comes from the last optimizer step that trains on the token; `number` [B]
+is the index of this step for each row, counted from 0.
 """
 
 
@@ -238,7 +230,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
     state.step = recorded.step
     beta = recorded.metrics.get("objective/beta")
     state.beta = state.beta if beta is None else beta
-    learner = trainee.learner_now()
+    learner = trainee.learner.at(state)
     settings = replace(learner.settings, skip_zero_gradient=False)
     if not trainee.origin.exact:
         # With other weights, recorded log-probs would look like a change of the policy.
@@ -264,7 +256,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
 
 
 def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
-    """Write what one micro-batch shows of its tokens into the tensors of the batch."""
+    """Write the values that one micro-batch yields for its tokens into the tensors of the batch."""
     watched["number"][seen.rows] = seen.number
     now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
     for name, value in {**now, **found._asdict()}.items():

@@ -1,11 +1,10 @@
-"""Computes the gradients that other algorithms would have computed in a recorded step.
+"""Computes the gradients that other algorithms would have had in a recorded step.
 
-The gradient of each algorithm is computed on the same rollouts for two policies: the policy before
-and the policy after the run's training step. The policy before the training step is the policy that
-generated the rollouts. After the training step, the policy has changed, so ratios differ from 1 and
-may be clipped. Algorithms differ only in their token gradients, d loss / d logp. A backward pass
-turns the token gradients into the gradient of the parameters. Algorithms with proportional token
-gradients share a backward pass.
+All algorithms see the same rollouts, with two policies: the one before the run's training step,
+which generated the rollouts, and the one after it, for which ratios differ from 1 and may be
+clipped. Algorithms differ only in their token gradients, d loss / d logp, which a backward pass
+turns into the gradient of the parameters. Algorithms with proportional token gradients therefore
+share a backward pass.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_tra
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
-from covey.objective import ALGORITHMS, Objective, algorithm, with_advantage
+from covey.objective import ALGORITHMS, Objective, algorithm
 from covey.objective.loss import Need
-from covey.rollout.filter import without_truncated
 from covey.run.folder import RunFolder
 from covey.training.build import reference_of, teacher_of
 from covey.training.collate import collate
 from covey.training.parallel.passes import whole_batch
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of, resolve
-from covey.training.step import only_taught, prepare
+from covey.training.step import prepare, trained_batch
 from covey.types import Batch
 
 
@@ -83,7 +81,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build the named algorithms; pass each option (key=value) where the algorithm has it."""
+    """Build the named algorithms, each with those options (key=value) that it has."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]
@@ -126,9 +124,9 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Compute the gradient that each algorithm would have computed in a recorded step.
+    """Compute the gradient that each algorithm would have had in a recorded step.
 
-    The gradients are computed twice: with the policy before the step, and with the policy after it.
+    The gradients are computed with the policy before the step, and again with the policy after it.
     """
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
@@ -184,8 +182,7 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
 def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
     if "sampler_as_old" in objective.needs:
         base = replace(base, old_logp=base.sampler_logp)
-    batch = with_advantage(objective, only_taught(objective, base))
-    return without_truncated(batch) if trainee.config.filter.mask_truncated else batch
+    return trained_batch(objective, base, mask_truncated=trainee.config.filter.mask_truncated)
 
 
 def _moment(
@@ -252,10 +249,9 @@ def _replayed(name: str, batch: Batch, found: Effect, norm: float) -> Replayed:
 
 # Families of algorithms with proportional gradients, and the length bias of algorithms.
 #
-# An algorithm changes a policy only through its token gradients: d loss / d logp of each token.
-# Algorithms with equal token gradients give the same update on a batch. Algorithms with
-# proportional token gradients differ only by a factor, like two learning rates. Adam and gradient
-# clipping mostly remove a constant factor of the gradient.
+# An algorithm changes a policy only through its token gradients, d loss / d logp. With equal token
+# gradients, two algorithms give the same update on a batch. With proportional ones they differ like
+# two learning rates, and Adam and gradient clipping mostly remove even this factor.
 
 ROUNDING = 1e-5
 """The largest relative deviation for which token gradients still count as proportional."""
@@ -287,9 +283,9 @@ class Family:
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return c > 0 if the vector `slopes` is c times the vector `of` up to rounding, else None.
+    """Return c > 0 if `slopes` is c times `of` up to rounding, else None.
 
-    If both vectors are 0, the result is 1. If only one of the vectors is 0, the result is None.
+    If both vectors are 0, the result is 1; if only one is 0, the result is None.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)
@@ -330,7 +326,7 @@ class LengthBin:
     """Mean |d loss / d logp| over the tokens of the completions in this bin."""
     per_advantage: float
     """Sum of |d loss / d logp| divided by the sum of |advantage|: the mean weight of a token in the
-    loss. The value is 0 if all advantages are 0.
+    loss, or 0 if all advantages are 0.
     """
 
 

@@ -1,8 +1,8 @@
 """Computes a small optimizer step from given rewards, for the web page's step explorer.
 
-The user chooses rewards and lengths for a group of completions, and this module runs the same
-objective code as training. As a program, this module reads one JSON request per line, and prints
-one JSON answer per line.
+The user chooses rewards and lengths for a group of completions, and the same objective code as in
+training runs on them. As a program, this module reads one JSON request per line, and prints one
+JSON response per line.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _numbers(question: Mapping[str, Any], name: str) -> list[float]:
 
 
 def main() -> None:
-    """Answer requests from stdin until it is closed."""
+    """Respond to requests from stdin until it is closed."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         try:

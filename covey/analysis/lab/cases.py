@@ -24,11 +24,11 @@ class Case:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Read completions from JSON Lines, one object per line.
+    """Read completions from JSON Lines, one object per line, such as a run's rollouts.
 
     An object can have the keys `completion` (or `text`), `target` (or `answer`), `prompt` (or
     `question`), and `correct` (a person's label). All other keys, and the entries of `info`, become
-    the prompt's info. This function can also read the files in a run's `rollouts` folder.
+    the prompt's info.
     """
     try:
         # Not splitlines: JSON strings may contain other line separators.

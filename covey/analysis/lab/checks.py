@@ -1,9 +1,8 @@
 """The checks of the reward lab, which find flaws in a reward before a policy exploits them.
 
-A policy exploits every flaw of its reward. The lab scores correct answers and a corpus of hacks,
-and only correct answers may get the full reward. The lab can also compare the reward with
-completions that people have labeled. The lab scores each completion twice, in two processes, and
-measures the time.
+The lab scores correct answers and a corpus of hacks, of which only the correct answers may get the
+full reward. It scores each completion twice, in two processes, and measures the time. It can also
+compare the reward with labels that people gave.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def solution_of(prompt: Prompt) -> str:
 def _thinking(prompt: Prompt) -> str:
     """Return a long thinking text, with the worked solution if the task has one.
 
-    A format may require longer thinking than the worked solution alone.
+    The worked solution alone may be shorter than the thinking that a format requires.
     """
     return f"{THINKING} {prompt.info.get('worked', '')}".strip()
 

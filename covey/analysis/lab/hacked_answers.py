@@ -17,8 +17,7 @@ from covey.types import Prompt
 
 Kind = Literal["code", "countdown", "tools", "number", "text"]
 MakeAnswer = Callable[[Prompt, str], "str | None"]
-"""A function of prompt and solution that returns a hacked answer, or None if the hack does not
-apply."""
+"""Takes prompt and solution; returns a hacked answer, or None if the hack does not apply."""
 
 
 def wrapped_like(solution: str, answer: str) -> str:

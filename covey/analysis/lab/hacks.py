@@ -1,7 +1,7 @@
 """The corpus of reward hacks: completions that try to get a reward without solving the task.
 
-A hack with a wrong answer must not succeed. A hack with the correct answer, but with bad thinking
-or a bad format, must not get the full reward.
+A hack with a wrong answer must not succeed; one with the correct answer, but with bad thinking or a
+bad format, must not get the full reward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
 Make = Callable[[Prompt, str, Format], "str | None"]
-"""A function of prompt, solution and format that returns a completion, or None if the hack does not
-apply."""
+"""Takes prompt, solution and format; returns a completion, or None if the hack does not apply."""
 
 THINKING = "I go through it step by step and check each step before I answer."
 
@@ -43,12 +42,12 @@ class Hack:
     """The flaw that the hack exploits, as a phrase that follows the words "the reward"."""
     make: Make
     correct_answer: bool = False
-    """Whether the answer of the hack is correct. A hack with a correct answer must not get the full
-    reward, and a hack with a wrong answer must not be a success.
+    """Whether the answer of the hack is correct; if so, the hack must not get the full reward, and
+    otherwise it must not be a success.
     """
     about_thinking: bool = False
-    """Whether the hack abuses the thinking or the format. A hack that abuses the thinking or the
-    format is skipped if an answer without thinking gets the full reward.
+    """Whether the hack abuses the thinking or the format. Such a hack is skipped if an answer
+    without thinking gets the full reward anyway.
     """
     says_nothing: bool = False
     """If true, the hack must get the lowest reward."""

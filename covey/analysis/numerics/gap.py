@@ -1,7 +1,7 @@
 """Statistics of differences in log-prob and of the resulting importance ratios.
 
-A difference [B, T] subtracts two log-probs of each token that were computed in different ways. The
-exponential of a difference is an importance ratio.
+A difference [B, T] subtracts two log-probs that were computed for each token in different ways; its
+exponential is an importance ratio.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from covey.objective.masked import bounded, row_mean
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
-"""Limits within which a log-prob difference counts as "harmless". The limits are the smallest
-effective sample size, the largest fraction of ratios outside the clip range, and the largest
-distance of the mean ratio from 1.
+"""Limits of a "harmless" log-prob difference: the smallest effective sample size, the largest
+fraction of ratios outside the clip range, and the largest distance of the mean ratio from 1.
 """
 SMALL = (0.95, 0.01, 0.05)
-"""Limits within which a log-prob difference counts as "small", in the same order as HARMLESS. A
-log-prob difference outside the limits in SMALL has the severity "matters".
+"""Limits of a "small" log-prob difference, in the same order; beyond them, a difference "matters".
 """
 
 

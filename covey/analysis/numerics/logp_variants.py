@@ -26,7 +26,8 @@ SORTED_COPIES = 4
 def trainer_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
     """Return the trainer's log-probs of a batch, computed in the trainer's micro-batches.
 
-    This function does not use CUDA graphs, because their padding depends on earlier batches.
+    They are computed without CUDA graphs, because the padding of a graph depends on earlier
+    batches.
     """
     return whole_batch(batch, micro_batch_tokens, policy.plain_logp).logp
 
@@ -40,7 +41,7 @@ def alone_logp(policy: Policy, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
-    """Return the log-probs of a batch under the model's weights, computed in float32."""
+    """Return the log-probs of a batch, computed in float32 from the model's weights."""
     wide = upcast(policy.model)
 
     def logp(rows: Batch) -> LogProbs:
@@ -67,10 +68,9 @@ def log_kept(
 ) -> torch.Tensor:
     """Return [B, T]: the log of the probability mass that truncation keeps at each position.
 
-    The engine's sampler_logp is the token's logp minus the log of the kept probability mass. The
-    kept probability mass depends only on the distribution, not on the sampled token. The log of the
-    kept probability mass is finite, even if rounding errors make truncation remove the sampled
-    token.
+    The engine's sampler_logp is the token's logp minus this value, which depends only on the
+    distribution and not on the sampled token. It stays finite even if rounding errors make
+    truncation remove the sampled token.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)
@@ -94,7 +94,7 @@ def log_kept(
 
 
 def paired(one: Sequence[Group], other: Sequence[Group]) -> list[tuple[Rollout, Rollout]]:
-    """Return the two versions of each completion."""
+    """Return pairs of the two versions of each completion."""
     groups = zip(one, other, strict=True)
     return [pair for a, b in groups for pair in zip(a.rollouts, b.rollouts, strict=True)]
 

@@ -9,9 +9,8 @@
     kernel       trainer, alone                     - engine, one slot, not truncated, no float8
     staleness    trainer, after optimizer steps     - before
 
-Each line of the report compares two log-probs whose computations differ in only one aspect. The
-differences need not add up to the total, because rounding errors partly cancel, and staleness is
-not part of the total.
+Each line compares two computations that differ in only one aspect. The differences need not add up
+to the total, because rounding errors partly cancel and staleness is not part of the total.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.source import SynchronousSource
 from covey.run.trackers import Tracker
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.make_engine import native_engine
-from covey.training.schedule import Budget
+from covey.training.schedule import Budget, State
 from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Group
 
@@ -57,7 +55,7 @@ CLIP = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All measurements."""
+    """All measurements of `covey numerics`."""
 
     model: str
     device: str
@@ -81,7 +79,7 @@ class Report:
 def measure(
     parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
 ) -> Report:
-    """Generate the rollouts of the next step, and measure the log-prob differences for each cause.
+    """Measure the log-prob differences for each cause, on the rollouts of the next step.
 
     The measurements change the weights of the policy.
     """
@@ -130,17 +128,17 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Return whether `clip_low` and `clip_high` limit ratios; in `trust_mask` they do not."""
+    """Whether `clip_low` and `clip_high` limit ratios, which they do not in `trust_mask`."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.learner.objective.surrogate) is not trust_mask
 
 
 def default_updates(config: Config) -> int:
-    """Return the default number of optimizer steps for measuring staleness.
+    """Return how many optimizer steps to take by default before staleness is measured.
 
-    The default is the number of optimizer steps per rollout batch minus one, but at least 1.
+    This is the number of optimizer steps per rollout batch minus one, but at least 1.
     """
-    return max(1, config.train.updates - 1)
+    return max(1, config.train.optimizer_steps - 1)
 
 
 def _first(groups: Sequence[Group], completions: int) -> list[Group]:
@@ -164,10 +162,7 @@ def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: i
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure all differences.
-
-    The effect of the batch shape is measured only over the completions in `few`.
-    """
+    """Measure all differences; those of batch shape only on the completions in `few`."""
     policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
@@ -214,7 +209,7 @@ def _stale(
 ) -> tuple[list[Cause], tuple[str, ...]]:
     """Take optimizer steps on the completions; measure the log-prob difference after each step."""
     policy = parts.policy
-    once, notes = _learning(parts, parts.learner_at(state))
+    once, notes = _learning(parts, parts.learner.at(state))
     twice = replace(once, settings=replace(once.settings, epochs=2))
     batch = filled_batch(twice, groups, state.step)
     tokens = once.settings.micro_batch_tokens
@@ -240,15 +235,15 @@ def _stale(
 def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
     """Return a learner that takes one optimizer step for each training step.
 
-    If the learning rate has reached 0, the learner uses the peak rate. With a learning rate of 0,
-    no weight would change, and staleness could not be measured.
+    If the schedule has reached a learning rate of 0, the learner uses the peak rate, because
+    otherwise no weight would change.
     """
     peak = parts.config.optimizer.learning_rate
     once = replace(learner.settings, mini_batches=1, epochs=1)
-    if peak == 0 or once.learning_rate(parts.policy.version) > 0:
+    if peak == 0 or learner.learning_rate > 0:
         return replace(learner, settings=once), ()
     note = f"staleness: the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
-    at_peak = replace(once, learning_rate=lambda version: peak)
+    at_peak = replace(once, learning_rate=lambda version, start: peak)
     return replace(learner, settings=at_peak), (note,)
 
 
@@ -269,8 +264,8 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
     {
         TOTAL: Words(
             title="engine against trainer",
-            what="the trainer's logp minus sampler_logp, before any update: a run logs it as "
-            "debug/sampler_logp_diff_* and debug/rho_*",
+            what="the trainer's logp minus sampler_logp, before any optimizer step: a run logs "
+            "it as debug/sampler_logp_diff_* and debug/rho_*",
             advice="see the causes below; objective.correction corrects for all of them at once",
         ),
         "precision": Words(
@@ -338,7 +333,7 @@ class Cause:
         words = CAUSES[self.name].title
         if self.name != "staleness":
             return words
-        return f"{words}, {self.updates} update{'' if self.updates == 1 else 's'}"
+        return f"{words}, {self.updates} optimizer step{'' if self.updates == 1 else 's'}"
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""

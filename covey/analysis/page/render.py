@@ -1,7 +1,8 @@
-"""Renders reports: HTML that opens offline, and Markdown, in which no text of a model can act.
+"""Renders reports as HTML that opens offline, or as Markdown.
 
-Jinja escapes all text that is inserted into a template, except `Markup` (trusted HTML, Markdown,
-CSS or scripts). All templates are in this folder.
+Reports show text of models, which may contain HTML or scripts. Jinja therefore escapes all text
+that is inserted into a template, except `Markup`, which marks trusted HTML, Markdown, CSS and
+scripts. All templates are in this folder.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only the given scripts.
 
-    With a Content-Security-Policy, even unescaped text of a completion cannot run a script.
+    The policy is a second line of defence: it stops scripts in a completion even where escaping was
+    forgotten.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

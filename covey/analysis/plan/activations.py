@@ -1,13 +1,12 @@
 """Estimates the memory of the activations that a model keeps for its backward pass.
 
-`EAGER`, `FUSED` and `FLASH` list the number and width of the tensors that autograd saves in a
-layer. The function `kernels_of` chooses between `EAGER`, `FUSED` and `FLASH`, depending on model
-and device. To check `EAGER`, `FUSED` and `FLASH`, tests count the tensors that autograd saves, and
-benchmarks/memory.py measures whole runs. If a new kernel keeps fewer tensors, only one line of this
-module has to change.
+`EAGER`, `FUSED` and `FLASH` list how many tensors autograd saves in a layer, and how wide they are;
+`kernels_of` chooses the one that fits the model and the device. Tests count the tensors that
+autograd saves, and benchmarks/memory.py measures whole runs. A new kernel that keeps fewer tensors
+changes only one of these lists.
 
-In tensor shapes, N is the number of tokens in a forward pass, B is the number of padded rows, and S
-is the number of positions in a row.
+In tensor shapes, N is the number of tokens in a forward pass, B the number of padded rows, and S
+the number of positions in a row.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from covey.analysis.plan.model_shape import Shape
 FLOAT = 4
 """The number of bytes of a float32."""
 ON_DEVICE = 2
-"""The number of layer inputs that stay on the device when layer inputs are offloaded. One layer
-input on the device is in use, and another is being copied.
+"""How many layer inputs stay on the device if layer inputs are offloaded: one is in use, and
+another is being copied.
 """
 
 
@@ -55,7 +54,7 @@ already keeps the input of the output projection."""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return `EAGER`, `FUSED` or `FLASH`, depending on model, bytes per number and device."""
+    """Return `EAGER`, `FUSED` or `FLASH` for a model, its bytes per number, and a device."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -63,7 +62,7 @@ def kernels_of(shape: Shape, size: int, device: str) -> Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The size of one forward pass: how many sequences and tokens it has."""
+    """The size of one forward pass, in sequences and tokens."""
 
     rows: int
     columns: int
@@ -76,7 +75,7 @@ class Pass:
 
     @property
     def cells(self) -> int:
-        """The number of positions if every sequence is padded to the longest one."""
+        """The number of positions if every sequence is padded to the length of the longest."""
         return self.rows * self.columns
 
 
@@ -92,10 +91,7 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes that attention keeps for the backward pass.
-
-    Attention keeps its inputs, and either its scores or its output.
-    """
+    """Return the bytes that attention keeps for its backward pass: inputs, and scores or output."""
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
@@ -125,7 +121,7 @@ def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> 
 
 
 def passing_bytes(shape: Shape, size: int, batch: Pass, device: str) -> int:
-    """Return the temporary memory of one layer's forward pass."""
+    """Return the bytes that one layer's forward pass allocates temporarily."""
     if kernels_of(shape, size, device).fused:
         # The residual stream before and after attention, the outputs of attention and MLP, the norm
         # and the attention output; then gate, up and their product.
@@ -156,10 +152,10 @@ def training_bytes(
 ) -> int:
     """Return the bytes of activations in a forward and backward pass.
 
-    With gradient checkpointing, a layer keeps only its input and the result of flash attention.
-    With gradient checkpointing, one layer at a time is recomputed. With `offload`, layer inputs are
-    in main memory, except the inputs that are in use or being copied. `head` is the memory that the
-    LM head frees before the backward pass of fused layers begins.
+    With gradient checkpointing, a layer keeps only its input and the result of flash attention, and
+    one layer at a time is recomputed. With `offload`, these inputs are in main memory, except those
+    in use or being copied. `head` is the memory that the LM head frees before the backward pass of
+    fused layers begins.
     """
     kernels = kernels_of(shape, size, device)
     inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers
@@ -178,7 +174,8 @@ def training_bytes(
     layers = shape.layers * layer
     if checkpointing:
         layers = layer + inputs * batch.tokens * shape.hidden * size
-    # When the backward pass reaches a layer's attention, the tensors of its MLP are already freed.
+    # When the backward pass reaches a layer's attention, it has freed the tensors of the layer's
+    # MLP.
     freed = batch.tokens * kernels.inner * shape.inner * size
     passing = max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device) - freed)
     return layers + ends + passing

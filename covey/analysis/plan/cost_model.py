@@ -1,8 +1,8 @@
 """Estimates the time of generation, update and weight sync on GPUs (see docs/scale.md).
 
-The constants for generation and update are fitted to measurements on one H200. A test compares this
-cost model with every measurement. The constants for communication between GPUs come from data
-sheets or are assumed, as stated next to each constant.
+The constants for generation and update are fitted to measurements on one H200, and a test compares
+the cost model with every measurement. The constants for communication between GPUs are not
+measured: they come from data sheets or are assumed, as stated next to each constant.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ STATE_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The amount of work in a training step."""
+    """The completions and passes of one training step."""
 
     rows: int
     """The number of completions."""
@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in an update: all completions, and each prompt once."""
+        """The number of tokens in an update, which processes each prompt only once."""
         return self.rows * self.completion + self.rows // self.group * self.prompt
 
     @property
@@ -97,10 +97,7 @@ class Workload:
 def decode_seconds(
     model: ModelSize, rows: float, context: float, gpu: Gpu = H200, split: int = 1
 ) -> float:
-    """Return the seconds of one decode step on `split` GPUs.
-
-    The step generates one token for each of `rows` completions.
-    """
+    """Return the seconds to generate one token for each of `rows` completions on `split` GPUs."""
     weights = BYTES * model.parameters / split / gpu.bandwidth
     flops = 2 * model.parameters * rows / split / gpu.decode_flops
     keys = rows * context * model.key_numbers * BYTES / split / gpu.key_bandwidth
@@ -137,10 +134,7 @@ def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
 def update_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, trainers: int = 1
 ) -> float:
-    """Return the seconds that the trainers need for the updates of one training step.
-
-    The model is sharded over the trainers (FSDP2).
-    """
+    """Return the seconds of one training step's updates, with the model sharded by FSDP2."""
     dense = 6 * model.parameters / gpu.train_flops
     attention = 6 * model.layers * model.hidden * work.context / gpu.attention_flops
     factor = gpu.recompute if work.checkpointing else 1.0
@@ -156,12 +150,12 @@ def update_seconds(
 
 
 def fewest_trainers(model: ModelSize, gpu: Gpu = H200) -> int:
-    """Return how many GPUs the training state needs if 1/5 of the memory is for activations."""
+    """Return how many GPUs the training state needs if 1/5 of their memory is for activations."""
     return math.ceil(STATE_BYTES * model.parameters / (0.8 * gpu.memory))
 
 
 def sync_seconds(model: ModelSize, gpu: Gpu = H200, *, gpus: int) -> float:
-    """Return the seconds to send new weights to all engines by a pipelined broadcast."""
+    """Return the seconds to send new weights to all engines in a pipelined broadcast."""
     return BYTES * model.parameters / (gpu.node_link if gpus <= gpu.node else gpu.far_link)
 
 
@@ -195,9 +189,9 @@ class Split:
 def splits(
     model: ModelSize, work: Workload, gpus: int, gpu: Gpu = H200, *, staleness: int = 1
 ) -> list[Split]:
-    """Return every split of the GPUs into trainers and engines, fastest first.
+    """Return every division of the GPUs between trainers and engines, fastest first.
 
-    The result is an empty list if the model does not fit into the memory of the GPUs.
+    The list is empty if the model does not fit into the memory of the GPUs.
     """
     least, smallest = fewest_trainers(model, gpu), engine_split(model, gpu)
     sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
@@ -246,7 +240,7 @@ STALENESS = 1
 def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:
     """Return the workload of one training step with this configuration."""
     rollout, train = config.rollout, config.train
-    recomputed = train.old_logp != "sampler" and train.updates > 1
+    recomputed = train.old_logp != "sampler" and train.optimizer_steps > 1
     return Workload(
         rows=rollout.prompts_per_step * rollout.group_size,
         group=rollout.group_size,
@@ -260,7 +254,7 @@ def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> 
 
 
 def size_of(shape: Shape) -> ModelSize:
-    """Return the sizes of a model for the cost model."""
+    """Return what the cost model needs to know of a model's shape."""
     return ModelSize(
         parameters=float(shape.parameters),
         layers=shape.layers,
@@ -270,10 +264,10 @@ def size_of(shape: Shape) -> ModelSize:
 
 
 def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
-    """Return the fastest split of the GPUs for each model and number of GPUs, as table rows.
+    """Return the fastest division of the GPUs for each model and number of GPUs, as table rows.
 
-    The table has no row if the model does not fit into the memory of that number of GPUs. `own` is
-    the name and size of the configuration's model, which is listed first.
+    There is no row where a model does not fit into the GPUs' memory. `own` is the name and size of
+    the configuration's model, which is listed first.
     """
     models = ([own] if own is not None else []) + list(PUBLISHED.items())
     rows = []

@@ -1,4 +1,4 @@
-"""Memory forecast of the native engine: the KV cache, prefill, sampling and CUDA graphs."""
+"""Forecasts the memory of the native engine: KV cache, prefill, sampling and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from covey.training.resolve import sampling_of
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""How many tensors of the size of the logits exist while the engine samples a token. The three
-values are for sampling from the full distribution, for sampling from a truncated distribution
-(which sorts the logits), and for greedy decoding.
+"""How many tensors of the size of the logits exist while the engine samples a token: from the full
+distribution, from a truncated distribution (which sorts the logits), and greedily.
 """
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes that the engine stores for each completion token in addition to the KV cache: a random
@@ -65,10 +64,7 @@ class Call:
 
 
 def engine_parts(run: RunFacts) -> list[Part]:
-    """Return the parts of memory that generating completions needs.
-
-    The result is sized for rollouts or evaluations, depending on which need more memory.
-    """
+    """Return the memory of generation: for rollouts or evaluations, whichever need more."""
     calls, shape = _calls(run), run.shape
     if run.on_gpu and (shape.fuses or shape.fused_attention):
         return [*_graph_parts(run, calls), *_float8_parts(run)]
@@ -99,7 +95,7 @@ def _calls(run: RunFacts) -> list[Call]:
 
 
 def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
-    """Return the memory that one generation call needs without CUDA graphs."""
+    """Return the memory of one generation call without CUDA graphs."""
     shape, slots = run.shape, call.together
     prompts = call.prefilled(slots)
     capacity = -(-run.row_tokens // CAPACITY_STEP) * CAPACITY_STEP
@@ -140,11 +136,10 @@ def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
 
 
 def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
-    """Return the memory that generation needs if the engine captures CUDA graphs.
+    """Return the memory of generation with CUDA graphs.
 
-    CUDA graphs contain the addresses of the KV cache and of temporary tensors, so both stay
-    allocated between calls and during training. The KV cache has the size that the largest call of
-    the engine needs.
+    A CUDA graph contains the addresses of the KV cache and of temporary tensors. Both therefore
+    stay allocated between calls and during training, in the size that the largest call needs.
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
@@ -175,7 +170,7 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
             f"temporaries of a CUDA graph for {width} completions, mostly logits",
         ),
         max((graph for graph, *_ in prefills), key=lambda part: part.bytes),
-        # The calls run one after the other, so only the largest counts.
+        # The calls follow one another, so only the largest counts.
         max((part for _, *parts in prefills for part in parts), key=lambda part: part.bytes),
     ]
 
@@ -194,8 +189,7 @@ def _float8_parts(run: RunFacts) -> list[Part]:
 def _graph_bytes(run: RunFacts, call: Call) -> int:
     """Return the bytes of temporary tensors in one decode step.
 
-    The logits and the tensors of a layer never exist at the same time, so the result includes only
-    the larger of the two.
+    The result is the larger of logits and layer tensors, because they never exist at the same time.
     """
     shape, size = run.shape, run.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
@@ -214,7 +208,7 @@ def _layer_weights(shape: Shape) -> int:
 def _prefill_parts(run: RunFacts, call: Call) -> tuple[Part, Part, Part]:
     """Return the memory of prefill: its CUDA graph, its logits, and sampling the first tokens.
 
-    The logits are counted with the forward pass, if the engine does not capture it as a CUDA graph.
+    If the engine does not capture prefill as a CUDA graph, its logits are part of the forward pass.
     """
     shape, vocabulary, prompts = run.shape, run.shape.vocabulary, call.prefilled(call.started)
     together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
@@ -227,7 +221,7 @@ def _prefill_parts(run: RunFacts, call: Call) -> tuple[Part, Part, Part]:
     if flash and 2 * shape.layers * _layer_weights(shape) * tokens <= PREFILL_FLOPS:
         captured, passing = passing_bytes(shape, run.size, padded, "cuda"), 0
     else:
-        # The KV cache of one prefill is freed once that of the next is allocated.
+        # The KV cache of one prefill is freed only after that of the next is allocated.
         held = (1 if together == prompts else 2) * tokens * run.position
         captured, passing = 0, held + passing_bytes(shape, run.size, batch, "cuda")
     return (

@@ -1,11 +1,10 @@
 """Finds algorithms with equal gradients by comparing normal forms of their objectives.
 
 The normal form of an objective omits everything that cannot change the gradient. With one optimizer
-step per rollout batch, every importance ratio is 1. At an importance ratio of 1, clipping has no
-effect, and the usual surrogates have slope 1. At an importance ratio of 1, sequence-level ratios
-and token ratios give the same gradient if all tokens of a completion have the same advantage. With
-one optimizer step per rollout batch, algorithms therefore differ mainly in the advantage, the token
-weights and the KL penalty.
+step per rollout batch, every importance ratio is 1: clipping has no effect, the usual surrogates
+have slope 1, and a sequence-level ratio acts like token ratios if all tokens of a completion have
+the same advantage. Such algorithms then differ mainly in the advantage, the token weights and the
+KL penalty.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ONE_PER_COMPLETION = frozenset(
 """Advantage functions that give all tokens of a completion the same advantage."""
 
 IGNORES_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
-"""Advantage functions that use whether each completion is correct, but not its reward."""
+"""Advantage functions that read only whether each completion is correct, and not its reward."""
 
 THROUGH_LOGP = frozenset(
     {
@@ -74,7 +73,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(piece: Callable[..., Any]) -> Piece:
-    """Return one of an objective's functions as a `Piece` with all options and defaults."""
+    """Return one of an objective's functions as a `Piece`, with its options and their defaults."""
     function = function_of(piece)
     given = piece.keywords if isinstance(piece, partial) else {}
     usual = {k: p.default for k, p in options_of(function).items()}
@@ -82,14 +81,11 @@ def piece_of(piece: Callable[..., Any]) -> Piece:
 
 
 def normal_form(setup: Setup) -> dict[str, Any]:
-    """Return an objective's normal form, without anything that cannot change the gradient.
-
-    Objectives with the same normal form have the same gradient.
-    """
+    """Return an objective's normal form; equal normal forms mean equal gradients."""
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects and not setup.exact
-    drifts = not (setup.one_update and setup.exact)  # from the policy that sampled
+    drifts = not (setup.single_optimizer_step and setup.exact)  # from the policy that sampled
     return {
         "advantage": _advantage(setup),
         **_gain(setup),
@@ -109,7 +105,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a normal form in which constant factors of the loss are left out."""
+    """Return a normal form without constant factors of the loss."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
         return same  # a constant factor would not scale the whole loss
@@ -143,8 +139,8 @@ def reference_is_policy(setup: Setup) -> bool:
     reference = setup.config.reference
     whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
     # Within a batch the policy moves away from the reference, which affects a KL in the loss.
-    unseen = setup.one_update or setup.objective.kl_in == "reward"
-    return whole and unseen and setup.config.train.updates % reference.every == 0
+    unseen = setup.single_optimizer_step or setup.objective.kl_in == "reward"
+    return whole and unseen and setup.config.train.optimizer_steps % reference.every == 0
 
 
 def _advantage(setup: Setup) -> Piece:
@@ -196,7 +192,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
     picked = None
     if marks is not None:
         options = dict(piece_of(marks).options)
-        if setup.one_update:  # the clip excludes no candidates
+        if setup.single_optimizer_step:  # the clip excludes no candidates
             options = {k: v for k, v in options.items() if k not in ("clip_low", "clip_high")}
         picked = Piece(function_of(marks), tuple(sorted(options.items())))
     return {"ratio": kind, "surrogate": surrogate, "weights": token_weights, "marks": picked}
@@ -205,7 +201,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
     """Return the simplest ratio that gives the same gradient while every ratio is 1.
 
-    Also return the token weights, which change if the simplest ratio needs other weights.
+    The second result is the token weights, because a simpler ratio may need other weights.
     """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
@@ -238,7 +234,7 @@ def _weights(setup: Setup) -> Piece:
 
 
 def _single_tokens(config: Config) -> bool:
-    """Whether the run trains on exactly one token of every completion."""
+    """Whether the run trains on exactly one token of each completion."""
     return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
 
 

@@ -1,4 +1,4 @@
-"""Defines `Finding`, a warning about a configuration, and `Setup`, which the rules check."""
+"""Defines `Finding`, a warning about a configuration, and `Setup`, the input of the rules."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class Finding:
     """A warning or note about a configuration, with a remedy."""
 
     kind: Kind
-    """`same` means that algorithms with different names give the same training.
-
-    `idle` means that a setting has no effect. `risk` means that a setting may harm the run.
+    """`same`: algorithms with different names train in the same way. `idle`: a setting has no
+    effect. `risk`: a setting may harm the run.
     """
     title: str
     """The finding in one line, with settings and their values."""
@@ -50,7 +49,7 @@ class Finding:
 
 
 class Said(NamedTuple):
-    """A finding as a rule yields it; the decorator `rule` adds the kind and the docs link."""
+    """What a rule yields: a finding without kind and docs link, which the decorator `rule` adds."""
 
     settings: tuple[str, ...]
     title: str
@@ -71,21 +70,23 @@ class Setup:
     facts: TaskFacts = UNKNOWN
 
     @property
-    def one_update(self) -> bool:
-        """Whether every ratio is 1 because each rollout batch is used for one optimizer step.
+    def single_optimizer_step(self) -> bool:
+        """Whether every ratio is 1 because a training step takes one optimizer step.
 
-        `one_update` is False if a training step may use rollouts that older weights generated.
+        False if a training step may use rollouts that older weights generated.
         """
-        return self.config.train.updates == 1 and not self.config.stale
+        return self.config.train.optimizer_steps == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, including ratios of trainer to engine probabilities."""
-        return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
+        """Whether every ratio is 1, including the ratios of trainer to engine probabilities."""
+        return self.single_optimizer_step and (
+            self.exact or "sampler_as_old" not in self.objective.needs
+        )
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores truncation."""
+        """Whether sampling is truncated (top-k, top-p, min-p) and training ignores it."""
         return truncates_unseen(self.config)
 
     @property
@@ -125,7 +126,7 @@ def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
 
 
 def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
-    """Build the `Setup` object of a resolved configuration, which all rules read."""
+    """Build the `Setup` of a resolved configuration."""
     return Setup(config=config, objective=objective_of(config), facts=facts or UNKNOWN)
 
 

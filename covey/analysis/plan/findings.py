@@ -1,8 +1,7 @@
 """Findings before training: equivalent algorithms, settings without effect, harmful settings.
 
 `findings` checks one resolved configuration, and `coincidences` checks the arms of a comparison.
-`findings` and `coincidences` do not load a model or data. The caller of `findings` passes the known
-properties of the data as `TaskFacts`.
+Neither loads a model or data; what is known about the data comes in as `TaskFacts`.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
     """Return a finding for each set of a comparison's arms that train in the same way.
 
-    Every configuration must be a result of `resolve`. Arms train in the same way if their gradients
-    are equal in every optimizer step, or differ only by a constant factor. Equal gradients are
-    identical bit for bit if the arms use the same arithmetic, and otherwise equal up to rounding.
+    Arms train in the same way if their gradients are equal in every optimizer step, or differ only
+    by a constant factor. Equal gradients are equal bit for bit if the arms use the same arithmetic,
+    and otherwise up to rounding. Every configuration must be a result of `resolve`.
     """
     setups = {name: setup_of(config) for name, config in configs.items()}
     forms = {name: normal_form(setup) for name, setup in setups.items()}
@@ -54,11 +53,12 @@ def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
 
 def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
     differences = _differences([setups[name].config for name in names])
-    one_update = all(setups[name].one_update for name in names)
+    single = all(setups[name].single_optimizer_step for name in names)
     why, remedy = "", "keep only one of these arms"
-    if one_update:
-        why = "With one update per rollout, every ratio is 1, so ratios and clips have no effect. "
-        remedy = "take several updates per rollout, such as train.mini_batches = 4, or keep only "
+    if single:
+        why = "With one optimizer step per training step, every ratio is 1, so ratios and clips "
+        why += "have no effect. "
+        remedy = "take several optimizer steps, such as train.mini_batches = 4, or keep only "
         remedy += "one of these arms"
     what = f"{', '.join(differences)}, which changes no gradient here" if differences else "nothing"
     said = Said(
@@ -67,7 +67,7 @@ def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
         why=f"{why}The arms differ in {what}: any difference between their results is chance.",
         remedy=remedy,
     )
-    return said.finding("same", "one-update-per-rollout" if one_update else "arms-of-a-comparison")
+    return said.finding("same", "single-optimizer-step" if single else "arms-of-a-comparison")
 
 
 def _proportional_runs(names: list[str]) -> Finding:
@@ -79,7 +79,7 @@ def _proportional_runs(names: list[str]) -> Finding:
         remedy="keep only one of these arms, or compare algorithms that differ in more than a "
         "constant factor",
     )
-    return said.finding("same", "a-constant-factor")
+    return said.finding("same", "constant-factors")
 
 
 def _other_settings(setup: Setup) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
     )
     if not config.filter.dynamic_sampling:
         del rest["filter"]["max_rounds"]
-    if setup.one_update and "old_logp" not in setup.objective.needs:
+    if setup.single_optimizer_step and "old_logp" not in setup.objective.needs:
         del rest["train"]["old_logp"]
     if normal_form(setup)["penalty"] is None:
         del rest["reference"]

@@ -64,8 +64,8 @@ def memory_findings(
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
     """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
 
-    The result is None if the run does not fit on any number of devices that was tried. Sharding
-    cannot always make a run fit, because the engine needs all weights on each device.
+    Return None if none of the tried numbers suffices: sharding may not help, because every device
+    also needs the engine's full copy of the weights.
     """
     sharded = changed(config, {"parallel.strategy": "fsdp"})
     for ranks in RANKS:
@@ -83,7 +83,7 @@ def settings_that_fit(
     def fitting(changes: Settings) -> Settings | None:
         """Return `changes`, plus a smaller micro_batch_tokens if the current value does not fit.
 
-        Return None if no micro-batch size fits into the memory of the device.
+        Return None if no micro-batch size fits into memory.
         """
         same_shape = shape if "adapter.rank" not in changes else None
         found = forecast(changed(config, changes), device, facts, same_shape)
@@ -107,7 +107,7 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield changes of settings to try; a compact optimizer state and LoRA come last."""
+    """Yield changes of settings to try, from cheapest to most drastic (compact optimizer, LoRA)."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}

@@ -1,4 +1,4 @@
-"""Classes of a memory forecast: the device, the run, the parts of memory and their peak."""
+"""Defines a memory forecast: the device, the run, the parts of memory and their peak."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Device:
 def cuda_available() -> bool:
     """Whether torch finds a GPU.
 
-    On Linux without a GPU driver, the function returns False without importing torch.
+    On Linux without a GPU driver, the result is known without importing torch.
     """
     if sys.platform == "linux" and not any(Path(file).exists() for file in DRIVERS):
         return False
@@ -103,7 +103,7 @@ def main_memory() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The properties of a run that determine its memory."""
+    """The properties of a run on which its memory depends."""
 
     config: Config
     device: Device
@@ -150,7 +150,7 @@ class RunFacts:
 
     @property
     def rows(self) -> int:
-        """The number of completions of one rank in a mini-batch."""
+        """The number of completions in a mini-batch on one rank."""
         rollout = self.config.rollout
         rows = rollout.prompts_per_step * rollout.group_size
         return self.share(-(-rows // self.config.train.mini_batches))
@@ -184,7 +184,7 @@ class RunFacts:
 
     @property
     def stored(self) -> int:
-        """Bytes per token of the KV cache that CUDA graphs use, which may be in float8."""
+        """Bytes per token of the KV cache of CUDA graphs, in the model's dtype or in float8."""
         return self.position // self.size if self.float8_cache else self.position
 
 
@@ -227,7 +227,7 @@ class Forecast:
 
     @property
     def tensors(self) -> int:
-        """The peak memory of tensors in bytes, without the memory of the framework itself."""
+        """The peak memory of tensors in bytes, without what the framework itself needs."""
         return self.peak - sum(part.bytes for part in self.parts if part.name == "framework")
 
     @property
@@ -252,14 +252,14 @@ class Forecast:
         }
 
     def line(self) -> str:
-        """Return a line of text that gives the peak memory and says whether it fits."""
+        """Return the peak memory in a line of text, and whether it fits."""
         share = self.peak / self.device.memory
         fits = "fits" if self.fits else "DOES NOT FIT"
         device = f"{size_text(self.device.memory)} of {self.device.name}"
         return f"memory: peak {size_text(self.peak)}, {share:.0%} of the {device}: {fits}"
 
     def text(self) -> str:
-        """Return a table of what uses memory in the peak phase, largest part first."""
+        """Return a table of the memory in the peak phase, largest part first."""
         phase = self.peak_phase
         lines = [self.line(), f"fullest phase: {PHASES[phase]}"]
         parts = sorted(self.parts, key=lambda p: -p.bytes if phase in p.phases else math.inf)

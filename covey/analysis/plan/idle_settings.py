@@ -26,13 +26,13 @@ from covey.training.resolve import reward_of
 UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that determine the number of optimizer steps per rollout batch."""
 TOKEN_SIZED_CLIP = 0.1
-"""The smallest clip range that counts as too wide for a sequence-level ratio."""
-FEW_UPDATES = 4
+"""Clip ranges from this size on are too wide for a sequence-level ratio."""
+FEW_STEPS = 4
 """The rule about wide clip ranges applies up to this number of optimizer steps per epoch."""
 SMALL_RATE = 1e-5
 """Maximum learning rate for which the rule about wide clip ranges applies."""
 NOTICEABLE_BETA = 1.1
-"""An adaptive beta that changes by less than a factor of NOTICEABLE_BETA in a run counts as fixed.
+"""An adaptive beta counts as fixed if it changes by less than this factor in a run.
 """
 
 
@@ -55,29 +55,30 @@ def changed_options(setup: Setup, *names: str) -> dict[str, str]:
     }
 
 
-@rule("same", "one-update-per-rollout")
+@rule("same", "single-optimizer-step")
 def one_update_equivalence(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms that have equal gradients with one update per rollout batch."""
-    others = equivalent_algorithms(setup) if setup.one_update else []
+    """Report algorithms that have equal gradients with a single optimizer step."""
+    others = equivalent_algorithms(setup) if setup.single_optimizer_step else []
     if others:
         name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step
         # More mini-batches than prompts would split groups.
         more = "train.epochs = 2" if prompts == 1 else f"train.mini_batches = {min(4, prompts)}"
         yield Said(
             ("objective.name", *UPDATES),
-            title=f"with one update per rollout {name} is the same as {', '.join(others)}",
+            title=f"with one optimizer step per training step {name} is the same as "
+            f"{', '.join(others)}",
             why="The trained policy is the policy that generated the completions, so every ratio "
             "is exactly 1. Clips have no effect, and a sequence-level ratio has the same gradient "
             "as token ratios.",
-            remedy=f"nothing, if this is intended; with several updates, such as {more}, the "
-            "algorithms differ",
+            remedy=f"nothing, if this is intended; with several optimizer steps, such as {more}, "
+            "the algorithms differ",
         )
 
 
-@rule("idle", "one-update-per-rollout")
+@rule("idle", "single-optimizer-step")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
-    """Rule about settings that act only if the policy has changed since generation."""
-    if not setup.one_update:
+    """Report settings that act only if the policy has changed since generation."""
+    if not setup.single_optimizer_step:
         return
     names = ["dual"] if setup.option("dual") else []
     if setup.option("off_policy_limit") and setup.exact:
@@ -93,24 +94,24 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
         have = "has" if len(names) == 1 else "have"
         yield Said(
             (*(f"objective.{name}" for name in names), "objective.name", "model.dtype", *UPDATES),
-            title=f"{settings} {have} no effect with one update per rollout",
+            title=f"{settings} {have} no effect with one optimizer step per training step",
             why="Such a setting acts only if the policy has changed since it generated the "
-            "completions. With one update it has not changed, and the gradient is 0.",
-            remedy="take several updates (train.mini_batches), or remove the setting",
+            "completions. With one optimizer step it has not changed, and the gradient is 0.",
+            remedy="take several optimizer steps (train.mini_batches), or remove the setting",
         )
 
 
-@rule("idle", "one-update-per-rollout")
+@rule("idle", "single-optimizer-step")
 def old_logp_unread(setup: Setup) -> Iterator[Said]:
-    """Rule about `train.old_logp` in a run where this setting has no effect."""
+    """Report `train.old_logp` in a run where this setting has no effect."""
     source, objective = setup.config.train.old_logp, setup.objective
     if source == "auto":
         return
     if "old_entropy" in objective.needs and source == "sampler":
         why = "The algorithm needs the entropy of the old policy, which takes a forward pass of "
         why += "the trainer; old_logp comes from the same pass."
-    elif setup.one_update and not objective.needs & {"old_logp", "old_entropy"}:
-        why = "With one update per rollout, old_logp equals logp."
+    elif setup.single_optimizer_step and not objective.needs & {"old_logp", "old_entropy"}:
+        why = "With one optimizer step per training step, old_logp equals logp."
     else:
         return
     yield Said(
@@ -121,13 +122,13 @@ def old_logp_unread(setup: Setup) -> Iterator[Said]:
     )
 
 
-@rule("idle", "the-clip-of-a-sequence-ratio")
+@rule("idle", "clip-range-of-a-sequence-ratio")
 def clip_never_acts(setup: Setup) -> Iterator[Said]:
-    """Rule about a sequence-level ratio with a clip range meant for token ratios."""
+    """Report a sequence-level ratio with a clip range meant for token ratios."""
     low, high = (setup.option(name, 0.0) for name in ("clip_low", "clip_high"))
     per_sequence = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
     train = setup.config.train
-    short = train.epochs == 1 and 1 < train.mini_batches <= FEW_UPDATES
+    short = train.epochs == 1 and 1 < train.mini_batches <= FEW_STEPS
     near = short and setup.config.optimizer.learning_rate <= SMALL_RATE
     if setup.surrogate is not surrogates.clipped or not per_sequence or not near:
         return
@@ -137,15 +138,15 @@ def clip_never_acts(setup: Setup) -> Iterator[Said]:
             title=f"objective.clip_low = {low}, clip_high = {high} hardly ever clip a "
             "sequence-level ratio",
             why="A sequence-level ratio is a mean over the tokens of a completion, so it changes "
-            f"far less than token ratios. In {train.mini_batches} updates at this learning rate, "
-            "even token ratios change little. The paper's bounds are 0.0003 and 0.0004.",
+            f"far less than token ratios. In {train.mini_batches} optimizer steps at this learning "
+            "rate, even token ratios change little. The paper's bounds are 0.0003 and 0.0004.",
             remedy="set objective.clip_low = 3e-4 and objective.clip_high = 4e-4",
         )
 
 
 @rule("idle", "penalty-and-reference")
 def penalty_settings(setup: Setup) -> Iterator[Said]:
-    """Rule about KL-penalty and reference-policy settings that have no effect."""
+    """Report KL-penalty and reference-policy settings that have no effect."""
     if not setup.objective.beta:
         idle = changed(setup.config.reference) | changed_options(setup, "kl", "kl_in")
         if idle:
@@ -182,7 +183,7 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def adaptive_beta(setup: Setup) -> Iterator[Said]:
-    """Rule about an adaptive beta that has no KL target, or that hardly changes within the run."""
+    """Report an adaptive beta that has no KL target, or that hardly changes within the run."""
     config, objective = setup.config, setup.objective
     if not objective.kl_target:
         idle = changed_options(setup, "kl_horizon")
@@ -209,7 +210,7 @@ def adaptive_beta(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def correction_bounds(setup: Setup) -> Iterator[Said]:
-    """Rule about bounds of an off-policy correction in a run without a correction."""
+    """Report bounds of an off-policy correction in a run without a correction."""
     if setup.option("correction", "none") != "none":
         return
     names = ["correction_low", "correction_high"]
@@ -226,7 +227,7 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def nothing_to_correct(setup: Setup) -> Iterator[Said]:
-    """Rule about an off-policy correction when engine and trainer log-probs already agree."""
+    """Report an off-policy correction when engine and trainer log-probs already agree."""
     idle = changed_options(setup, "correction", "veto")
     if idle and setup.exact and not setup.config.stale:
         yield Said(
@@ -239,7 +240,7 @@ def nothing_to_correct(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "filters")
 def filters(setup: Setup) -> Iterator[Said]:
-    """Rule about settings in [filter] and [overlap] that have no effect."""
+    """Report settings in [filter] and [overlap] that have no effect."""
     chosen, overlap = setup.config.filter, setup.config.overlap
     cases = [
         (
@@ -279,7 +280,7 @@ def filters(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def length_penalty_unread(setup: Setup) -> Iterator[Said]:
-    """Rule about a length penalty that the advantage ignores, or that never applies."""
+    """Report a length penalty that the advantage ignores, or that never applies."""
     section, longest = setup.config.length_penalty, setup.config.rollout.max_tokens
     if section.name != "none" and setup.advantage in IGNORES_REWARD:
         algorithm_name = setup.config.objective.name
@@ -303,7 +304,7 @@ def length_penalty_unread(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def keeps_all(setup: Setup) -> Iterator[Said]:
-    """Rule about a value of `objective.keep` that filters out no completion."""
+    """Report a value of `objective.keep` that filters out no completion."""
     size, keep = setup.config.rollout.group_size, setup.option("keep", 0)
     if keep >= size:
         yield Said(
@@ -316,7 +317,7 @@ def keeps_all(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def one_part(setup: Setup) -> Iterator[Said]:
-    """Rule about `objective.parts` with only one reward component."""
+    """Report `objective.parts` with only one reward component."""
     if len(setup.objective.parts) == 1:
         name = setup.config.objective.name
         yield Said(
@@ -330,7 +331,7 @@ def one_part(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def groups_of_two(setup: Setup) -> Iterator[Said]:
-    """Rule about groups of two, in which all standardized advantages have the same size."""
+    """Report groups of two, in which all standardized advantages have the same size."""
     if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
         return
     size = 1.0 if setup.option("ddof", 1) == 0 else math.sqrt(0.5)
@@ -345,7 +346,7 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "other-settings")
 def unused_sections(setup: Setup) -> Iterator[Said]:
-    """Rule about LoRA, scoring and activation-offloading settings that have no effect."""
+    """Report LoRA, scoring and activation-offloading settings that have no effect."""
     config = setup.config
     if config.model.offload_activations and not config.model.gradient_checkpointing:
         yield Said(
@@ -391,7 +392,7 @@ model.
 
 @rule("idle", "other-settings")
 def model_without_use(setup: Setup) -> Iterator[Said]:
-    """Rule about settings in [critic] or [teacher] when the objective has no critic or teacher."""
+    """Report settings in [critic] or [teacher] when the objective has no critic or teacher."""
     for section, need, names in _MODELS:
         given = changed(getattr(setup.config, section))
         if given and need not in setup.objective.needs:
@@ -406,7 +407,7 @@ def model_without_use(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "learning-rate")
 def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
-    """Rule about a critic with a learning rate of 0, or with a warm-up as long as the run."""
+    """Report a critic with a learning rate of 0, or with a warm-up as long as the run."""
     critic, train = setup.config.critic, setup.config.train
     if "values" not in setup.objective.needs:
         return
@@ -426,23 +427,24 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
         )
 
 
-@rule("idle", "one-update-per-rollout")
+@rule("idle", "single-optimizer-step")
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
-    """Rule about a value clip that one optimizer step per rollout batch makes ineffective."""
+    """Report a value clip that one optimizer step per training step makes ineffective."""
     clip = setup.option("value_clip")
-    if clip and "values" in setup.objective.needs and setup.config.train.updates == 1:
+    if clip and "values" in setup.objective.needs and setup.config.train.optimizer_steps == 1:
         yield Said(
             ("objective.value_clip", "train.mini_batches", "train.epochs"),
-            title=f"objective.value_clip = {clip!r} has no effect with one update per rollout",
+            title=f"objective.value_clip = {clip!r} has no effect with one optimizer step per "
+            "training step",
             why="The critic has not changed since its values were computed.",
-            remedy="nothing, or take several updates (train.mini_batches)",
+            remedy="nothing, or take several optimizer steps (train.mini_batches)",
         )
 
 
 @rule("risk", "penalty-and-reference")
 def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
-    """Rule about preference pairs whose reference policy changes during the run."""
-    reference, updates = setup.config.reference, setup.config.train.total_updates
+    """Report preference pairs whose reference policy changes during the run."""
+    reference, updates = setup.config.reference, setup.config.train.total_optimizer_steps
     moves = reference.kind in ("moving", "renewed") and reference.every < updates
     if setup.objective.pairs and moves:
         yield Said(
@@ -460,7 +462,7 @@ def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "data-over-time")
 def idle_curriculum(setup: Setup) -> Iterator[Said]:
-    """Rule about a curriculum whose pass rates never affect the choice of prompts."""
+    """Report a curriculum whose pass rates never affect the choice of prompts."""
     config, size = setup.config, setup.facts.prompts
     curriculum = config.curriculum
     given = changed(curriculum, "memory", "floor")
@@ -487,7 +489,7 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "data-over-time")
 def idle_replay(setup: Setup) -> Iterator[Said]:
-    """Rule about a replay buffer whose rollouts are never replayed."""
+    """Report a replay buffer whose rollouts are never replayed."""
     config, replay = setup.config, setup.config.replay
     given = changed(replay, "size", "max_age")
     if given and not replay.groups:
@@ -497,12 +499,13 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
             why="replay.groups is 0, so nothing is replayed.",
             remedy="set replay.groups, or remove these settings",
         )
-    if replay.groups and replay.max_age < config.train.updates:
+    if replay.groups and replay.max_age < config.train.optimizer_steps:
         yield Said(
             ("replay.max_age", "replay.groups", "train.mini_batches", "train.epochs"),
             title=f"replay.max_age = {replay.max_age} allows no replay",
-            why=f"A group is {config.train.updates} optimizer steps old when the next step begins.",
-            remedy=f"set replay.max_age to at least {config.train.updates}",
+            why=f"A group is {config.train.optimizer_steps} optimizer steps old when the next step "
+            "begins.",
+            remedy=f"set replay.max_age to at least {config.train.optimizer_steps}",
         )
 
 
@@ -511,7 +514,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Rule about a self-teacher that needs a correct completion but often has none."""
+    """Report a self-teacher that needs a correct completion but often has none."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return
@@ -537,13 +540,13 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
-    """Rule about a moving self-teacher that always equals the policy, or is never updated."""
-    teacher, updates = setup.config.teacher, setup.config.train.total_updates
+    """Report a moving self-teacher that always equals the policy, or is never updated."""
+    teacher, updates = setup.config.teacher, setup.config.train.total_optimizer_steps
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return
     if teacher.every > updates:
         other, why = "frozen", f"The run has {updates} optimizer steps, and the teacher never moves"
-    elif teacher.alpha == 1.0 and setup.config.train.updates % teacher.every == 0:
+    elif teacher.alpha == 1.0 and setup.config.train.optimizer_steps % teacher.every == 0:
         other, why = "current", "The teacher is a copy of the policy at the start of every step"
     else:
         return

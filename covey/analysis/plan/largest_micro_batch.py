@@ -1,4 +1,4 @@
-"""The largest micro-batch of a training step, without the rollouts."""
+"""Computes the largest micro-batch of a training step without generating rollouts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ def largest_micro_batch(
 ) -> tuple[int, int]:
     """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
 
-    All prompts have `prompt` tokens, and all completions have `completion` tokens. The trainer's
-    function `balanced_parts` in models/micro_batches.py forms the same largest micro-batch from
-    `rows` completions in groups of `group_size`. A group with more than `micro_batch_tokens` tokens
-    is split into pieces. The pieces of all groups are then packed into as few micro-batches as
-    possible.
+    The result is what the trainer's `balanced_parts` (models/micro_batches.py) forms from `rows`
+    completions in groups of `group_size`, if all prompts have `prompt` and all completions
+    `completion` tokens: it splits groups of more than `micro_batch_tokens` tokens, and packs the
+    pieces into as few micro-batches as possible.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

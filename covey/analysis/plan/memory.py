@@ -1,10 +1,10 @@
 """Forecasts a run's peak memory, part by part, without loading the model.
 
 A training step has phases that do not overlap: generation, log-probs without gradient, forward and
-backward passes, and the optimizer step. Each part of the memory is allocated in one or more phases.
-The phase that needs the most memory determines the peak. The forecast assumes the worst case: all
-completions have `rollout.max_tokens` tokens, and all prompts are as long as the longest prompt of a
-sample.
+backward passes, and the optimizer step. Each part of the memory is allocated in one or more of
+them, and the phase that needs most determines the peak. The forecast is for the worst case, in
+which all completions have `rollout.max_tokens` tokens and all prompts are as long as the longest of
+a sample.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from covey.training.resolve import objective_of, resolve
 MARGIN = 0.1
 """The fraction of a device's memory that suggested settings leave free."""
 FRAGMENTATION = 0.1
-"""On a CPU, freed tensors leave holes in memory that malloc cannot always reuse. FRAGMENTATION is
-the assumed memory loss as a fraction of activation memory. Measured values of FRAGMENTATION range
-from 0 to 0.7, because later allocations may fill the holes.
+"""The assumed loss of memory on a CPU, as a fraction of activation memory: freed tensors leave
+holes that malloc cannot always reuse. Measured values range from 0 to 0.7, because later
+allocations may fill the holes.
 """
 
 
@@ -47,8 +47,8 @@ def forecast(
 ) -> Forecast:
     """Forecast the peak memory of a run on `device`, by default the run's device on this machine.
 
-    With several ranks, the forecast is for one rank on its own device. The function computes
-    `facts` (about the task) and `shape` (of the model) if the caller does not pass them.
+    With several ranks, the forecast is for one rank on its own device. `facts` and `shape` are
+    computed unless the caller has them already.
     """
     config = resolve(config)
     run = RunFacts(
@@ -70,7 +70,7 @@ def forecast(
 
 
 def _suggest(run: RunFacts) -> int | None:
-    """Return the largest micro_batch_tokens with 10 % of memory free; None if none fits."""
+    """Return the largest micro_batch_tokens that leaves 10 % of memory free; None if none fits."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:
@@ -78,8 +78,8 @@ def _suggest(run: RunFacts) -> int | None:
         return max(sum(p.bytes for p in parts if phase in p.phases) for phase in ALWAYS) <= room
 
     all_at_once = -(-run.rows * run.row_tokens // MICRO_BATCH_STEP)
-    # One pass may fit where two do not, because it accumulates no gradients in addition to the
-    # activations.
+    # One pass may fit where two do not, because a single pass has no accumulated gradients beside
+    # its activations.
     if fits(all_at_once):
         return max(all_at_once * MICRO_BATCH_STEP, run.config.train.micro_batch_tokens)
     low, high = 0, all_at_once - 1
@@ -129,7 +129,7 @@ def _parts(run: RunFacts, micro_batch_tokens: int) -> tuple[Part, ...]:
 
 
 def _model_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of weights, optimizer state and (only with FSDP) gradients."""
+    """Return the memory of weights and optimizer state and, with FSDP, of gradients."""
     shape, size = run.shape, run.size
     weights = shape.parameters + shape.added
     state = run.config.optimizer.state
@@ -183,7 +183,7 @@ def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
         shape, size, batch, device=device, checkpointing=checkpointing,
         head=logits + _head_gradient(run), offload=offload,
     )  # fmt: skip
-    # In measurements, a pass that is not fused took twice the counted bytes.
+    # A pass that is not fused took twice the counted bytes in measurements.
     passing = (1 if run.on_gpu and shape.fuses else 2) * passing_bytes(shape, size, batch, device)
     return [
         Part(
@@ -214,12 +214,14 @@ def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
 
 
 def _passes_without_gradient(run: RunFacts) -> bool:
-    """Return whether a model on this device computes log-probs outside of the training pass."""
+    """Whether a model on this device computes log-probs outside of the training pass."""
     needs, config = run.objective.needs, run.config
     by_reference = "reference" in needs and config.reference.kind != "server"
     by_teacher = "teacher" in needs and (config.teacher.path or config.teacher.policy)
-    old_policy = needs & {"old_logp", "old_entropy"} or config.train.updates > 1 or config.stale
-    # A CUDA graph of the policy computes log-probs in the memory of its activations.
+    old_policy = (
+        needs & {"old_logp", "old_entropy"} or config.train.optimizer_steps > 1 or config.stale
+    )
+    # A CUDA graph of the policy computes log-probs in the memory of its own activations.
     return bool(by_reference or by_teacher or (old_policy and not run.captured))
 
 
@@ -284,9 +286,8 @@ def _notes(run: RunFacts) -> tuple[str, ...]:
 # Memory of the models besides the policy: the reference, a teacher and a critic.
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""For each value of optimizer.state, two sizes in bytes per trained parameter. The first size is
-for the master weight, in addition to the bfloat16 weight; the second size is for AdamW's two
-moments.
+"""Bytes per trained parameter for each value of optimizer.state: of the master weight (in addition
+to the bfloat16 weight), and of AdamW's two moments.
 """
 ONLY_WHILE_USED = "on the device only while it is used"
 
@@ -344,8 +345,8 @@ def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int
 def _critic_parts(run: RunFacts, master: int, moments: int) -> list[Part]:
     """Return the memory of a critic's weights, optimizer state and gradients.
 
-    The result omits the critic's activations, because critic and policy never run passes at the
-    same time. `master` and `moments` are the bytes of a parameter's master weight and moments.
+    A critic's activations are left out, because critic and policy never run passes at the same
+    time. `master` and `moments` are the bytes of a parameter's master weight and moments.
     """
     config, path = run.config, run.config.critic.path
     model = config.model.model_copy(update={"path": path})
@@ -360,14 +361,14 @@ def _critic_parts(run: RunFacts, master: int, moments: int) -> list[Part]:
 
 # Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
 #
-# A rank stores its shard of the float32 weights, moments and gradients. Every rank also stores
-# the engine's full copy of the weights. During a forward or backward pass, every rank has the
-# complete weights of the current and the next block, the embedding, the head and the last norm.
-# With only one rank, fused passes use weights that are gathered once per optimizer step.
+# A rank stores its shard of the float32 weights, moments and gradients, and the engine's full copy
+# of the weights. During a forward or backward pass it also has the complete weights of the current
+# and the next block, the embedding, the head and the last norm. With only one rank, fused passes
+# use weights that are gathered once per optimizer step.
 
 BLOCKS = 2
-"""How many transformer blocks FSDP gathers at once: the current block, plus either the next block
-or the gradients of the previous block.
+"""How many transformer blocks FSDP gathers at once: the current block, and either the next block or
+the gradients of the previous one.
 """
 
 

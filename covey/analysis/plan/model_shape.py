@@ -1,9 +1,8 @@
-"""Sizes of a model, computed from its configuration without reading weights.
+"""Computes the sizes of a model from its configuration, without reading weights.
 
-For the common decoder families this module computes the sizes from config.json alone, without
-torch. A model of another family is built by transformers on torch's meta device, where tensors have
-shapes but no memory. Building a model on the meta device is slower, because importing torch and
-transformers' model code takes seconds.
+For the common decoder families, config.json alone is enough. A model of another family is built by
+transformers on torch's meta device, where tensors have shapes but no memory; this is slower,
+because importing torch and transformers' model code takes seconds.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ class Module(NamedTuple):
 def source_of(path: str) -> tuple[str, dict[str, str]]:
     """Return the folder or hub name of a model, and keyword arguments for `from_pretrained`.
 
-    Only the header of a GGUF file is read, because converting the file would take as long as
-    loading the weights.
+    Of a GGUF file only the header is read, because converting it takes as long as loading the
+    weights.
     """
     path = adapter_base(path) or path
     if path in MODELS:
@@ -143,7 +142,7 @@ def _meta_model(source: str, more: dict[str, str]) -> Any:
 
 
 def _llama_config(source: str) -> Any:
-    """Read config.json; return None if this module does not know the model's architecture."""
+    """Read config.json; return None for an architecture that this module does not know."""
     file = Path(source) / "config.json"
     if not file.is_file():
         from transformers.utils.hub import cached_file

@@ -14,14 +14,14 @@ from covey.scoring.baselines import REMEDY
 from covey.training.prompt_limit import limit_reason, longest_prompt
 
 COLD = 0.3
-"""Largest temperature at which most completions of a prompt are equal."""
+"""Up to this temperature, most completions of a prompt are equal."""
 TIGHT_CLIP = 0.01
 """Clip bounds below TIGHT_CLIP are meant for sequence-level ratios, not for token ratios."""
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The smallest number of prompts whose results must change for a significant difference. If 6
-results change in the same direction, a two-sided sign test has the p-value 2 / 2^6 < 0.05.
+"""How many prompts must change their result for a significant difference: if 6 results change in
+the same direction, a two-sided sign test has the p-value 2 / 2^6 < 0.05.
 """
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
@@ -34,15 +34,15 @@ FORMAT_REWARDS = frozenset(
         "efficiency", "safety", "citations", "coherence",
     }
 )  # fmt: skip
-"""Names of rewards that score the form of a completion, not its final answer. Under a format
-reward, a completion with `success` may still have a wrong final answer.
+"""Rewards that score the form of a completion and not its final answer, so that a completion with
+`success` may still be wrong.
 """
 
 
 @rule("risk", "learning-rate")
 def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
-    """Rule about a learning rate of 0, or a warm-up that is longer than the run."""
-    optimizer, updates = setup.config.optimizer, setup.config.train.total_updates
+    """Report a learning rate of 0, or a warm-up that is longer than the run."""
+    optimizer, updates = setup.config.optimizer, setup.config.train.total_optimizer_steps
     if optimizer.learning_rate == 0:
         yield Said(
             ("optimizer.learning_rate",),
@@ -64,7 +64,7 @@ def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def equal_completions(setup: Setup) -> Iterator[Said]:
-    """Rule about a temperature so low that the completions of a prompt are equal."""
+    """Report a temperature so low that the completions of a prompt are equal."""
     rollout = setup.config.rollout
     if rollout.top_k == 1:
         setting, value, why = "rollout.top_k", "1", "Only the likeliest token is ever sampled: all "
@@ -86,7 +86,7 @@ def equal_completions(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def truncated_sampling(setup: Setup) -> Iterator[Said]:
-    """Rule about training that treats truncated sampling as sampling from the full distribution."""
+    """Report truncated sampling that training treats as sampling from the full distribution."""
     if setup.truncates and setup.objective.correction is None and setup.config.rollout.top_k != 1:
         yield Said(
             (
@@ -98,7 +98,7 @@ def truncated_sampling(setup: Setup) -> Iterator[Said]:
             ),
             title="rollout.top_k, top_p or min_p truncate the distribution without a correction",
             why="Tokens come from a truncated distribution, and the loss treats them as samples of "
-            "the whole one, so the gradient is biased towards likely tokens.",
+            "the full one, so the gradient is biased towards likely tokens.",
             remedy="set rollout.mask_replay = true, which trains the truncated distribution, or "
             "sample from the whole one",
         )
@@ -106,7 +106,7 @@ def truncated_sampling(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def rounded_rollouts(setup: Setup) -> Iterator[Said]:
-    """Rule about an engine with float8 weights or a float8 KV cache."""
+    """Report an engine with float8 weights or a float8 KV cache."""
     engine = setup.config.engine
     if engine.rounds:
         yield Said(
@@ -121,7 +121,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Rule about algorithms and filters that need correctness with a format-only reward."""
+    """Report algorithms and filters that need correctness with a format-only reward."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
@@ -139,7 +139,7 @@ def success_of_format(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "penalty-and-reference")
 def penalty_without_pull(setup: Setup) -> Iterator[Said]:
-    """Rule about KL penalties whose gradient ignores the reference or does not scale with beta."""
+    """Report KL penalties whose gradient ignores the reference or does not scale with beta."""
     objective = setup.objective
     if active_penalty(setup) is None:
         return
@@ -164,7 +164,7 @@ def penalty_without_pull(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "groups")
 def split_groups(setup: Setup) -> Iterator[Said]:
-    """Rule about mini-batches that are smaller than a group."""
+    """Report mini-batches that are smaller than a group."""
     rollout, parts = setup.config.rollout, setup.config.train.mini_batches
     completions = rollout.prompts_per_step * rollout.group_size
     if "groups" in setup.objective.needs and parts > rollout.prompts_per_step:
@@ -179,16 +179,16 @@ def split_groups(setup: Setup) -> Iterator[Said]:
         )
 
 
-@rule("risk", "the-clip-of-a-sequence-ratio")
+@rule("risk", "clip-range-of-a-sequence-ratio")
 def tight_clip(setup: Setup) -> Iterator[Said]:
-    """Rule about token ratios with a clip range meant for a sequence-level ratio."""
+    """Report token ratios with a clip range meant for a sequence-level ratio."""
     low, high = (setup.option(name, 1.0) for name in ("clip_low", "clip_high"))
     of_tokens = setup.objective.ratio is ratio.token and setup.surrogate is surrogates.clipped
-    if not setup.one_update and of_tokens and max(low, high) < TIGHT_CLIP:
+    if not setup.single_optimizer_step and of_tokens and max(low, high) < TIGHT_CLIP:
         yield Said(
             ("objective.clip_low", "objective.clip_high", "objective.name", "train.mini_batches"),
             title=f"objective.clip_low = {low}, clip_high = {high} clip token ratios at the first "
-            "update",
+            "optimizer step",
             why="Bounds of this size are for sequence-level ratios, which move far less than those "
             "of tokens.",
             remedy="set objective.clip_low = 0.2 and objective.clip_high = 0.2, or objective.name "
@@ -198,7 +198,7 @@ def tight_clip(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "evaluation")
 def few_held_out(setup: Setup) -> Iterator[Said]:
-    """Rule about evaluations with too few prompts."""
+    """Report evaluations with too few prompts."""
     config = setup.config
     known = (
         setup.facts.held_out,
@@ -224,7 +224,7 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "evaluation")
 def same_prompts(setup: Setup) -> Iterator[Said]:
-    """Rule about held-out prompts that are also training prompts."""
+    """Report held-out prompts that are also training prompts."""
     facts = setup.facts
     if facts.overlap:
         yield Said(
@@ -239,7 +239,7 @@ def same_prompts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "baselines")
 def shortcuts(setup: Setup) -> Iterator[Said]:
-    """Rule about tasks that a constant answer, an empty text or the prompt itself often solves."""
+    """Report tasks that a constant answer, an empty text or the prompt itself often solves."""
     known = setup.facts.baselines
     for found in known.flagged() if known is not None else ():
         yield Said(
@@ -253,7 +253,7 @@ def shortcuts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "sampling")
 def long_prompts(setup: Setup) -> Iterator[Said]:
-    """Rule about prompts so long that no completion fits into the model's context."""
+    """Report prompts so long that no completion fits into the model's context."""
     facts, rollout = setup.facts, setup.config.rollout
     if facts.context is None:
         return
@@ -285,7 +285,7 @@ def _share(facts: TaskFacts, count: int) -> str:
 
 @rule("risk", "sampling")
 def too_short(setup: Setup) -> Iterator[Said]:
-    """Rule about a max_tokens that truncates correct completions."""
+    """Report a max_tokens that truncates correct completions."""
     lengths, limit = setup.facts.solution_tokens, setup.config.rollout.max_tokens
     cut = sum(length > limit for length in lengths)
     if lengths and cut / len(lengths) >= UNFINISHED:

@@ -34,8 +34,8 @@ from covey.stopping import StopSignal
 from covey.training.resolve import objective_of
 
 SMALLEST = 1e8
-"""The smallest number of parameters for which the cost model holds. The cost model was fitted to
-models of 135M to 7.6B parameters."""
+"""The smallest number of parameters for which the cost model holds; it was fitted to models of 135M
+to 7.6B parameters."""
 MEASURE = "`covey plan --measure` runs three steps here"
 
 
@@ -80,7 +80,7 @@ class RunTime:
 def run_time(
     config: Config, facts: TaskFacts, shape: Shape, device: Device, ranks: int = 1
 ) -> RunTime | str:
-    """Return the time of a resolved run on a device, or a sentence that says why it is unknown."""
+    """Estimate the time of a resolved run on a device, or return a sentence why it is unknown."""
     if config.environment.name != NONE:
         return f"time: unknown, the environment decides how long a rollout is; {MEASURE}."
     if device.kind == "cuda" and shape.parameters < SMALLEST:
@@ -231,21 +231,21 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
     )
 
 
-# Seconds of a training step on a CPU, estimated from one decoder layer with arbitrary weights.
+# Seconds of a training step on a CPU, estimated from one decoder layer.
 #
-# The layer is as large as a layer of the model. Two times are measured: for decoding one token of
-# each completion, and for a forward pass over a few tokens. A backward pass takes about twice as
-# long as a forward pass. The time of the layer is multiplied by the number of layers. One slice
-# of the output layer is timed in the same way as the decoder layer. The layers are computed with
-# numpy, so that a plan does not import torch.
+# The layer has the model's size and arbitrary weights. Two things are timed: decoding one token of
+# each completion, and a forward pass over a few tokens. A backward pass takes about twice as long
+# as a forward pass, and the layer's time is multiplied by the number of layers. The output layer is
+# timed in the same way, on a slice of it. All of this uses numpy, so that a plan need not import
+# torch.
 
 TRAIN_FLOPS = 1e10
 """FLOPs of the small training batch that is timed. It takes less than a second on any CPU."""
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the small training batch that is timed."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""To save time, the timed decode step has few completions: as many as DECODE_FLOPS operations
-allow, or FEWEST_ROWS if that is more.
+"""The timed decode step has only as many completions as DECODE_FLOPS operations allow, and at least
+FEWEST_ROWS.
 """
 KEY_NUMBERS = 2e7
 """Maximum number of elements in the key tensor of the timed decode step."""
@@ -274,10 +274,7 @@ class _Layer:
         return sum(weight.size for weight in (self.qkv, self.out, self.up, self.down))
 
     def __call__(self, x: Array, past: Array | None = None) -> Array:
-        """Return the hidden states [B, T, hidden].
-
-        If `past` is given, tokens attend to the keys and values in `past`.
-        """
+        """Return the hidden states [B, T, hidden]; tokens also attend to the keys in `past`."""
         shape = self.shape
         query, key, value = np.split(
             _norm(x) @ self.qkv, [shape.query, shape.query + shape.key], axis=-1
@@ -327,7 +324,7 @@ def cpu_seconds(
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
     """Return the seconds to decode one token for each of `rows` completions.
 
-    To save time, the measured decode step may have fewer than `rows` completions.
+    The measured decode step may have fewer completions, and its time is then scaled up.
     """
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))

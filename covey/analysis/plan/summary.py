@@ -1,4 +1,4 @@
-"""Summary of a run before it starts: rollouts, optimizer steps, tokens and evaluations."""
+"""Summarizes a run before it starts: rollouts, optimizer steps, tokens and evaluations."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ REFERENCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The plan of a run: numbers of steps, completions, tokens and evaluations."""
+    """What a run will do: its numbers of steps, completions, tokens and evaluations."""
 
     algorithm: str
     steps: int
     at_least: bool
-    """Whether the run may take more training steps than the number in the field `steps`. If a
-    number of tokens ends the run, short completions allow more training steps. If a number of
-    optimizer steps ends the run, dynamic sampling may add training steps that take no optimizer
-    step.
+    """Whether the run may take more than `steps` training steps. This happens if a token budget
+    ends the run and completions are short, or if a number of optimizer steps ends it and dynamic
+    sampling adds training steps without an optimizer step.
     """
     prompts_per_step: int
     group_size: int
@@ -180,7 +179,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         mini_batches=train.mini_batches,
         epochs=train.epochs,
         # A training step is always completed, even if a budget of optimizer steps ends in it.
-        total_updates=steps * train.updates,
+        total_updates=steps * train.optimizer_steps,
         total_tokens=most_tokens(config),
         reward=config.reward.name,
         reward_text=_first_sentence(reward),
@@ -245,20 +244,24 @@ def step_tokens(config: Config) -> int:
 def least_steps(config: Config) -> int:
     """Return the smallest possible number of steps of a run.
 
-    With a token budget, a run has the fewest steps if all completions have the maximum length.
+    With a token budget, this is the number if all completions have the maximum length.
     """
     train = config.train
     if train.budget == "tokens":
         return math.ceil(train.amount / step_tokens(config))
-    return math.ceil(train.amount / train.updates) if train.budget == "updates" else train.steps
+    return (
+        math.ceil(train.amount / train.optimizer_steps)
+        if train.budget == "updates"
+        else train.steps
+    )
 
 
 def most_steps(config: Config) -> int:
     """Return the largest possible number of steps of a run.
 
-    With a token budget, a run has the most steps if all completions have one token. If a number of
-    optimizer steps ends the run, dynamic sampling can add training steps, because a training step
-    whose groups are all dropped takes no optimizer step.
+    With a token budget, this is the number if all completions have one token. If a number of
+    optimizer steps ends the run, dynamic sampling can add training steps whose groups are all
+    dropped, because they take no optimizer step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

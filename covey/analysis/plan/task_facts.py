@@ -1,4 +1,4 @@
-"""Properties of a run's data: lengths of prompts and solutions, and number of held-out prompts."""
+"""Measures a run's data: lengths of prompts and solutions, and the number of held-out prompts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from covey.types import Prompt
 
 # Token counts of prompts and solutions.
 #
-# A tokenizer needs transformers, which takes a second to import. Nothing else in a plan needs
-# transformers. `covey plan` therefore counts tokens in a separate process, and reads the task at
-# the same time. This module does not import torch.
+# Only the tokenizer needs transformers, which takes a second to import. `covey plan` therefore
+# counts tokens in a separate process while it reads the task, and this module does not import
+# torch.
 
 UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
 """If reading the data or the tokenizer raises one of these errors, `covey plan` continues without
@@ -46,15 +46,14 @@ LINE = 120
 """The largest number of characters of an error's message that a plan shows."""
 
 Job = Mapping[str, Any]
-"""A job is a request to count tokens. The keys of a job are the model's `path`, the tokenizer's
-`source` and `options`, the chat `template`, and the inputs `solutions` (texts) and `prompts` (lists
-of messages).
+"""A request to count tokens, with the model's `path`, the tokenizer's `source` and `options`, the
+chat `template`, and what is counted: `solutions` (texts) and `prompts` (lists of messages).
 """
 Measure = Callable[[Job], Mapping[str, Any]]
 
 
 def measure(job: Job) -> Mapping[str, Any]:
-    """Count the tokens of a job's solutions and prompts; `problem` holds any error."""
+    """Count the tokens of a job's solutions and prompts; an error is returned as `problem`."""
     found: dict[str, Any] = {}
     try:
         tokenizer = _tokenizer(job["source"], job["options"])
@@ -138,7 +137,7 @@ if __name__ == "__main__":
 SAMPLE = 64
 """The number of evenly spaced prompts of a task whose tokens are counted."""
 LONGEST = 32
-"""In addition to the sample, tokens are counted for this many prompts with the most characters."""
+"""Besides the sample, tokens are counted for this many prompts with the most characters."""
 BASELINE_PROMPTS = 256
 """The largest number of held-out prompts on which trivial answers are scored."""
 ASSUMED_PROMPT = 256
@@ -147,7 +146,7 @@ ASSUMED_PROMPT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """Properties of a task's data. Rules of `covey plan` skip properties that are unknown."""
+    """Properties of a task's data; the rules of `covey plan` skip those that are unknown."""
 
     held_out: int | None = None
     """The number of held-out prompts in an evaluation."""
@@ -219,7 +218,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers, such as a constant; do not call a slow or costly reward."""
+    """Score trivial answers, such as a constant, unless the reward is slow or costly."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
@@ -275,10 +274,10 @@ def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
     """Return correct completions, including the reasoning if the task provides it."""
-    texts = []
+    texts, template = [], template_of(config)
     for prompt in prompts:
         try:
-            text = write_solution(prompt, config.sft.template).removeprefix(config.model.prefill)
+            text = template.without_prefill(write_solution(prompt, config.sft.template))
         except DataError:
             text = write_solution(prompt, "{solution}")
         texts.append(text)

@@ -1,6 +1,6 @@
 """The contents of a run's report, gathered once for all formats.
 
-If files of the run folder are missing or damaged, the report is still made and notes the problems.
+If files of the run folder are missing or damaged, the report notes this and shows the rest.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ PANELS = MappingProxyType(
         **HEALTH,
     }
 )
-"""For each chart (panel) of the report, the metrics that it can show. A chart shows the first
-metric in its list that the run logged.
+"""For each chart (panel) of the report, the metrics that it can show; it shows the first that the
+run logged.
 """
 SAMPLES = 3
 """The report shows this many rollouts with the highest rewards, and as many with the lowest."""
 READ_SECONDS = 60.0
-"""Time limit in seconds for reading the last step's rollouts. If a file takes longer, its remaining
-lines are skipped."""
+"""Time limit in seconds for reading the last step's rollouts, after which the rest is skipped."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",
@@ -71,8 +70,7 @@ class RunReport:
     """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
     findings: Sequence[Finding]
     reward_change: Sequence[str]
-    """A description of how the reward changed since the previous run, as lines of text. The list is
-    empty if the reward did not change.
+    """How the reward changed since the previous run, as lines of text; empty if it did not change.
     """
     command: str
     environment: str
@@ -125,7 +123,7 @@ def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
 
 
 def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the key of an evaluation's main result, and the name that the report displays.
+    """Return the key of an evaluation's main result, and its name in the report.
 
     The main result is the accuracy, or the mean reward if no completion was ever correct.
     """
@@ -198,7 +196,7 @@ def _samples(run: RunFolder, note: Note) -> tuple[int | None, list[Mapping[str, 
     for problem in index.notes:
         note(problem)
     if not index.done:
-        note(f"{path} is large: only its first {index.share:.0%} is looked at")
+        note(f"{path} is large, so only its first {index.share:.0%} was read")
     rows: list[Mapping[str, Any]] = []
     for kind, entry in _extremes(index.entries):
         try:

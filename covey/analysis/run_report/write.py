@@ -1,4 +1,4 @@
-"""Write the report of a run.
+"""Writes the report of a run.
 
     report.html   one page that opens offline and runs no script
     report.md     the same for a comment or a wiki, with report.svg for its curves

@@ -2,9 +2,9 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is checked against its stored SHA-256 digest. Records that are neighbors in the diagram
-above are also compared with each other. This module does not import torch. To check the data, this
-module reads the task and computes which prompts each step should have drawn.
+Each record is compared with its stored SHA-256 digest, and with its neighbors in the diagram. To
+check the data, the prompts that each step should have drawn are computed from the task. This module
+does not import torch.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ NAME = "recomputed step"
 def recomputed(run: RunFolder) -> Result:
     """Repeat the steps between the two newest checkpoints, and compare the final weights.
 
-    No rollouts are generated or scored; the recorded rollouts are used.
+    The steps train on the recorded rollouts and rewards; nothing is generated or scored again.
     """
     saved = run.checkpoints()
     if not saved:
@@ -31,11 +31,11 @@ def recomputed(run: RunFolder) -> Result:
         return Result(name=NAME, passed=None, figure=what)
     trainee = policy_before(run, step, exact=True)
     if (change := _changed_after(run, trainee.origin.checkpoint)) is not None:
-        what = f"settings changed after step {change}; the earlier ones would be needed"
+        what = f"settings changed after step {change}, and the earlier ones would be needed"
         return Result(name=NAME, passed=None, figure=what)
     recorded = read_step(run, step)
     trainee.state.step = step
-    training_step(trainee.learner_now(), recorded.groups, step)
+    training_step(trainee.learner.at(trainee.state), recorded.groups, step)
     if not (folder / OPTIMIZER_FILE).exists():
         raise RunError(
             f"the checkpoint {folder} was written by several ranks; verify it with the same number "
@@ -62,10 +62,7 @@ def recomputed(run: RunFolder) -> Result:
 
 
 def _changed_after(run: RunFolder, first: int) -> int | None:
-    """Return the first step after `first` at which a resume changed the settings.
-
-    Return None if no settings changed after the step `first`.
-    """
+    """Return the first step after `first` at which a resume changed the settings, or None."""
     file = run.path / CHANGES
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     steps = [int(json.loads(line)["step"]) for line in lines]

@@ -35,8 +35,8 @@ class NativeEngine:
     version: int = field(init=False, default=0)
     scheduler: Scheduler | None = field(init=False, default=None)
     """The scheduler of the current call of `run`; None between calls."""
-    preemptions: int = field(init=False, default=0)
-    """Number of times that a completion was paused because the KV cache was full."""
+    paused_before: int = field(init=False, default=0)
+    """Number of preemptions in earlier calls of `run`."""
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model, self.precision)
@@ -65,10 +65,10 @@ class NativeEngine:
         """Return an empty list, because a failure of this engine also ends the trainer."""
         return []
 
-    def take_preemptions(self) -> int:
-        """Return how many times completions were paused since this method was last called."""
-        taken, self.preemptions = self.preemptions, 0
-        return taken
+    @property
+    def preemptions(self) -> int:
+        """Number of times so far that a completion was paused because the KV cache was full."""
+        return self.paused_before + (self.scheduler.preemptions if self.scheduler else 0)
 
     def close(self) -> None:
         """Do nothing, because the model belongs to the trainer."""
@@ -88,8 +88,7 @@ class NativeEngine:
             for completions in self.scheduler.run():
                 requests.done(completions)
         finally:
-            self.preemptions += 0 if self.scheduler is None else self.scheduler.preemptions
-            self.scheduler = None
+            self.paused_before, self.scheduler = self.preemptions, None
             if training:
                 _set_mode(self.model.model, training=True)
 

@@ -9,13 +9,9 @@ the same results.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,40 +28,23 @@ from covey.engines.protocol import (
     WeightSource,
 )
 from covey.errors import ModelError
-from covey.subprocesses import how_ended, module_command
+from covey.subprocesses import PipedProcess
 
 POLL_SECONDS = 0.005
 """Seconds between two calls of the request source's `take` during generation."""
-EXIT_SECONDS = 5.0
 MOST_DEATHS = 3
 """The run fails if the engine's process dies this many times without a completion in between."""
 
 
-class _Process:
+class _Process(PipedProcess):
     """A running engine process, with a pipe for requests and a pipe for control."""
 
     def __init__(self, module: str, setup: Any, weights: SharedWeights) -> None:
-        self.work, work = Pipe()
-        self.control, control = Pipe()
-        descriptors = [work.fileno(), control.fileno()]
         shared = weights.handle.descriptor
-        self.process = subprocess.Popen(
-            module_command(module, *map(str, descriptors)),
-            pass_fds=[*descriptors, *([shared] if shared >= 0 else [])],
-            start_new_session=True,  # Ctrl-C reaches only the trainer, which then ends this process
-        )
-        work.close()
-        control.close()
+        super().__init__(module, pipes=2, inherited=(shared,) if shared >= 0 else ())
+        self.work, self.control = self.connections
         with contextlib.suppress(OSError):  # waiting for the reply raises if it has died
             self.control.send((setup, weights.handle, torch.get_num_threads()))
-
-    def kill(self) -> None:
-        """Kill the engine's process, and close its pipes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.work.close()
-        self.control.close()
 
 
 def _checked(connection: Connection) -> Any:
@@ -97,6 +76,8 @@ class ProcessEngine:
     ready: bool = field(init=False, default=False)
     """Whether the process has loaded its model and weights."""
     happened: list[str] = field(init=False, default_factory=list)
+    preemptions: int = field(init=False, default=0)
+    """Number of times so far that a completion was paused because the KV cache was full."""
     deaths: int = field(init=False, default=0)
     closed: int = field(init=False, default=0)
     """How many times the engine was closed; closing during `run` makes `run` fail."""
@@ -139,7 +120,7 @@ class ProcessEngine:
         with self.lock:
             if self.process is not process:
                 return
-            how = how_ended(process.process, EXIT_SECONDS)
+            how = process.how_ended()
             process.kill()
             self.process, self.ready = None, False
             self.deaths += 1
@@ -183,6 +164,8 @@ class ProcessEngine:
             except BaseException:
                 self.close()  # the process would continue with requests that are no longer needed
                 raise
+            finally:
+                self.preemptions += work.paused
 
     def events(self) -> list[str]:
         """Return messages about restarts since the last call."""
@@ -207,6 +190,8 @@ class _Work:
     taken: dict[int, Request] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
     progress: bool = False
+    paused: int = 0
+    """Number of preemptions in the current process."""
 
     def run(self, connection: Connection) -> None:
         """Let the process generate the completions of all requests.
@@ -214,14 +199,15 @@ class _Work:
         After a restart, it also repeats the requests that had already finished, because the last
         bits of log-probabilities may depend on which completions are generated together.
         """
-        self.progress = False
+        self.progress, self.paused = False, 0
         if not self.taken:
             self._take()
         connection.send(("run", (self.source.limits, list(self.taken.values()))))
         running = set(self.taken)
         while running:
             if connection.poll(POLL_SECONDS):
-                running -= self._accept(_checked(connection))
+                rows, self.paused = _checked(connection)
+                running -= self._accept(rows)
             if more := self._take():
                 connection.send(("more", more))
                 running |= {request.number for request in more}

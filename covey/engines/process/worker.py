@@ -70,7 +70,7 @@ class _Worker:
                 continue
             limits, requests = self.work.recv()[1]
             with _told(self.work):
-                self.engine.run(_Remote(self, limits, requests))
+                self.engine.run(_Remote(self, limits, requests, self.engine.preemptions))
 
 
 @dataclass(slots=True)
@@ -80,6 +80,8 @@ class _Remote:
     worker: _Worker
     limits: Limits
     ready: list[Request]
+    paused_before: int
+    """The engine's number of preemptions before this call of `run`."""
     running: int = 0
     ended: bool = False
 
@@ -105,6 +107,7 @@ class _Remote:
         return ready
 
     def done(self, completions: Sequence[Completion]) -> None:
-        """Send completions to the trainer."""
+        """Send completions to the trainer, with the number of preemptions in this call of `run`."""
         self.running -= len(completions)
-        self.worker.work.send(("done", [completion.row for completion in completions]))
+        paused = self.worker.engine.preemptions - self.paused_before
+        self.worker.work.send(("done", ([completion.row for completion in completions], paused)))

@@ -8,6 +8,7 @@ same seeds.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import threading
@@ -33,7 +34,7 @@ from covey.engines.protocol import (
 from covey.engines.vllm.client import Client, Reply, Unavailable
 from covey.engines.vllm.server import ServerProcess
 from covey.engines.vllm.sync import Sync
-from covey.errors import ConfigError
+from covey.errors import ConfigError, EngineError
 from covey.models.language_model import LanguageModel
 
 ATTEMPTS = 3
@@ -85,6 +86,8 @@ class VllmEngine:
     gap: float = field(default=0.0, init=False)
     """How much the log-probs of servers and trainer differed in the last check."""
     repaired: list[str] = field(default_factory=list, init=False)
+    preemptions: int = field(default=0, init=False)
+    """Number of times so far that a completion was paused because the KV cache was full."""
 
     def __post_init__(self) -> None:
         self.skeleton = skeleton_of(self.model.model)
@@ -178,6 +181,7 @@ class VllmEngine:
         if not limits.requests:
             return
         self._wake()
+        paused_before = self._paused()
         sampling = limits.sampling
         params = sampling_params(self.model, sampling)
         pool = ThreadPoolExecutor(min(sampling.max_concurrent, limits.requests))
@@ -196,9 +200,21 @@ class VllmEngine:
                     requests.done([future.result() for future in ended])
         finally:
             pool.shutdown(wait=not pending, cancel_futures=True)
+        paused = self._paused()
+        # A server that was restarted in between counts from 0 again.
+        self.preemptions += sum(max(0, paused[n] - paused_before.get(n, paused[n])) for n in paused)
         if self.sleeps:
             self._all("/sleep", {"level": 1})
             self.asleep = True
+
+    def _paused(self) -> dict[int, int]:
+        """Return the number of preemptions of each server that replies."""
+        found = {}
+        for number, replica in enumerate(self.replicas):
+            # A missing count must not end the run, and generation repairs a dead server.
+            with contextlib.suppress(Unavailable, EngineError):
+                found[number] = replica.client.preemptions()
+        return found
 
     def _wake(self) -> None:
         if self.asleep:

@@ -22,6 +22,7 @@ from typing import Any
 from covey.engines.vllm.client import Client, Unavailable
 from covey.engines.vllm.server import ServerSettings
 from covey.errors import EngineError
+from covey.escape import printable_line
 
 CLOSE_SECONDS = 10.0
 """Seconds that `close` waits for the event loop's thread to end."""
@@ -37,7 +38,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
 
     arguments = AsyncEngineArgs(
         weight_transfer_config=WeightTransferConfig(backend=settings.backend),
-        disable_log_stats=True,
+        disable_log_stats=False,
         enable_sleep_mode=settings.cuda,
         **settings.options(model),
     )
@@ -58,7 +59,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
             thread=thread,
         )
     except Exception as error:
-        line = " ".join(str(error).split())[:300]
+        line = printable_line(str(error), 300)
         raise EngineError(f"engine: vLLM failed to start in this process: {line}") from None
 
 
@@ -99,7 +100,7 @@ class LocalClient(Client):
         except (Unavailable, EngineError):
             raise
         except Exception as error:
-            line = " ".join(str(error).split())[:300]
+            line = printable_line(str(error), 300)
             raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
 
     def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:
@@ -130,6 +131,13 @@ class LocalClient(Client):
     async def _told(self, work: Coroutine[Any, Any, Any], name: str = "done") -> dict[str, Any]:
         found = await work
         return {name: found if isinstance(found, bool) else True}
+
+    def preemptions(self) -> int:
+        """Return how often vLLM paused a completion since it started, for lack of cache."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        found = get_metrics_snapshot()
+        return sum(metric.value for metric in found if metric.name == "vllm:num_preemptions")
 
     async def _load(self, name: str, path: str) -> dict[str, Any]:
         from vllm.lora.request import LoRARequest

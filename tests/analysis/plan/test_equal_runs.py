@@ -1,4 +1,4 @@
-"""With one update per rollout, GRPO and GSPO end in bit-equal weights."""
+"""With one optimizer step per training step, GRPO and GSPO end in bit-equal weights."""
 
 from __future__ import annotations
 

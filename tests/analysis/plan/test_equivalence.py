@@ -156,7 +156,7 @@ def test_dr_grpo_and_rloo_differ_by_a_constant_factor() -> None:
 
 
 def test_the_arms_of_a_published_comparison() -> None:
-    """One update per rollout: two of the three arms are equal, and the third is not."""
+    """One optimizer step per training step: two of the three arms are equal, and the third is not."""
 
     def arms(*settings: str) -> dict[str, Config]:
         return {

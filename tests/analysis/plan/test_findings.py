@@ -244,7 +244,7 @@ def test_one_update_names_the_algorithms_that_coincide() -> None:
     (finding,) = findings(config_of(ONCE, "objective.name=gspo", "objective.beta=0.04"))
     assert finding.kind == "same"
     assert finding.title == (
-        "with one update per rollout gspo is the same as grpo, gspo_token, gmpo, sapo, gigpo"
+        "with one optimizer step per training step gspo is the same as grpo, gspo_token, gmpo, sapo, gigpo"
     )
     assert findings(config_of(ONCE, "objective.name=dr_grpo")) == []
 

@@ -136,7 +136,7 @@ def test_the_command_prints_plan_memory_and_findings(capsys: pytest.CaptureFixtu
         for words in (
             "100 training steps. Each takes 16 prompts",
             "memory: ",
-            "equivalent: with one update per rollout grpo is the same as gspo,",
+            "equivalent: with one optimizer step per training step grpo is the same as gspo,",
             "no effect: overlap.max_staleness = 2 drops nothing",
             "may harm: 50 held-out prompts cannot show a difference of 5%",
         )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from covey.cluster.engine_actor import EngineActor
 from covey.engines.draw import Distribution
 from covey.engines.native import sizes
 from covey.engines.native.backend import EagerBackend, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.kv_cache import SlotCache
 from covey.engines.native.slots import Slots
+from covey.engines.process.engine import ProcessEngine
+from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Sampling
+from covey.rollout.episode import SingleTurnEpisodes
 from tests.conftest import rollouts_of
 from tests.engines.native.test_decode_graph import by_graph, made, questions, shape_of
 
@@ -58,6 +63,40 @@ def test_a_small_pool_gives_the_same_completions(
         assert mine.finish == theirs.finish
         assert mine.sampler_logp == pytest.approx(theirs.sampler_logp, abs=1e-5)
         assert [s.kept for s in mine.segments] == [s.kept for s in theirs.segments]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process cannot use CUDA")
+@pytest.mark.usefixtures("_forked_workers")
+def test_engines_in_other_processes_report_their_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAGE", "LEAST_PAGE"):
+        monkeypatch.setattr(sizes, name, PAGE)
+    model = made("llama")
+    sampling = Sampling(
+        group_size=3, max_tokens=TOKENS, max_concurrent=4,
+        cache_gigabytes=6 * shape_of(model).bytes(PAGE) / 2**30,
+    )  # fmt: skip
+    episodes = partial(
+        SingleTurnEpisodes, prompts=questions(model)[1:2], model=model, sampling=sampling, step=1,
+        finished=lambda number, rollout: None,
+    )  # fmt: skip
+    own, weights = by_graph(model), dict(model.model.named_parameters())
+    shared = SharedWeights.allocate(weights.items(), on_gpu=False)
+    process = ProcessEngine("tests.engines.native.pausing_worker", "llama", shared)
+    actor = EngineActor(lambda: by_graph(model), 0)
+    own.run(episodes())
+    assert own.preemptions > 0
+    for calls in (1, 2):
+        process.run(episodes())
+        assert process.preemptions == calls * own.preemptions
+    process.close()
+    source = episodes()
+    actor.begin(actor.version, [], source.limits)
+    actor.add(source.take())
+    ended = 0
+    while ended < sampling.group_size:
+        ended += len(actor.collect())
+    assert actor.end() == own.preemptions
 
 
 def test_paused_completions_continue_where_they_were() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from covey.config import load_config
 from covey.engines.vllm.check import available_memory, check_memory, check_version, check_vllm
-from covey.engines.vllm.client import Client, Unavailable, check_url
+from covey.engines.vllm.client import Client, Unavailable
 from covey.errors import ConfigError, EngineError
 
 CHOICE = {
@@ -91,6 +91,7 @@ def test_a_completion_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_garbage_and_failures_are_one_line() -> None:
     replies = {
+        "/metrics": (200, b'vllm:num_preemptions_total{engine="0"} many'),
         "/garbage": (200, b"\x00\x1b[31m not json"),
         "/missing": (404, b'{"detail": "Not Found"}'),
         "/broken": (500, b'{"error": {"message": "shape mismatch\\n  in lm_head"}}'),
@@ -99,6 +100,8 @@ def test_garbage_and_failures_are_one_line() -> None:
         client = Client(url, 5.0)
         with pytest.raises(EngineError, match=r"sent a reply that is not JSON from /garbage"):
             client.get("/garbage")
+        with pytest.raises(EngineError, match=r"sent a malformed count of preemptions$"):
+            client.preemptions()
         with pytest.raises(EngineError, match=r"replied 404 to /missing: Not Found"):
             client.get("/missing")
         with pytest.raises(Unavailable, match=r"500 at /broken: shape mismatch in lm_head"):
@@ -122,7 +125,7 @@ def test_a_silent_server_is_unavailable_after_its_timeout() -> None:
 )
 def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"engine.vllm.urls"):
-        check_url(url)
+        Client.at(url, 1.0)
 
 
 @pytest.mark.parametrize(("version", "good"), [("0.32.0", True), ("0.26.1", False), ("1.0", False)])

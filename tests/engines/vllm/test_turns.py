@@ -19,6 +19,12 @@ from tests.engines.vllm.test_client import CHOICE, serving
 
 TOOL_SECONDS = 0.1
 SERVER_SECONDS = 5.0
+PREEMPTIONS = """\
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{{engine="0",model_name="m"}} 7.0
+vllm:num_preemptions_total{{engine="1",model_name="m"}} {}.0
+vllm:prompt_tokens_total{{engine="0",model_name="m"}} 900.0
+"""
 
 
 def request(number: int) -> Request:
@@ -57,6 +63,8 @@ def test_a_turn_that_becomes_ready_does_not_wait_for_pending_completions(tmp_pat
     third = threading.Event()
 
     def reply(path: str) -> tuple[int, bytes]:
+        if path == "/metrics":  # a preemption for each completion so far
+            return 200, PREEMPTIONS.format(len(calls)).encode()
         calls.append(time.monotonic())
         if len(calls) == 3:
             third.set()
@@ -77,4 +85,5 @@ def test_a_turn_that_becomes_ready_does_not_wait_for_pending_completions(tmp_pat
         engine.close()
     assert sorted(turns.order) == [0, 1, 2]
     assert third.is_set()
+    assert engine.preemptions == 3
     assert calls[2] - calls[0] < SERVER_SECONDS / 2
