@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from covey.analysis.exact_logp import recorded_exact_logp
 from covey.analysis.explain.effect import Effect, effect
 from covey.config import Config, load_config
-from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
 from covey.objective.joined_rows import joined
 from covey.run.folder import RunFolder
@@ -199,7 +199,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         policy_of(config, model),
         objective,
         reference_of(config, model, objective),
-        exact_logp=has_exact_logp(model) and not config.engine.rounds,
+        exact_logp=recorded_exact_logp(run, config),
     )
     state, number, path = State(beta=objective.beta), 0, config.model.path
     if found.checkpoint is not None:
