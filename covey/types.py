@@ -282,7 +282,7 @@ class Batch:
     per-token gain, which objective/loss.py defines."""
     correction: torch.Tensor | None = None
     """[B, T]: detached importance weight of each token, which corrects for differences between
-    sampler and policy; None if all weights are 1."""
+    engine and policy; None if all weights are 1."""
     marked: torch.Tensor | None = None
     """[B, T]: the token mask, ratio bounds or pair margins that the objective's function `marks`
     returns for a mini-batch; None if the objective has no such function."""
@@ -391,7 +391,7 @@ class Totals:
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count a batch's rollouts, groups and tokens; an untrained rollout counts as a rollout."""
+        """Count the rollouts (also those without trained tokens), groups and tokens of a batch."""
         rollout = None if batch.one_row_each else batch.rollout
         return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
 

@@ -39,7 +39,7 @@ Algorithms = Annotated[
     str,
     typer.Option(
         metavar="A,B",
-        help="Algorithms to compare. Each algorithm becomes one arm of the comparison.",
+        help="Algorithms to compare, each in an arm of its own.",
     ),
 ]
 Arms = Annotated[
@@ -47,8 +47,8 @@ Arms = Annotated[
     typer.Option(
         "--arm",
         metavar="'NAME: KEY=VALUE, ...'",
-        help="Add an arm with its own settings, such as 'frozen: optimizer.learning_rate=0'. "
-        "For example, 'again: seed+=1000' repeats the common configuration with other seeds.",
+        help="Add an arm with its own settings, such as 'frozen: optimizer.learning_rate=0', or "
+        "with other seeds, such as 'again: seed+=1000'.",
     ),
 ]
 Seeds = Annotated[
@@ -56,7 +56,7 @@ Seeds = Annotated[
     typer.Option(
         min=1,
         max=1000,
-        help=f"Number of seeds; each arm trains one run per seed. Default: {SEEDS}.",
+        help=f"Number of seeds, for each of which every arm trains a run. Default: {SEEDS}.",
     ),
 ]
 Kind = Annotated[
@@ -84,9 +84,8 @@ Folder = Annotated[
     Path | None,
     typer.Option(
         help=(
-            "Folder of the comparison to start or resume. Default: a new folder "
-            "comparisons/NAME-N. If the folder comparisons/ already has a comparison with the "
-            "same settings, the command resumes that comparison."
+            "Folder of the comparison to start or resume. Default: the folder in comparisons/ "
+            "that has the same settings, or else a new folder comparisons/NAME-N."
         )
     ),
 ]
@@ -119,7 +118,7 @@ Report = Annotated[
     typer.Option(
         "--report",
         metavar="FOLDER",
-        help="Only write the reports of this comparison again, without training.",
+        help="Write the reports of this comparison again, without training.",
     ),
 ]
 DryRun = Annotated[
@@ -148,9 +147,9 @@ def compare_command(
 ) -> None:
     """Train several arms (algorithms or settings) under equal conditions, and compare the results.
 
-    All arms of the comparison start from the same weights and get the same prompts, training budget
-    and held-out prompts. The report says how certain each difference between two algorithms or
-    settings is. After Ctrl-C or a crash, run the same command again to resume the comparison.
+    All arms start from the same weights, with the same prompts, training budget and held-out
+    prompts. The report shows which differences are significant. After Ctrl-C or a crash, run the
+    same command again to resume the comparison.
     """
     if report is not None:
         return _write_report(report)
@@ -210,7 +209,7 @@ def _print_design(folder: Path, design: Design) -> None:
 
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
-    """Print what is compared, start or resume all unfinished runs, and write the reports."""
+    """Print what is compared, run all unfinished runs, and write the reports."""
     from covey.analysis.compare.comparison_folder import write_design
     from covey.analysis.compare.launch import make_jobs, run_jobs
     from covey.analysis.compare.prepare import parallel_runs
@@ -222,7 +221,7 @@ def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
     _print_design(folder, design)
     if plan_only:
         return
-    # This loads the model, so that a bad model fails before anything is written.
+    # This loads the model, so that a wrong model fails before anything is written.
     jobs = make_jobs(folder, design)
     folder.mkdir(parents=True, exist_ok=True)
     with RunFolder(folder).locked():

@@ -57,15 +57,15 @@ def doctor_command(
         typer.Option(
             "--seconds",
             min=1,
-            help="Time limit in seconds. Checks that would exceed the time limit are skipped.",
+            help="Time limit in seconds. Checks that would exceed it are skipped.",
         ),
     ] = LIMIT,
     as_json: AsJson = False,
 ) -> None:
     """Check a configuration on this machine, in at most two minutes.
 
-    The command takes a few small training steps, and checks the gradient, engine, reward, sandbox,
-    exact resume, memory and time. Large models are checked with fewer and shorter completions. The
+    The command takes a few small training steps to check the gradient, engine, reward, sandbox,
+    exact resume, memory and time; for a large model, it uses fewer and shorter completions. The
     exit code is 1 if a check fails, and 0 otherwise.
     """
     check_out(out)
@@ -95,7 +95,7 @@ def doctor_command(
 
 
 def _examined(config: Config, seconds: float, started: float) -> list[Result]:
-    """Run all checks; the status line names the current check."""
+    """Run all checks, and show the current one in the status line."""
     found: list[Result] = []
     with waiting(f"checking {config.model.path}") as status:
         from covey.analysis.doctor.checkup import examine_run

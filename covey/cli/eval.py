@@ -56,8 +56,8 @@ Source = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Configuration that defines the task and the reward. Default: the configuration of "
-        "the run; for a model that belongs to no run, the recipe 'arithmetic'.",
+        help="Configuration that defines the task and the reward. Default: that of the run, or "
+        "the recipe 'arithmetic' for a model that belongs to no run.",
     ),
 ]
 Overrides = Annotated[
@@ -82,8 +82,8 @@ By = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
-        help="Also report results for each category of prompts. A prompt's category is the value "
-        "of KEY in its `info` field, or its task if KEY is 'task'.",
+        help="Also report results by category: prompts with the same value of KEY in their "
+        "`info` field, or of the same task if KEY is 'task'.",
     ),
 ]
 Out = Annotated[
@@ -108,9 +108,9 @@ def eval_command(
 ) -> None:
     """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 
-    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. If a run folder
-    is given, the newest checkpoint of the run is evaluated on the task of the run. With --against,
-    a second model is evaluated on the same prompts.
+    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. For a run
+    folder, it evaluates the run's newest checkpoint on the run's task. With --against, it compares
+    two models on the same prompts.
     """
     settings = list(overrides or [])
     if samples is not None:
@@ -196,7 +196,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
 
 
 def _check_scored(model: str, evaluation: Evaluation) -> None:
-    """Raise an error if no completion has a score, instead of reporting an accuracy of 0 %."""
+    """Raise an error if no completion has a score, rather than report an accuracy of 0 %."""
     completions = sum(1 + len(item.samples) for item in evaluation.items)
     if evaluation.unscored == completions:
         raise RewardError(

@@ -39,8 +39,8 @@ Line = Annotated[
         "--rollout",
         min=1,
         metavar="K",
-        help="Show one rollout token by token. K is the line number of the rollout in the rollouts "
-        "file of the step.",
+        help="Show one rollout token by token; K is its line number in the step's file of "
+        "rollouts.",
     ),
 ]
 Algorithms = Annotated[
@@ -48,8 +48,8 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Train the step again with other algorithms. NAMES is 'all' (every algorithm) or a "
-        "list such as grpo,gspo.",
+        help="Compute the step's gradient with other algorithms as well: 'all', or a list such "
+        "as grpo,gspo.",
     ),
 ]
 Options = Annotated[
@@ -65,8 +65,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Recover the exact weights before the step: train all steps since the nearest "
-        "earlier checkpoint again.",
+        help="Recover the exact weights before the step by training all steps since the nearest "
+        "checkpoint again.",
     ),
 ]
 
@@ -83,9 +83,9 @@ def explain_command(
 ) -> None:
     """Explain the gradient of a recorded training step by group, by rollout or by token.
 
-    The command loads the nearest earlier checkpoint, and repeats the training step with the
-    recorded rollouts. The output says which checkpoint was loaded. With --replay, the command
-    instead compares the gradients of several algorithms on the rollouts of the step.
+    The command loads the nearest earlier checkpoint, prints which one it is, and repeats the
+    training step with the recorded rollouts. With --replay, it compares the gradients of several
+    algorithms on these rollouts instead.
     """
     _check_options(line, algorithms, options)
     run = RunFolder.open(path)
@@ -159,8 +159,7 @@ def _replay(
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     if not names:
         raise ConfigError(
-            f"--replay {algorithms!r} names no algorithm; give names such as grpo,gspo, or give "
-            "'all'"
+            f"--replay {algorithms!r} names no algorithm; give names such as grpo,gspo, or 'all'"
         )
     with waiting(STARTING) as say:
         from covey.analysis.explain.recorded import policy_before, read_step

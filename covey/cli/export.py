@@ -55,7 +55,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Export the model, and list the files that --push would upload, without uploading.",
+        help="Export the model, but only list the files that --push would upload.",
     ),
 ]
 
@@ -71,13 +71,11 @@ def export_command(
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
-    A LoRA adapter is merged into the weights of its base model. With --push, the command also
-    uploads the exported folder to the Hugging Face Hub.
+    A LoRA adapter is merged into the weights of its base model. With --push, the exported folder is
+    also uploaded to the Hugging Face Hub.
     """
     if push is None and (public or dry_run):
-        raise ConfigError(
-            "--public and --dry-run have an effect only with --push; add --push OWNER/NAME"
-        )
+        raise ConfigError("--public and --dry-run need --push; add --push OWNER/NAME")
     upload = None if push is None else Push(repository=push, public=public)
     if upload is not None:
         upload.check()

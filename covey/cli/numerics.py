@@ -28,7 +28,7 @@ from covey.cli.startup import (
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
 from covey.run.records import to_stderr
-from covey.run.resume import last_good
+from covey.run.resume import Start, last_good
 from covey.run.trackers import Tracker
 from covey.screen import cell, echo, number_column, wide_console
 
@@ -40,16 +40,16 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="What to measure: a TOML file, the name of a recipe, or a run folder. For a run "
-        "folder, the command measures the newest checkpoint. Default: arithmetic.",
+        help="What to measure: a TOML file, the name of a recipe, or a run folder, whose newest "
+        "checkpoint is measured. Default: arithmetic.",
     ),
 ]
 Updates = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Number of optimizer steps to take before staleness is measured. Default: the number "
-        "of optimizer steps in a training step minus 1, but at least 1.",
+        help="Number of optimizer steps before staleness is measured. Default: one less than in "
+        "a training step, but at least 1.",
     ),
 ]
 Out = Annotated[
@@ -69,15 +69,15 @@ def numerics_command(
 ) -> None:
     """Measure how much the log-probs of engine and trainer differ, and why.
 
-    The command generates and scores the rollouts of one training step. The command computes the
-    log-probs of each rollout in several ways, to separate the causes of differences: precision,
-    batch shape, truncation, kernels and staleness. The command does not change the run folder.
+    The command generates the rollouts of one training step, and computes their log-probs in several
+    ways to separate the causes of differences: precision, batch shape, truncation, kernels and
+    staleness. It does not change a run folder.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:
         raise ConfigError(
-            "--model cannot be used with a run, because a run is measured with its own weights; "
-            "leave --model out"
+            "--model cannot be used with a run, which is measured with its own weights; leave "
+            "--model out"
         )
     check_out(out)
     source = str(run.config_file) if run is not None else target or "arithmetic"
@@ -102,15 +102,15 @@ def numerics_command(
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
     from covey.analysis.numerics.measure_gaps import default_updates, measure
     from covey.training.build import assemble
-    from covey.training.checkpoint import State, load
+    from covey.training.checkpoint import restore
+    from covey.training.schedule import State
 
     say(f"loading {config.model.path}")
     parts = assemble(config)
     with closing(parts):
-        state = State(beta=parts.learner.objective.beta)
-        found = None if run is None else last_good(run, note=to_stderr)
-        if found is not None and found.checkpoint is not None:
-            state = load(parts.policy, parts.others, found.checkpoint, found.step)
+        found = Start() if run is None else last_good(run, note=to_stderr)
+        fresh = State(beta=parts.learner.objective.beta)
+        state = restore(parts.policy, parts.others, found, fresh)
         wanted = default_updates(config) if updates is None else updates
         completions = config.rollout.prompts_per_step * config.rollout.group_size
         return measure(parts, state, _Notes(say, completions), updates=wanted)
@@ -164,7 +164,7 @@ def _show(report: Report, console: Console) -> None:
         f"effective: effective sample size, as a share of all {unit}.",
     )
     console.print(
-        "Each line shows one cause. The lines need not add up to the first line, because rounding "
+        "Each line shows one cause. They need not add up to the first line, because rounding "
         "errors partly cancel and the first line does not include staleness."
     )
     for cause in report.causes:

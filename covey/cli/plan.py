@@ -1,4 +1,4 @@
-"""`covey plan`: shows the steps and the memory of a run, and settings without effect."""
+"""`covey plan`: show what a run will do, its memory and time, and settings without effect."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ Cluster = Annotated[
     bool,
     typer.Option(
         "--cluster",
-        help="Show how to divide the GPUs of a cluster between trainers and engines, for clusters "
-        "of 8 to 1,024 GPUs.",
+        help="Show how to divide the 8 to 1,024 GPUs of a cluster between trainers and engines.",
     ),
 ]
 MeasureSteps = Annotated[
@@ -86,8 +85,8 @@ def plan_command(
 ) -> None:
     """Show what a run will do, its time and memory, and which settings have no effect.
 
-    Without --measure, the command trains nothing and loads no weights. To estimate time and memory,
-    the command reads only the model's configuration and tokenizer.
+    The command trains nothing and loads no weights, except with --measure. It estimates time and
+    memory from the model's configuration and tokenizer.
     """
     from covey.analysis.plan.task_facts import measuring
 

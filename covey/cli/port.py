@@ -1,4 +1,4 @@
-"""`covey port`: converts options in scripts of other libraries to settings of Covey."""
+"""`covey port`: convert options in scripts of other libraries to settings of Covey."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def trl_command(
         typer.Option(
             "--script",
             metavar="FILE",
-            help="Also convert the script itself: keep its data and reward functions, and call "
-            "covey.train instead of TRL. The option --script needs --out.",
+            help="Also convert the script itself, which keeps its data and reward functions, but "
+            "calls covey.train. Needs --out.",
         ),
     ] = None,
 ) -> None:
     """Convert the GRPOConfig of a TRL script to a Covey configuration in TOML.
 
-    Comments in the TOML list the options that have no equivalent in Covey, and the options whose
-    values the script computes. The command reads the script, but does not run it.
+    The command reads the script, but does not run it. Comments in the TOML list the options that
+    have no equivalent in Covey, and those whose values the script computes.
     """
     from covey.compat.trl import from_script
     from covey.compat.trl_script import covey_script

@@ -22,8 +22,8 @@ def recipes_command(as_json: AsJson = False) -> None:
         return typer.echo(json.dumps(rows))
     show_list(("recipe", ""), [(row["name"], row["text"]) for row in rows])
     Screen().print(
-        "covey train NAME trains one, covey plan NAME explains it, and covey train NAME "
-        "--print-config prints all of its settings."
+        "`covey train NAME` trains one, `covey plan NAME` explains it, and `covey train NAME "
+        "--print-config` prints all its settings."
     )
 
 

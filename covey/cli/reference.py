@@ -1,4 +1,4 @@
-"""`covey reference serve`: starts a server that computes log-probs of a reference policy."""
+"""`covey reference serve`: start a server that computes log-probs of a reference policy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Connections = Annotated[
     typer.Option(
         "--max-connections",
         min=1,
-        help="Maximum number of open connections. When the maximum is reached, the server closes "
-        "idle and unfinished connections.",
+        help="Maximum number of open connections, beyond which the server closes idle and "
+        "unfinished ones.",
     ),
 ]
 Dtype = Annotated[
@@ -104,7 +104,7 @@ def serve_command(
         from covey.models.load_model import load_language_model
         from covey.reference.server import ServerSettings, make_app
 
-        # The server gets token ids, so the chat template does not matter.
+        # The server only receives token ids, so the chat template does not matter.
         plain = Template(form="plain")
         say(f"loading {model}")
         loaded = load_language_model(model, dtype=dtype, device=device, template=plain)
@@ -139,7 +139,7 @@ def _serve(application: object, listener: socket.socket, settings: ServerSetting
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the port; it refuses connections until the server runs."""
+    """Return a socket bound to the port, which refuses connections until the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # This lets a restarted server bind the same port at once.

@@ -57,8 +57,8 @@ LabelledOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON Lines file of completions with human labels. Each line has the field `correct` "
-        "(true or false).",
+        help="JSON Lines file of completions with human labels in the field `correct` (true or "
+        "false).",
     ),
 ]
 AllowedOption = Annotated[
@@ -110,8 +110,8 @@ def score_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="JSON Lines file such as a rollouts file of a run. Each line has the fields "
-            "`completion` (or `text`) and `target`.",
+            help="JSON Lines file with the fields `completion` (or `text`) and `target`, such as "
+            "a run's file of rollouts.",
         ),
     ],
     source: ConfigOption = "arithmetic",
@@ -230,7 +230,7 @@ def lab_command(
 ) -> None:
     """Test a reward for mistakes and hacks before you train with it.
 
-    Correct completions must get the full reward, and reward hacks must not. The score of a
+    Correct completions must get the full reward, known reward hacks must not, and the score of a
     completion must be the same in every process. The exit code is 0 if all checks pass, and 1
     otherwise.
     """
@@ -249,7 +249,7 @@ def lab_command(
         held_out = list(task_of(config).held_out()[:prompts])
     reward_id = identity(config.reward.name, reward)
     check_timeout(config.reward.name, reward, limits.timeout)
-    # Use worker processes even for a quick reward: it may hang, or end its process.
+    # Worker processes even for a quick reward, because it may hang or end its process.
     workers = max(2, limits.workers)
     pool = Pool(
         reward, reward_id, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes

@@ -58,7 +58,7 @@ class _Runs(TyperGroup):
 
 app = typer.Typer(
     cls=_Runs,
-    help="List runs, show a run, check the health of a run, verify its records, or write a report. "
+    help="List runs; show a run, check its health, verify its records, or write its report. "
     "`covey runs RUN` is short for `covey runs show RUN`.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -109,8 +109,8 @@ def report_command(
 ) -> None:
     """Write the report of a run as report.html, which opens offline, and as report.md.
 
-    The report shows curves, evaluations, completions before and after training, sampled
-    completions, health and settings.
+    It shows curves, evaluations, sampled completions, completions before and after training, health
+    and settings.
     """
     run = RunFolder.open(path)
     if out is not None and not out.is_dir():
@@ -138,8 +138,8 @@ def verify_command(
 ) -> None:
     """Check that no step, prompt or rollout of a run is lost, repeated or changed.
 
-    The command compares the configuration, data, reward, rollouts, steps and checkpoints of the run
-    with each other. The exit code is 1 if a check fails, and 0 otherwise.
+    The command compares the run's configuration, data, reward, rollouts, steps and checkpoints with
+    each other. The exit code is 1 if a check fails, and 0 otherwise.
     """
     run = RunFolder.open(path)
     with waiting("reading the run"):

@@ -42,9 +42,9 @@ def sft_command(
 ) -> None:
     """Fine-tune a model (SFT) on worked solutions, which come from the task or from a file.
 
-    Reinforcement learning needs a model that already solves some prompts. SFT teaches the model
-    the format and the steps of a solution. To continue with reinforcement learning after SFT, run
-    `covey train --model RUN/checkpoints/STEP`.
+    Reinforcement learning needs a model that already solves some prompts, and SFT teaches it the
+    format and the steps of a solution. Continue afterwards with `covey train --model
+    RUN/checkpoints/STEP`.
     """
     if resume is not None:
         check_alone(source, model, run, smoke)

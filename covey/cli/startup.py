@@ -62,8 +62,7 @@ Trust = Annotated[
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
         help="Trust a Python module or package, so that settings such as "
-        "reward.name=MODULE:FUNCTION can import it. The code of a trusted module runs with your "
-        "permissions.",
+        "reward.name=MODULE:FUNCTION can import it. Its code runs with your permissions.",
     ),
 ]
 """The option --trust; its modules are registered as trusted before the command runs."""
@@ -78,8 +77,8 @@ STARTING = "starting torch"
 class _LateTorch(ModuleType):
     """A stand-in for torch, which imports torch on first use.
 
-    Python's own `LazyLoader` does not help: it loads torch as soon as any module runs `import
-    torch`.
+    Python's own `LazyLoader` does not help, because it loads torch as soon as any module runs
+    `import torch`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -99,7 +98,7 @@ def import_torch_when_used() -> None:
 def waiting(text: str) -> Iterator[Say]:
     """Show a status line on a terminal's stderr; yield a function that changes its text.
 
-    Print results only after the `with` block, because output inside the block goes to stderr.
+    Results must be printed after the `with` block, because output inside it goes to stderr.
     """
     quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, only rank 0 prints
     with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
@@ -114,8 +113,8 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
     """Return `source` if it is given, and otherwise the name of the default recipe or None.
 
-    Without `source`, the function returns None for runs that use another model or task than the
-    default recipe, because the recipe's learning rate and lengths would not fit.
+    The result is None for runs with another model or task than the default recipe's, because the
+    recipe's learning rate and lengths would not fit them.
     """
     if source is not None:
         return source
@@ -145,9 +144,8 @@ def resolved(
 ) -> Config:
     """Load a configuration and fill in the default of every option.
 
-    If `model` is true, the model path is checked before torch is imported. If `imports` is false,
-    the user's own modules are not imported, and the options of the user's functions are not
-    checked.
+    With `model`, the model path is checked before torch is imported. Without `imports`, the user's
+    own modules are not imported, and the options of the user's functions are not checked.
     """
     config = loaded(source, overrides, smoke=smoke)
     if model:
@@ -165,7 +163,7 @@ def check_out(path: Path | None) -> None:
 
 
 def tell_defaults(source: str | None, config: Config) -> None:
-    """If no configuration file or recipe was given, print the most important defaults."""
+    """Print the most important defaults if no configuration file or recipe was given."""
     if source is None:
         echo(
             "no CONFIG was given, so other settings have their defaults, such as "

@@ -43,8 +43,7 @@ Verify = Annotated[
     typer.Option(
         "--verify",
         help="With --resume: before training, recompute the newest checkpoint from the previous "
-        "checkpoint and the recorded rollouts. Stop if the recomputed weights differ from the "
-        "saved weights.",
+        "one and the recorded rollouts, and stop if the weights differ.",
     ),
 ]
 Ray = Annotated[
@@ -54,7 +53,7 @@ Ray = Annotated[
         metavar="ADDRESS",
         help="Run trainer ranks, engines and scoring on Ray, as the section [cluster] of the "
         "configuration says. ADDRESS is 'local' to start Ray on this machine, 'auto' to find a "
-        "running cluster, or the address of a cluster. The option --ray sets cluster.address.",
+        "running cluster, or the address of a cluster (sets cluster.address).",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Start or resume a run: the code that `covey train` and `covey sft` share."""
+"""Starts or resumes a run, for `covey train`, `covey sft` and `covey.train`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN",
-        help="Resume this run with its saved settings. Use --set to change some of the saved "
-        "settings.",
+        help="Resume this run with its saved settings, some of which --set can change.",
     ),
 ]
 ResumeStep = Annotated[
@@ -43,8 +42,7 @@ ResumeStep = Annotated[
         min=0,
         metavar="N",
         help="With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
-        "The command moves the records of steps after N to RUN/superseded. Default: the "
-        "newest checkpoint.",
+        "Records of later steps are moved to RUN/superseded. Default: the newest checkpoint.",
     ),
 ]
 
@@ -62,9 +60,9 @@ def train_run(
 ) -> NoReturn:
     """Train with RL or SFT, print the results, and exit; see `opened_run` for `target`.
 
-    If Ray starts the ranks, each rank gets the command-line `arguments`. For a new run without a
-    file or recipe (`source`), print the most important defaults. `not_own` are the settings that
-    --smoke changed.
+    If Ray starts the ranks, each rank gets the command-line `arguments`. A new run without a file
+    or recipe (`source`) prints the most important defaults. `not_own` are the settings that --smoke
+    changed.
     """
     _start_ranks(config, arguments)
     from covey.analysis.start_notes import console_with_notes
@@ -92,7 +90,7 @@ def train_run(
         else:
             done = train(parts, run.folder, [reporter], stop, run.start)
             command, steps = "train", parts.config.train.steps
-        # A budget of tokens or optimizer steps may end before train.steps; only a signal leaves
+        # A budget of tokens or optimizer steps may end before train.steps, so only a signal leaves
         # steps undone.
         steps = steps if stop.by_signal else done
         reporter.finished(done, steps, stop.received, command=command)
@@ -111,8 +109,8 @@ def resume_run(
 ) -> None:
     """Resume a run with its own settings plus overrides, or only print these settings.
 
-    If `verify` is true, the steps before the newest checkpoint are repeated before the run
-    resumes. The repeated steps must produce the same weights as in the newest checkpoint.
+    With `verify`, the steps before the newest checkpoint are repeated first, and must produce the
+    weights of this checkpoint.
     """
     folder = RunFolder.open(path)
     folder.check_kind(sft=sft)

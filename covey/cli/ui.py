@@ -1,4 +1,4 @@
-"""`covey ui`: starts a web page that shows runs and comparisons."""
+"""`covey ui`: start a web page that shows runs and comparisons."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def ui_command(
     host: Annotated[
         str,
         typer.Option(
-            help="The address to listen on. If other machines can reach this address, requests "
-            "need an access token, which the command prints."
+            help="The address to listen on. If other machines can reach it, requests need an "
+            "access token, which the command prints."
         ),
     ] = "127.0.0.1",
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show finished and current runs in a web page: curves, groups, tokens, health and settings.
 
-    The web page reads run folders, and works without torch and without an internet connection.
+    The page reads run folders, and works without torch and without an internet connection.
     """
     roots = paths or [path for path in USUAL if path.is_dir()] or [Path()]
     for path in roots:

@@ -2,17 +2,16 @@
 
 Shapes: B is the number of rollouts, and T is the number of completion tokens. Rewards, means and
 standard deviations are float64. In float32, the mean of equal rewards can differ slightly from the
-rewards. If a group's standard deviation is only a rounding error of 3e-8, dividing by it would give
-advantages near 1.
+rewards, and dividing by the resulting standard deviation of 3e-8 would give advantages near 1.
 
 The functions in the first half of this module take the rewards [B] and the group ids [B] of a whole
-rollout batch. The rollouts may be in any order. Means and standard deviations are over a group or
-over the whole batch. Groups may have different sizes. A NaN reward means that scoring failed. A
-rollout without a reward is left out of all means and standard deviations, and its advantage is 0.
-The functions in the second half of this module take the batch and return the advantages of all
-tokens [B, T]; `of_rewards` makes such a function from a function of rewards. An `Objective` can use
-a function from the second half of this module as its `advantage`. The function's keyword arguments
-are options of the objective.
+rollout batch, with rollouts in any order and groups of any size. Means and standard deviations are
+over a group or over the whole batch. A NaN reward means that scoring failed: the rollout is left
+out of all means and standard deviations, and its advantage is 0.
+
+The functions in the second half take the batch and return the advantages of all tokens [B, T], as
+an `Objective` needs for its field `advantage`; their keyword arguments are options of the
+objective. `of_rewards` makes such a function from a function of rewards.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_groups(group: torch.Tensor, among: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the indices of each group's rollouts, if the mask `among` [B] includes them."""
+    """Yield, for each group, the indices of its rollouts in the mask `among` [B]."""
     for number in group.unique():
         yield ((group == number) & among).nonzero().squeeze(1)
 
@@ -94,7 +93,7 @@ def standardized(
     """Return rewards standardized in their group, A_i = (R_i - mean_g R) / (std_g R + eps).
 
     In a group with equal rewards, A_i is exactly 0. The GRPO paper (arXiv 2402.03300 section 4.1.2)
-    does not specify ddof and eps. Public code uses ddof 0 or 1 and eps from 1e-9 to 1e-4. In a
+    does not specify ddof and eps; public code uses ddof 0 or 1 and eps from 1e-9 to 1e-4. In a
     group of G rollouts, the advantages with ddof 0 are sqrt(G / (G - 1)) times those with ddof 1.
     """
     difference = centered(rewards, group)
@@ -133,8 +132,8 @@ def sum_of_standardized(
 ) -> torch.Tensor:
     """Standardize each reward part [K, B] per group, and then standardize their weighted sum.
 
-    The K reward parts are separate scores, such as correctness and format. With equal weights, all
-    parts have the same influence, even if their spreads differ (GDPO, arXiv 2601.05242).
+    The K parts are separate scores, such as correctness and format. With equal weights, they have
+    the same influence, even if their spreads differ (GDPO, arXiv 2601.05242).
     """
     scored = ~parts.isnan().any(dim=0)
     alone = [standardized(p.where(scored, torch.nan), group, ddof=ddof, eps=eps) for p in parts]
@@ -152,10 +151,7 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps).
-
-    If all values are equal, return zeros.
-    """
+    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps); 0 if all are equal."""
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:
@@ -211,11 +207,10 @@ def parts_standardized(
 ) -> torch.Tensor:
     """The advantage of GDPO: standardized reward parts, summed and standardized again.
 
-    A reward part is a separate score, such as correctness or format. Each part is first
-    standardized within its group. `part_weights` gives the weights of the sum.
-
-    GDPO, 2601.05242. `gate` is the index of a reward part. If that part of a completion's reward is
-    below `gate_at`, the completion's other reward parts count as 0.
+    GDPO, arXiv 2601.05242. A reward part is a separate score, such as correctness or format. Each
+    part is first standardized within its group, and `part_weights` gives the weights of the sum.
+    `gate` is the index of the gating part: where it is below `gate_at`, the other parts of the
+    completion's reward count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
@@ -244,8 +239,7 @@ def divided_by_mean(
 ) -> torch.Tensor:
     """The relative distance of the reward from its group's mean, (R_i - mean_g R) / mean_g R.
 
-    MaxRL, arXiv 2602.02710. The option `all_wrong` gives the advantage if all rewards of a group
-    are 0.
+    MaxRL, arXiv 2602.02710. `all_wrong` sets the advantage in groups whose rewards are all 0.
     """
     scored = ~rewards.isnan()
     if bool((rewards[scored] < 0).any()):
@@ -262,7 +256,7 @@ def mixed_standardized(
 ) -> torch.Tensor:
     """ScaleRL's advantage: (R_i - mean_g R) / (std + eps), with the std over mixed groups.
 
-    A mixed group is a group whose rewards are not all equal. The std leaves out all other groups.
+    A mixed group is a group whose rewards are not all equal; the std leaves out all other groups.
     Advantages are multiplied by (number of groups / number of mixed groups), which turns the loss's
     mean over all groups into a mean over the mixed groups.
     """
@@ -273,10 +267,7 @@ def mixed_standardized(
 
 
 def length_weighted(batch: Batch) -> torch.Tensor:
-    """The reward minus its group's mean reward, which weights each completion by its length.
-
-    OPO, 2505.23585.
-    """
+    """The reward minus its group's length-weighted mean reward (OPO, arXiv 2505.23585)."""
     lengths = batch.mask.sum(dim=1)
     return per_token(against_baseline(rollout_rewards(batch), batch.group, lengths), batch.mask)
 
@@ -298,9 +289,9 @@ def group_whitened(
 ) -> torch.Tensor:
     """The advantage C_i / (std C + eps), where C_i = R_i - mean_g R; std over the batch.
 
-    REINFORCE++-baseline. arXiv 2501.03262. With `weighting = "token"`, as in verl, the mean and the
-    std are over tokens. With token weighting, long completions count more, and the mean of the
-    advantages over completions is not 0.
+    REINFORCE++-baseline, arXiv 2501.03262. With `weighting = "token"`, as in verl, the mean and the
+    std are over tokens, so long completions count more, and the mean of the advantages over
+    completions is not 0.
     """
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
@@ -343,7 +334,7 @@ def best_of_group(
 
     arXiv 2503.19595. The best completion's advantage is (R_(1) - R_(2)) / (std_g R + eps), where
     R_(1) and R_(2) are the two highest rewards of the group. If several completions share the
-    highest reward of a group, all advantages of the group are 0.
+    highest reward, all advantages of the group are 0.
     """
     scale = standardized(rewards, group, ddof=ddof, eps=eps)
     advantage = torch.zeros_like(scale)
@@ -381,11 +372,9 @@ def kept_rows(
 ) -> torch.Tensor:
     """Return a mask [B] of the `keep` best completions of each group.
 
-    With `metric = "length"`, the best completions are the shortest. With `metric = "rate"`, the
-    best completions have the most reward per token.
-
-    Ties go to the shorter completion, and then to the earlier completion. A completion that could
-    not be scored is never among the best completions.
+    The best completions are the shortest (`metric = "length"`), or those with the most reward per
+    token (`metric = "rate"`). Ties go to the shorter completion, and then to the earlier one. A
+    completion that could not be scored is never kept.
     """
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):
@@ -436,9 +425,9 @@ def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.
         centred  k/n rho_k without i: results add up to 0; with k = 1 the result is RLOO / n
         loo      k/(n-1) rho_k without i, the paper's equation 29
 
-    Each baseline gives an unbiased gradient. If scoring failed for some completions of a group, k
-    is lowered to the largest value that the baseline allows for the scored completions. With k = 1,
-    the baseline `loo1` equals `centred`.
+    Each baseline gives an unbiased gradient, and with k = 1, `loo1` equals `centred`. If scoring
+    failed for some completions of a group, k is lowered to the largest value that the baseline
+    allows for the others.
     """
     n = len(rewards)
     if baseline == "loo1" and k == 1:

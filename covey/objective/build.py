@@ -1,9 +1,9 @@
 """Builds an objective from a name and options.
 
 The name is an algorithm, `composed` for a combination of named functions (advantage, ratio,
-surrogate, weights), or the import path of a user's function. Each objective name stands for a
-function that returns an `Objective`. The function of an algorithm has two kinds of parameters: the
-algorithm's own options, and the options that all algorithms have.
+surrogate, weights), or the import path of a user's function. Each name stands for a function that
+returns an `Objective`. The options of this function are the parameters of the algorithm, and the
+options that all algorithms share.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def extended(
     veto: float = 0.0,
     off_policy_limit: float = 0.0,
 ) -> Objective:
-    """Set the options that all algorithms have; with default values, nothing changes."""
+    """Set the options that all algorithms share; with default values, nothing changes."""
     given = {
         "kl_in": kl_in,
         "kl_target": kl_target,
@@ -88,9 +88,9 @@ def extended(
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
     """Return a callable that builds the objective of the named algorithm.
 
-    The parameters of the callable are the algorithm's own options and the shared options. For the
-    algorithm `composed`, `pieces` names the advantage, ratio, surrogate and weights functions to
-    combine. The other options of `composed` are the options of these functions.
+    Its parameters are the algorithm's own options and the shared options. For the algorithm
+    `composed`, `pieces` names the advantage, ratio, surrogate and weights functions to combine, and
+    the options of these functions are parameters too.
     """
     if name == COMPOSED:
         own = composer(pieces or {})

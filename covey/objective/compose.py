@@ -1,8 +1,8 @@
 """Builds an algorithm's function from component functions and the names of its options.
 
 An algorithm lists its component functions (advantage, ratio, surrogate, weights) and its options.
-The component function that has an option defines the option's meaning, type and default. The
-algorithm may set another default.
+The component function that has an option defines its meaning, type and default, but the algorithm
+may set another default.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
     `names` lists the options in the order in which the algorithm's page shows them. An option is a
     parameter of a component function (such as the advantage), of the KL penalty, or of the
-    algorithm's function itself. The value of an option is set in every component function that has
-    this option.
+    algorithm's function itself. Its value is set in every component function that has this option.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:
@@ -146,7 +145,7 @@ def composed(
 
 
 def composer(given: Mapping[str, Any]) -> Algorithm:
-    """Return an algorithm made of the functions named in `given`; it takes their options."""
+    """Return an algorithm made of the functions that `given` names, with their options."""
     pieces = partial(composed, **{kind: given[kind] for kind in PIECES if kind in given})
     objective = pieces()
     options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]

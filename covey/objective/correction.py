@@ -1,17 +1,16 @@
 """Corrections for an engine whose sampling probabilities differ from the trainer's probabilities.
 
 Each correction takes (log rho, mask), where log rho = old_logp - sampler_logp [B, T] is 0 outside
-the mask. Each correction returns factors [B, T]; the loss multiplies the surrogate of each token by
-its factor. The correction factors have no gradient and do not change the denominators of the loss,
-so dropped tokens make the optimizer step smaller. The native engine samples from the trainer's
-weights, so the default is no correction.
+the mask, and returns factors [B, T], by which the loss multiplies the surrogate of each token. The
+factors have no gradient and do not change the denominators of the loss, so dropped tokens make the
+optimizer step smaller. The default is no correction, because the native engine samples from the
+trainer's weights.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
-over a completion is unbiased, but its variance explodes with length. For a long completion, the
-product is often extremely large or small: truncating the factor then shrinks the gradient of such
-completions, and masking drops most of them. The geometric mean of token ratios has the same scale
-for short and long completions. It is not an importance weight, but it is a good criterion for
-dropping completions.
+over a completion is unbiased, but for a long completion it is often extremely large or small:
+truncating the factor then shrinks the gradient of such completions, and masking drops most of them.
+The geometric mean of token ratios has the same scale for short and long completions. It is not an
+importance weight, but it is a good criterion for dropping completions.
 """
 
 from __future__ import annotations
@@ -87,12 +86,9 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""Maps names to corrections. A correction uses token ratios, their product or geometric mean over a
+"""Maps names to corrections, which use token ratios, their product or geometric mean over a
 completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""The number that a correction compares with its bounds if sampler and trainer agree.
-
-Corrections that are not listed compare a ratio with their bounds. The ratio is 1 if sampler and
-trainer agree.
-"""
+"""The number that a correction compares with its bounds if engine and trainer agree: 1 for
+corrections that are not listed, because they compare a ratio."""

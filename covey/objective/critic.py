@@ -2,11 +2,10 @@
 
     delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      U_t = A_t + V_t
 
-The token reward r_t is the rollout's reward at the last trained token, and 0 at other tokens. If
-the KL penalty is part of the reward, each r_t also contains minus the KL penalty of token t. The
-value V after the last trained token is 0, even if the completion was truncated. Tokens outside the
-mask are skipped. Shapes: B is the number of rollouts, one row each; T is the number of tokens; the
-mask is bool [B, T].
+The token reward r_t is the rollout's reward at the last trained token, and 0 at other tokens, minus
+the token's KL penalty if the penalty is part of the reward. The value V after the last trained
+token is 0, even if the completion was truncated, and tokens outside the mask are skipped. Shapes: B
+is the number of rollouts, one row each; T is the number of tokens; the mask is bool [B, T].
 """
 
 from __future__ import annotations
@@ -87,10 +86,7 @@ def clipped_value_loss(
     *,
     value_clip: float = 0.2,
 ) -> ValueLoss:
-    """Return half the squared error of each token's value.
-
-    If the error of the clipped value is larger, use that error instead.
-    """
+    """Return half the squared error of each token's value, or of the clipped value if larger."""
     plain = (values - targets).square()
     if not value_clip:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
@@ -102,8 +98,8 @@ def clipped_value_loss(
 def explained_variance(values: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the explained variance 1 - Var(U - V) / Var U of the targets U by the values V.
 
-    The explained variance is 1 for a perfect critic, and 0 for a critic that always predicts the
-    mean. The result is NaN if all targets are equal.
+    It is 1 for a perfect critic, 0 for a critic that always predicts the mean, and NaN if all
+    targets are equal.
     """
     chosen, wanted = values[mask].double(), targets[mask].double()
     if len(wanted) < 2 or not float(wanted.var()):

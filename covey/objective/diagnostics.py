@@ -57,8 +57,8 @@ class Meter:
     """Collects the sum, count, smallest and largest value of each measurement, by name.
 
     Values that are observed together are summed in one operation, because many small sums would
-    cost more time than the objective itself. The sums and ranges stay on the device until
-    `measured` fetches all of them.
+    cost more time than the objective itself. The results stay on the device until `measured` copies
+    all of them.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,8 @@ class Meter:
     def measured(self) -> Measured:
         """Copy all observations from the device at once, and reduce them per measurement.
 
-        The CPU adds the few numbers of a measurement faster than a device could launch a kernel.
+        The CPU does the reduction, because it adds a few numbers faster than a device launches a
+        kernel.
         """
         groups = (*self._sums.values(), *self._ranges.values())
         flat = [part.reshape(-1) for pairs in groups for pair in pairs for part in pair]
@@ -212,7 +213,7 @@ def observe_values(meter: Meter, batch: Batch, output: CriticLoss) -> None:
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Record the difference between the log-probs of sampler and trainer, before any update."""
+    """Record the difference between the log-probs of engine and trainer, before any step."""
     mask = batch.mask
     gap = difference(logp.detach(), batch.sampler_logp, mask).double()
     log_rho = bounded(gap)

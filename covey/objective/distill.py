@@ -18,7 +18,7 @@ from covey.types import Batch
 
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
 LEAST_LOGP = -20.0
-"""Teacher log-probabilities below this number are replaced by this number."""
+"""Teacher log-probabilities below this number are replaced by it."""
 
 
 def towards_teacher(

@@ -1,10 +1,10 @@
 """Joins all rows of a rollout into one row, because statistics are per rollout, not per row.
 
-If the chat template rewrites earlier turns, a rollout has several rows in a batch. Advantages,
-importance-sampling corrections and the results of `marks` depend on all tokens of a rollout. Covey
-computes per-rollout values on joined rows and then splits the values into the original rows. The
-result is the same as if each rollout had one row. Shapes: B is the number of rows, T the number of
-tokens per row, R the number of rollouts, and W the number of tokens in the longest rollout.
+If the chat template rewrites earlier turns, a rollout has several rows in a batch, but its
+advantage, importance-sampling corrections and `marks` depend on all of its tokens. Covey computes
+such values on joined rows and then splits them into the original rows, with the same result as if
+each rollout had one row. Shapes: B is the number of rows, T the number of tokens per row, R the
+number of rollouts, and W the number of tokens in the longest rollout.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The type `Objective`, which holds an algorithm's functions, and its policy loss.
+"""The type `Objective`, which consists of an algorithm's functions, and its policy loss.
 
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
-computed over the batch of a training step. Token weights, corrections and the result of the
-objective's function `marks` are computed over an optimizer step. Once advantages, weights and
-corrections are known, the loss of a micro-batch is a plain sum over its tokens.
+computed over the batch of a training step, and token weights, corrections and the objective's
+`marks` over an optimizer step. Once they are known, the loss of a micro-batch is a plain sum over
+its tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Objective:
     filter.skip_zero_gradient, the function gets old_logp only if the objective's `reads` contains
     "old_logp"."""
     ratio: Ratio = token
-    """Function that returns the log-ratio [B, T], given logp - old_logp and the mask. By default,
+    """Function that returns the log-ratio [B, T], given logp - old_logp and the mask; by default,
     each token has its own ratio."""
     surrogate: Callable[[Tokens], Gain]
     weights: Callable[[Batch, Totals], torch.Tensor]
@@ -79,19 +79,18 @@ class Objective:
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer step. The
-    function takes a batch with advantages, and the logp [B, T] of the optimizer step. The field
-    `marks` is None if the objective needs no such function."""
+    """Function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer step,
+    given the step's batch with advantages and its logp [B, T]; None if the objective needs no such
+    function."""
     targets: Callable[[Batch], torch.Tensor] | None = None
-    """Function that returns the critic's targets [B, T]. The function takes the same arguments as
-    `advantage`. The field `targets` is None without a critic."""
+    """Function that returns the critic's targets [B, T], with the same arguments as `advantage`;
+    None without a critic."""
     value_loss: Callable[..., ValueLoss] | None = None
-    """Function that returns the critic's loss, given new values, old values and targets [B, T]. The
-    field `value_loss` is None without a critic."""
+    """Function that returns the critic's loss, given new values, old values and targets [B, T];
+    None without a critic."""
     kl_in: Literal["loss", "reward", "pair"] = "loss"
     """Whether the KL penalty is a term of the loss or is subtracted from the reward. With `pair`,
-    the objective has no KL penalty. Instead, beta scales the margin between the two completions of
-    a pair."""
+    there is no KL penalty, and beta scales the margin between the two completions of a pair."""
     kl_target: float = 0.0
     """The target KL, towards which beta is adapted after each step; 0 means a fixed beta."""
     kl_horizon: float = 10_000.0
@@ -101,15 +100,15 @@ class Objective:
     """Only this fraction of tokens, chosen by highest entropy, gets a policy gradient."""
     off_policy_limit: float = 0.0
     """Limit on how far the mean log-probability of a completion may fall after sampling.
-    Completions with a negative advantage that exceed this limit are dropped; 0 keeps all
-    completions."""
+    Completions with a negative advantage that exceed this limit are dropped; 0 keeps all of them.
+    """
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of any token is below this number times
-    the sampler's probability; 0 keeps all completions."""
+    the engine's probability; 0 keeps all completions."""
     correction_mean_one: bool = False
     parts: tuple[str, ...] = ()
-    """Names of the parts of the reward that `advantage` reads, in this order. An empty tuple means
-    all parts of the reward, in alphabetical order."""
+    """Names of the parts of the reward that `advantage` reads, in this order; if empty, all parts
+    in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
     """Inputs that `advantage` reads; `needs` also lists inputs of other functions and options."""
 
@@ -183,8 +182,8 @@ class PolicyLoss(NamedTuple):
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
     """Return a training step's batch with advantages, computed over all its rollouts.
 
-    If the objective has a critic, the returned batch also contains the critic's targets. The critic
-    cannot learn from a rollout that could not be scored, so such a rollout gets no trained tokens.
+    If the objective has a critic, the returned batch also contains the critic's targets, and its
+    mask leaves out rollouts that could not be scored, because the critic cannot learn from them.
     """
     if objective.targets is not None:
         batch = replace(batch, mask=scored_tokens(batch))
@@ -235,8 +234,8 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
 def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None) -> Batch:
     """Return an optimizer step's batch with token weights, and with corrections if used.
 
-    Pass `totals` if the optimizer step contains more rows than `batch`. If the batch has no
-    old_logp, `policy_loss` computes the corrections later.
+    Pass `totals` if the optimizer step contains more rows than `batch`. Without old_logp in the
+    batch, `policy_loss` computes the corrections later.
     """
     totals = totals or Totals.of(batch)
     batch = replace(batch, weight=objective.weights(batch, totals))
@@ -285,9 +284,9 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the contribution of a batch's rows to the loss of an optimizer step.
 
-    The loss of an optimizer step is the sum of these contributions over all of its rows. All rows
-    of a rollout must be in the same batch, because a ratio may depend on the whole rollout.
-    `entropy` is the current policy's entropy, for an objective with an entropy bonus.
+    The loss is the sum of these contributions over all rows of the step. All rows of a rollout must
+    be in the same batch, because a ratio may depend on the whole rollout. `entropy` is the current
+    policy's entropy, for an objective with an entropy bonus.
     """
     rollouts = joined(batch)
     batch, mask, split = rollouts.batch, rollouts.batch.mask, rollouts.split
@@ -372,8 +371,8 @@ def value_loss(
 ) -> CriticLoss:
     """Return the contribution of a batch's rows to the critic's loss on an optimizer step.
 
-    The critic's loss is a mean over all tokens of the optimizer step. Pass the optimizer step's
-    `totals` if the step contains more rows than `batch`.
+    The critic's loss is a mean over all tokens of the optimizer step, so pass the step's `totals`
+    if it contains more rows than `batch`.
     """
     assert objective.value_loss is not None, "the objective has no critic"
     assert batch.values is not None, "the critic's values come before the optimizer steps"

@@ -1,14 +1,14 @@
 """Selects tokens or clip bounds from the log-probabilities of a whole optimizer step.
 
-Clip-Cov and KL-Cov select tokens by the covariance of log-probability and advantage. A few tokens
-with a large covariance make the policy's entropy collapse (arXiv 2505.22617).
+Clip-Cov and KL-Cov select tokens by the covariance of log-probability and advantage, because a few
+tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22617).
 
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
-M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
-data, so their ratio r is relative to the policy that generated the data: sampler_logp is used
-instead of old_logp. All functions of this module need the log-probabilities of the whole step at
-once, which takes one more forward pass.
+M2PO selects the tokens to drop, and BAPO selects the clip bounds. Both train on stale data, so
+their ratio r is relative to the policy that generated the data: sampler_logp is used instead of
+old_logp. All functions of this module need the log-probabilities of the whole step at once, which
+takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def random_within_bounds(
 ) -> torch.Tensor:  # fmt: skip
     """Select random tokens whose covariance is between cov_low and cov_high. Clip-Cov.
 
-    The function selects the fraction `share` of all scored tokens, and at least one token if there
-    are candidates. Tokens that are already clipped are not candidates.
+    They are the fraction `share` of all scored tokens, and at least one token if there are
+    candidates. Tokens that are already clipped are not candidates.
     """
     mask, advantage, ratio = scored_tokens(batch), _advantage(batch), _log_ratio(batch, logp).exp()
     cut = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
@@ -51,8 +51,8 @@ def random_within_bounds(
 def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
     """Select the tokens with the largest positive covariance. KL-Cov.
 
-    The function selects the fraction `share` of all scored tokens, and at least one token. If all
-    advantages of an optimizer step are 0, every covariance is 0 and no token is selected.
+    They are the fraction `share` of all scored tokens, and at least one token. If all advantages of
+    an optimizer step are 0, every covariance is 0 and no token is selected.
     """
     mask = scored_tokens(batch)
     cov = covariance(_advantage(batch), logp, mask)
@@ -69,10 +69,10 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.T
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    A token's number is a hash of the sampler's log-probabilities of all tokens up to this token,
-    and of the whole completion. Tokens in a common prefix therefore get different numbers in
-    different completions. The numbers do not depend on row order, micro-batches or ranks, and are
-    the same in a resumed run.
+    The number is a hash of the engine's log-probabilities of all tokens up to this token, and of
+    the whole completion, so tokens in a common prefix get different numbers in different
+    completions. The numbers do not depend on row order, micro-batches or ranks, and are the same in
+    a resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
     odd, other = -7046029254386353131, -4658895280553007687  # constants of SplitMix64 and xxHash
@@ -88,10 +88,9 @@ def _shuffled(batch: Batch) -> torch.Tensor:
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Select tokens to drop until the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean includes only the remaining tokens whose ratio r the optimizer step would move further
-    from 1. The step moves the ratio further from 1 for tokens with A > 0 and r > 1, or A < 0 and r
-    < 1. The tokens with the largest (log r)^2 are dropped first. Among tokens with equal (log r)^2,
-    earlier tokens are dropped first.
+    The mean is over the remaining tokens whose ratio r the optimizer step would move further from
+    1: those with A > 0 and r > 1, or A < 0 and r < 1. The tokens with the largest (log r)^2 are
+    dropped first, and among equals the earlier ones.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -119,10 +118,9 @@ def balanced_bounds(
 ) -> torch.Tensor:
     """Return the clip bound of each token's ratio: the upper bound if A > 0, else the lower.
 
-    The search for the bounds is algorithm 1 of BAPO (arXiv 2510.18927). The search raises the upper
-    clip bound to its maximum first, and then the lower clip bound. The search stops when tokens
-    with A > 0 make up at least the fraction `target` of the step's surrogate, or when both clip
-    bounds are at their maximum.
+    Algorithm 1 of BAPO (arXiv 2510.18927) raises the upper clip bound to its maximum first, and
+    then the lower clip bound. It stops when tokens with A > 0 make up at least the fraction
+    `target` of the step's surrogate, or when both clip bounds are at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)
@@ -139,8 +137,8 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the fraction of the sum of r |A| that comes from tokens with A > 0.
 
-    The sum includes only unclipped tokens. If the sum is 0, the function returns 1. Raising the
-    upper or the lower clip bound increases the returned fraction.
+    The sum includes only unclipped tokens, so raising either clip bound increases the fraction. If
+    the sum is 0, return 1.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -153,9 +151,9 @@ def positive_value_share(
 ) -> float:
     """Return the fraction of sum |min(r A, clip(r) A)| that comes from tokens with A > 0.
 
-    The formula is equation 8 of the BAPO paper. For a clipped token, the clip bound replaces the
-    ratio. Raising the lower clip bound therefore increases the contribution of tokens with A < 0,
-    and decreases the returned fraction.
+    This is equation 8 of the BAPO paper, in which the clip bound replaces the ratio of a clipped
+    token. Raising the lower clip bound therefore increases the contribution of tokens with A < 0,
+    and decreases the fraction.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

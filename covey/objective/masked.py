@@ -10,8 +10,8 @@ import torch
 from covey.types import Batch
 
 MAX_LOG_RATIO = 20.0
-"""Maximum absolute value of a log-ratio; larger values are clamped. A probability ratio above e^20
-indicates an error, but the clamp keeps the loss finite."""
+"""Log-ratios are clamped to this absolute value. A probability ratio above e^20 indicates an error,
+but the clamp keeps the loss finite."""
 
 
 def scored_tokens(batch: Batch) -> torch.Tensor:
@@ -49,12 +49,10 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return, at each trained token, the mean of the values over its completion, [B, T].
 
-    Tokens that are not trained get 0.
-
-    The backward pass also averages the gradient over the completion. If all tokens of a completion
-    have the same gradient, as with one advantage per completion, averaging leaves the gradient
-    exactly unchanged. Sequence ratios and token ratios therefore give bit-identical gradients
-    wherever these gradients are mathematically equal.
+    Tokens that are not trained get 0. The backward pass also averages the gradient over the
+    completion, which leaves it exactly unchanged if it is the same for all tokens, as with one
+    advantage per completion. Sequence ratios and token ratios therefore give bit-identical
+    gradients wherever these gradients are mathematically equal.
     """
     mean: torch.Tensor = _sequence_mean().apply(values, mask)
     return mean

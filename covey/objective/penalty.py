@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
-Each estimator takes (d, log r, mask), where d = logp - ref_logp and log r = logp - old_logp are [B,
-T] and clamped to +-20. An estimator whose value is a good estimate of the KL may have the gradient
-of a different divergence:
+Each estimator takes (d, log r, mask), where d = logp - ref_logp and log r = logp - old_logp are
+tensors [B, T], clamped to +-20. An estimator with a good value may have the gradient of a different
+divergence:
 
 | name       | value            | gradient    | expected gradient, on policy             |
 |------------|------------------|-------------|------------------------------------------|
@@ -29,12 +29,12 @@ MAX_ADAPTATION = 0.2
 
 
 def k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """d."""
+    """The estimator k1, which is d itself."""
     return d
 
 
 def k2(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """d^2 / 2."""
+    """The estimator k2, d^2 / 2."""
     return d.square() / 2
 
 
@@ -52,7 +52,7 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The estimator k3 for whole completions: d is first summed over a completion's tokens.
 
-    The formula is the one that the DeepSeek-R1 paper prints (arXiv 2501.12948).
+    This is the formula that the DeepSeek-R1 paper prints (arXiv 2501.12948).
     """
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 
@@ -65,7 +65,7 @@ def ratio_k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> to
 def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The estimator r k3: k3 with the importance weight r for tokens of an older policy.
 
-    DeepSeek-V3.2.
+    Proposed in DeepSeek-V3.2.
     """
     return log_ratio.exp() * k3(d, log_ratio, mask)
 

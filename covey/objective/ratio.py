@@ -30,9 +30,8 @@ def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean log-ratio of the completion, but with the gradient of the token's own logp.
 
-    The method is GSPO-token, from the GSPO paper. If all tokens of a completion have the same
-    advantage, the gradient equals the gradient of `sequence`. Unlike with `sequence`, each token
-    may have its own advantage.
+    This is GSPO-token, from the GSPO paper. The gradient equals that of `sequence` if all tokens of
+    a completion have the same advantage, but each token may have its own.
     """
     return sequence(x.detach(), mask) + (x - x.detach())
 
@@ -48,7 +47,7 @@ def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The logarithm of the mean token ratio: log w, where w = 1/T_i sum_t exp(x).
 
-    The mean ratio is equation 8 of GRPO-S (arXiv 2508.04349).
+    GRPO-S, arXiv 2508.04349, equation 8.
     """
     # Outside the mask there is no mean; any positive number keeps its log finite, and 1 gives 0.
     return sequence_mean(bounded(x).exp(), mask).where(mask, 1.0).log()

@@ -1,13 +1,13 @@
 """Advantages that depend on token entropies or token ids, not only on rewards.
 
-The module implements the entropy-shaped advantages GTPO and GRPO-S (arXiv 2508.04349, v5). The
-module also implements the advantages of a different algorithm that is called GTPO too (arXiv
-2508.03772). The entropy H is the entropy of the policy that collected the batch.
+They are the entropy-shaped advantages of GTPO and GRPO-S (arXiv 2508.04349, v5), and the advantage
+of a different algorithm that is called GTPO too (arXiv 2508.03772). The entropy H is the entropy of
+the policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. A group whose
-completions are all correct or all wrong has advantage 0 and is left out of all statistics. In the
-experiments of arXiv 2508.04349, dynamic sampling drops groups whose completions are all correct or
-all wrong. In a group whose completions are all wrong, entropies alone would decide the advantages.
+completions are all correct or all wrong has advantage 0 and is left out of all statistics, because
+otherwise entropies alone would decide its advantages. In the experiments of arXiv 2508.04349,
+dynamic sampling drops such groups.
 """
 
 from __future__ import annotations
@@ -119,11 +119,10 @@ def without_conflicts(
     """GTPO of arXiv 2508.03772: bad completions get no gradient for tokens shared with good ones.
 
     The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, where mean_g R is the
-    group's mean reward and H_i is the completion's mean entropy. If H_i exceeds max_entropy, the
-    advantage is 0. A conflict token is in a prefix or suffix that a good and a bad completion of
-    the group have in common. The advantage of a conflict token is multiplied by `bonus` in good
-    completions and by 0 in bad completions. The advantage of a completion is divided by the number
-    of conflict tokens in the completion.
+    group's mean reward and H_i is the completion's mean entropy, or 0 if H_i exceeds max_entropy.
+    It is divided by the completion's number of conflict tokens: tokens in a prefix or suffix that a
+    good and a bad completion of the group have in common. At these tokens, it is also multiplied by
+    `bonus` in good completions and by 0 in bad completions.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)

@@ -54,11 +54,10 @@ def clipped(
 ) -> Gain:
     """The PPO surrogate min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), arXiv 1707.06347.
 
-    The gradient is r A for an unclipped token and 0 for a clipped token. A token is clipped if A >
-    0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low. A token with A < 0 whose ratio has
-    risen, or a token with A > 0 whose ratio has fallen, is not clipped. With `dual` (arXiv
-    1912.09729), a token with A < 0 is also clipped if r > dual, so the surrogate is at least dual
-    A.
+    The gradient is r A for an unclipped token and 0 for a clipped token. A token is clipped if
+    A > 0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low, but not if its ratio has moved
+    the other way. With `dual` (arXiv 1912.09729), a token with A < 0 is also clipped if r > dual,
+    so the surrogate is at least dual A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -82,8 +81,8 @@ def unclipped(tokens: Tokens) -> Gain:
 def log_likelihood(tokens: Tokens) -> Gain:
     """The REINFORCE surrogate A logp, without a ratio.
 
-    The gradient with respect to logp is the advantage A, however far the policy has moved from the
-    sampler.
+    The gradient with respect to logp is the advantage A, however far the policy has moved since
+    sampling.
     """
     return _unbounded(tokens.advantage * tokens.logp, tokens)
 
@@ -141,7 +140,7 @@ def gamma_weight(
     """The surrogate phi(r) A logp, where phi(r) = r^power exp(rate (1 - r)) is a constant.
 
     VESPO, arXiv 2602.10693. The weight phi is 1 for a ratio of 1, and goes to 0 for ratios near 0
-    and far above 1. The ratio `r` of a whole completion may be tiny, so it is clamped to at least
+    and far above 1. The ratio r of a whole completion may be tiny, so it is clamped to at least
     1e-8.
     """
     good = tokens.advantage >= 0
@@ -157,10 +156,10 @@ def trust_mask(
 ) -> Gain:
     """The surrogate min(r, max_weight) A logp; 0 for tokens whose probability changed a lot.
 
-    DPPO. Tokens are selected by total variation, as in arXiv 2602.04879. A token with A > 0 is
-    trained if p - p_old <= clip_high, and any other token is trained if p - p_old >= -clip_low. The
-    bounds limit the change of a token's probability p, not the ratio r. For example, a rare token
-    may double its probability.
+    DPPO with total variation, arXiv 2602.04879. A token with A > 0 is trained if
+    p - p_old <= clip_high, and any other token is trained if p - p_old >= -clip_low. These bounds
+    limit the change of a token's probability p, not the ratio r, so a rare token may double its
+    probability.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0
@@ -198,8 +197,8 @@ def unclipped_without_marked(tokens: Tokens) -> Gain:
 def clipped_at_marks(tokens: Tokens) -> Gain:
     """The surrogate min(r A, clip(r) A), where `marks` gives the bound of each ratio.
 
-    BAPO, 2510.18927. Each token has only one clip bound: an upper bound if A > 0, and otherwise a
-    lower bound.
+    BAPO, arXiv 2510.18927. Each token has only one clip bound: an upper bound if A > 0, and
+    otherwise a lower bound.
     """
     assert tokens.marked is not None
     ratio, advantage, bound = (
@@ -217,7 +216,7 @@ def clipped_at_marks(tokens: Tokens) -> Gain:
 
 
 def penalized_where_marked(tokens: Tokens, *, coefficient: float = 1.0) -> Gain:
-    """r A, minus coefficient * |log r| for tokens selected by `marks`. KL-Cov, 2505.22617."""
+    """The surrogate r A, minus coefficient * |log r| for tokens that `marks` selects. KL-Cov."""
     assert tokens.marked is not None
     penalty = (coefficient * tokens.log_ratio.abs()).where(tokens.marked, 0.0)
     return _unbounded(tokens.log_ratio.exp() * tokens.advantage - penalty, tokens)

@@ -1,8 +1,7 @@
 """Advantages for the turns of multi-turn rollouts.
 
-The reward R of a rollout is the total of its turn rewards r_k. The environment may give rewards to
-individual turns. If the turn rewards do not sum to the rollout's reward R, the last turn gets the
-difference:
+The reward R of a rollout is the total of its turn rewards r_k, which the environment may give to
+individual turns. If they do not sum to R, the last turn gets the difference:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
@@ -83,9 +82,9 @@ def by_turn(
 ) -> torch.Tensor:
     """The return of each turn, standardized over the turns of its group.
 
-    With `compare = "turn"`, turns are compared only with turns of the same index. Turns with the
-    same index are in different states once rollouts diverge. The algorithm `gigpo` compares only
-    turns in equal states.
+    With `compare = "turn"`, turns are compared only with turns of the same index, although these
+    are in different states once rollouts diverge. The algorithm `gigpo` compares only turns in
+    equal states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)
@@ -106,7 +105,7 @@ def by_state(
 ) -> torch.Tensor:
     """The sum A_episode + step_weight * A_step, where A_step compares turns in equal states.
 
-    GiGPO, arXiv 2505.10978. For a state that occurs in only one turn of the group, A_step is 0.
+    GiGPO, arXiv 2505.10978. If a state occurs in only one turn of the group, its A_step is 0.
     """
     rule = partial(standardized, ddof=ddof, eps=eps) if normalize == "std" else centered
     whole = per_token(rule(rollout_rewards(batch), batch.group), batch.mask)

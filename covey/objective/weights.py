@@ -1,12 +1,12 @@
 """Token weights: the loss is minus the weighted sum of the per-token objectives.
 
 Each function returns the weights [B, T] of all tokens, computed once per optimizer step from the
-step's total numbers of tokens, rollouts and groups. With these weights, the loss is a plain
-weighted sum, so it does not depend on how the step is split into micro-batches or over ranks.
-Weights are computed in float64, and rounded once to the dtype of the loss.
+step's total numbers of tokens, rollouts and groups. The loss is then a plain weighted sum, which
+does not depend on how the step is split into micro-batches or over ranks. Weights are computed in
+float64, and rounded once to the dtype of the loss.
 
-An optimizer step has N rollouts, T tokens and P groups. Rollout i has T_i tokens, and group g has
-T_g tokens.
+In the formulas, an optimizer step has N rollouts, T tokens and P groups. Rollout i has T_i tokens,
+and group g has T_g tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (N T_i): average over each rollout's tokens, then over the N rollouts.
 
     GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
-    are penalized too little (arXiv 2503.20783). If all tokens of a rollout have the same objective
-    value, the weighted sum is the mean of the rollouts' values.
+    are penalized too little (arXiv 2503.20783). If all tokens of a rollout have the same value, as
+    with one ratio per completion, the weighted sum is the mean of the rollouts' values.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -49,7 +49,7 @@ def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -
 def token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / T: the mean over all tokens of the step.
 
-    The released code of DAPO (arXiv 2503.14476) uses the weights 1 / T.
+    The released code of DAPO (arXiv 2503.14476) uses these weights.
     """
     return batch.mask.double() / max(1, totals.tokens)
 
@@ -66,8 +66,7 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (P T_i): average over each rollout's tokens; sum the averages; divide by P.
 
-    The weights 1 / (P T_i) are for pairwise losses such as DPO, where each group has one pair of
-    completions.
+    These weights are for pairwise losses such as DPO, where each group has one pair of completions.
     """
     return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
 

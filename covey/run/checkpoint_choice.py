@@ -1,4 +1,4 @@
-"""Choose which checkpoint of a run to load; this module does not import torch."""
+"""Chooses which checkpoint of a run to load; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def run_around(path: Path) -> Path | None:
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     """Return the checkpoint to load; `target` is a checkpoint or a run folder.
 
-    If `target` is a run folder, return the checkpoint of `step`; without `step`, return the newest
-    checkpoint. If the checkpoint is damaged, raise an error that suggests `command`, with {}
-    replaced by the path of an intact checkpoint.
+    In a run folder, this is the checkpoint of `step`, by default the newest. If it is damaged, the
+    error suggests `command`, with {} replaced by the path of an intact checkpoint.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"
@@ -55,7 +54,7 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
     if wanted not in checkpoints:
         kept = ", ".join(str(s) for s in checkpoints)
         raise RunError(
-            f"--step {step}: {run.path} has no checkpoint for this step; it has some "
-            f"for steps {kept}"
+            f"--step {step}: {run.path} has no checkpoint of this step; it has checkpoints of "
+            f"steps {kept}"
         )
     return checkpoints[wanted]

@@ -1,9 +1,9 @@
 """The registry of algorithms: each algorithm is a function that returns an objective.
 
-Each algorithm's docstring gives the loss formula, the paper, and how Covey departs from the paper.
-The decorator `takes` names the options of an algorithm. To add an algorithm, write the function,
-add its name to this registry, add a test under tests/objective that compares the loss with a number
-worked out by hand, and run `make docs` to write its page.
+Each docstring gives the paper, the loss formula, and Covey's departures from the paper; the
+decorator `takes` names the options. To add an algorithm, write the function, add its name to this
+registry, add a test under tests/objective that compares the loss with a number worked out by hand,
+and run `make docs` to write its page.
 """
 
 from collections.abc import Callable, Mapping

@@ -21,14 +21,14 @@ def grpo() -> Objective:
     Choices: the paper does not specify ddof, eps and the clip range. The defaults are ddof 1, eps
     1e-6 and a clip range of 0.2.
 
-    Departure: a group whose rewards are all equal has advantage exactly 0. If all rewards of a
-    group are equal, the paper's formula would divide the rounding error of the group's mean by eps:
-    six float32 rewards of 0.3 with eps 1e-8 would give an advantage of 0.7.
+    Departure: if all rewards of a group are equal, its advantages are exactly 0. The paper's
+    formula would divide the rounding error of the group's mean by eps: six float32 rewards of 0.3
+    with eps 1e-8 would give an advantage of 0.7.
 
-    Worth knowing: a k3 penalty in the loss has the gradient of KL(reference, policy), the forward
-    KL. With `kl = "k2"`, the penalty has the gradient of KL(policy, reference), the reverse KL.
-    With beta 0, which most users want today, no reference model is loaded. With one optimizer step
-    per rollout batch, every ratio is 1 and the clip has no effect.
+    Worth knowing: with beta 0, which most users want today, no reference model is loaded. A k3
+    penalty in the loss has the gradient of KL(reference, policy), the forward KL; with `kl = "k2"`,
+    it has the gradient of KL(policy, reference), the reverse KL. With one optimizer step per
+    rollout batch, every ratio is 1 and the clip has no effect.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -46,13 +46,13 @@ def dr_grpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant: the maximum number of tokens that a completion may have. In a training
-    run, `length` defaults to rollout.max_tokens. If you call `dr_grpo` from Python, you must pass
-    `length`. Instead of dividing by a constant length, some libraries divide by the padded width of
-    the batch, which changes from batch to batch.
+    run it defaults to rollout.max_tokens, but if you call `dr_grpo` from Python, you must pass it.
+    Some libraries divide by the padded width of the batch instead, which changes from batch to
+    batch.
 
-    Worth knowing: in other libraries `dr_grpo` often keeps the division by the standard deviation
-    (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` does not
-    divide by the standard deviation or by the completion's length.
+    Worth knowing: in other libraries, `dr_grpo` often keeps the division by the standard deviation
+    (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` divides by
+    neither.
     """
     return Objective(
         advantage=advantage.group_centered,
@@ -70,13 +70,14 @@ def dapo(
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
-    `dapo` implements only the loss of DAPO, with its clip range and its mean over tokens. Dynamic
-    sampling (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
-    punishment (length_penalty.name = "soft") are separate settings, which work with any algorithm.
+    This is only the loss of DAPO, with its clip range and its mean over tokens. The rest of DAPO
+    consists of separate settings, which work with any algorithm: dynamic sampling
+    (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
+    punishment (length_penalty.name = "soft").
 
     Where paper and released code differ: equation 8 of the paper first averages over the tokens of
-    each group (`aggregation = "group_mean_token_mean"`). The authors' released code averages over
-    all tokens of the optimizer step, as Covey does by default.
+    each group (`aggregation = "group_mean_token_mean"`), whereas the authors' released code
+    averages over all tokens of the optimizer step, as Covey does by default.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -109,9 +110,9 @@ def opo() -> Objective:
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The baseline of OPO is the mean reward of a group, weighted by completion length, so every token
-    counts equally. OPO's baseline minimizes the variance of the gradient if the squared norm of a
-    completion's gradient is proportional to the completion's length.
+    The baseline is the mean reward of a group, weighted by completion length, so every token counts
+    equally. It minimizes the variance of the gradient if the squared norm of a completion's
+    gradient is proportional to the completion's length.
 
     Departure: the paper takes one optimizer step per batch, so a clip range would have no effect.
     Covey's `opo` has a clip for runs with several optimizer steps per batch.
@@ -131,9 +132,9 @@ def reinforce_pp() -> Objective:
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Because the baseline is the mean of the batch, `reinforce_pp` reinforces most completions of an
-    easy prompt and few completions of a hard prompt. `reinforce_pp_baseline` subtracts the mean of
-    each group instead of the mean of the batch.
+    Because the baseline is the mean of the batch, most completions of an easy prompt are
+    reinforced, but few completions of a hard prompt. `reinforce_pp_baseline` subtracts the mean of
+    each group instead.
     """
     return Objective(
         advantage=advantage.returns_whitened,
@@ -154,10 +155,9 @@ def reinforce_pp_baseline() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
-    ms-swift over completions. Covey computes the standard deviation over completions. Averaged over
-    completions, the centered rewards C are 0, whatever the lengths of the completions. With
-    `weighting = "token"`, the standard deviation is over tokens. The KL estimator in the loss is
-    k2, as the paper recommends.
+    ms-swift over completions. Covey computes it over completions, because the mean of C over
+    completions is 0, whatever their lengths; with `weighting = "token"`, it is over tokens. The KL
+    estimator in the loss is k2, as the paper recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

@@ -28,24 +28,23 @@ def dpo() -> Objective:
         D    = sum_t (logp - ref_logp)[chosen] - sum_t (logp - ref_logp)[rejected]
         loss = - 1/pairs sum log sigmoid(beta D)
 
-    The chosen completion is the completion with the highest reward in its group, and the rejected
-    completion has the lowest reward. If several completions have the highest reward, the shortest
-    of them is chosen. If several completions have the lowest reward, the shortest of them is
-    rejected. If several completions of a group have equal rewards and equal lengths, `dpo` uses the
-    first of these completions. Completions of a group that are neither chosen nor rejected are not
-    trained on. A group with equal rewards has no pair, and the metric `pairs/ties` counts such
-    groups. With the configuration section [preferences], pairs are read from a file.
+    The chosen completion has the highest reward of its group, and the rejected completion has the
+    lowest; the other completions are not trained on. Among completions with equal rewards, the
+    shortest is taken, and among equally short ones, the first. A group whose rewards are all equal
+    has no pair, and the metric `pairs/ties` counts such groups. With the configuration section
+    [preferences], pairs are read from a file.
 
-    The two completions of a pair may be in different micro-batches or ranks. Before each optimizer
-    step, one more forward pass computes the margin D of all pairs in the step.
+    The two completions of a pair may be in different micro-batches or on different ranks. Before
+    each optimizer step, one more forward pass therefore computes the margin D of all pairs in the
+    step.
 
     Choice: the loss is a mean over the pairs of a training step, so every pair has the same weight,
     whichever optimizer step trains on it. With the option `average`, the margin D contains means
     over the tokens of a completion instead of sums.
 
-    Worth knowing: if policy and reference agree, the gradient of `dpo` is the gradient of REINFORCE
-    with advantages of beta / 2 and -beta / 2. DPO has no importance ratio, so it does not correct
-    for stale pairs. TRL's online DPO also makes pairs from completions with equal rewards.
+    Worth knowing: if policy and reference agree, the gradient is that of REINFORCE with advantages
+    of beta / 2 and -beta / 2. DPO has no importance ratio, so it does not correct for stale pairs.
+    TRL's online DPO also makes pairs from completions with equal rewards.
     """
     return _of_pairs(pairs.logistic)
 
@@ -57,13 +56,11 @@ def ipo() -> Objective:
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
-    `ipo` chooses pairs as `dpo` does. The loss of `ipo` moves the margin D towards 1 / (2 beta),
-    while the loss of `dpo` increases D without limit. With `ipo`, the policy stays near the
+    `ipo` chooses pairs as `dpo` does. Its loss moves the margin D towards 1 / (2 beta), while the
+    loss of `dpo` increases D without limit. With `ipo`, the policy therefore stays near the
     reference, even if it already prefers the chosen completion in every pair.
 
-    Choice: the margin D is computed from means over tokens, as in TRL's DPO trainer. TRL's
-    developers chose means over tokens, not sums, after asking the authors of IPO. The paper's
-    formula and OpenRLHF sum log-probs over the tokens of a completion, as Covey does with `average
-    = false`.
+    Choice: the margin D uses means over tokens, as in TRL's DPO trainer, whose developers asked the
+    authors of IPO. The paper's formula and OpenRLHF use sums, as Covey does with `average = false`.
     """
     return _of_pairs(pairs.squared)

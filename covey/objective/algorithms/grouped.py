@@ -21,21 +21,20 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
     The weights in part_weights multiply advantages, not rewards, so scaling a part of the reward
-    does not change its influence. The option `gate` is the index of one part of the reward, the
-    gating part. The other parts of a completion's reward count only if the gating part is at least
-    `gate_at` (equation 8). In a configuration, `parts` lists the names of the reward parts to use,
-    in the order of part_weights. Without `parts`, `gdpo` uses every number that the reward function
-    reports, even a number that is not meant as a reward.
+    does not change its influence. The option `gate` is the index of the gating part: the other
+    parts of a completion's reward count only if the gating part is at least `gate_at` (equation 8).
+    In a configuration, `parts` lists the names of the reward parts to use, in the order of
+    part_weights. Without `parts`, `gdpo` uses every number that the reward function reports, even
+    one that is not meant as a reward.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
-    TRL. In verl, the summed advantages are standardized over tokens, so long completions count
-    more. If one part of a completion's reward could not be computed, the completion is left out of
-    all means and standard deviations.
+    TRL. In verl, they are standardized over tokens, so long completions count more. If one part of
+    a completion's reward could not be computed, the completion is left out of all means and
+    standard deviations.
 
-    Worth knowing: if the reward has only one part, the loss of `gdpo` is the loss of GRPO times a
-    factor that is the same for the whole step. `gdpo` refuses a KL penalty in the reward, because
-    `gdpo` normalises only numbers that the reward function reports. With `gdpo`, put the KL penalty
-    into the loss.
+    Worth knowing: if the reward has only one part, the loss is that of GRPO times a factor that is
+    the same for the whole step. `gdpo` refuses a KL penalty in the reward, because it normalizes
+    only numbers that the reward function reports; put the KL penalty into the loss instead.
     """
     return Objective(
         advantage=advantage.parts_standardized,
@@ -56,12 +55,11 @@ def maxrl() -> Objective:
     `maxrl` weights each group by 1 / (pass rate of the group). With binary rewards and groups of G
     completions, the expected gradient is the gradient of a series expansion of log(pass rate) to
     order G - 1. With `all_wrong = "minus_one"`, completions in groups without success get an
-    advantage of -1. With `all_wrong = "minus_one"`, the gradient follows the series expansion of
-    log(pass rate) to order G instead of G - 1, but has much more noise.
+    advantage of -1; the expansion then has order G, but the gradient has much more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The code of MaxRL's
-    authors takes the mean over tokens, so its gradient estimate is biased. With `maxrl`, rewards
-    must not be negative.
+    authors takes the mean over tokens, so its gradient estimate is biased. Rewards must not be
+    negative.
 
     Worth knowing: with binary rewards and groups of two completions, `maxrl` is RLOO.
     """
@@ -79,18 +77,16 @@ def pkpo() -> Objective:
         A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The expected gradient of `pkpo` is the gradient of max@k, which is pass@k for binary rewards.
-    With every choice of `baseline`, the gradient is unbiased. Among the baselines in the PKPO
-    paper, `loo1` has the least variance. With `loo1`, the advantage is never negative: it measures
-    how much the completion raises the best reward of k - 1 other completions. With the baseline
-    `centred`, the advantages of a group add up to 0. With `baseline = "loo"`, the baseline is
-    equation 29 of the PKPO paper.
+    The expected gradient is the gradient of max@k, which is pass@k for binary rewards, and every
+    choice of `baseline` keeps it unbiased. Among the baselines in the paper, the default `loo1` has
+    the least variance. Its advantage is never negative: it measures how much the completion raises
+    the best reward of k - 1 other completions. With `centred`, the advantages of a group add up to
+    0. With `loo`, the baseline is equation 29 of the paper.
 
     Choices: to keep the gradient unbiased, Covey divides by a constant length and does not divide
-    by a standard deviation. If all rewards of a group are equal, the advantages of the group are 0.
-    With the baselines `loo1` and `centred`, the formula itself gives advantages of 0 in a group
-    with equal rewards. With the baseline `loo`, the formula gives other advantages in a group with
-    equal rewards, so setting them to 0 makes the gradient biased.
+    by a standard deviation. If all rewards of a group are equal, its advantages are 0. For `loo1`
+    and `centred`, this follows from the formula. For `loo`, it does not, so setting the advantages
+    to 0 makes the gradient biased.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
@@ -110,11 +106,10 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The token count T includes all completions, as in equation 2 of the paper. TRL's GFPO divided
-    the loss by the number of tokens in the completions trained on, not in all completions. With
-    `filter.skip_zero_gradient`, completions that `gfpo` does not train on need no forward pass. The
-    options ddof and eps have the same defaults as in `grpo`. The default of ddof is 1, but the GFPO
-    paper uses 0. Training on half of each group (4 of 8 completions) is a good default.
+    The token count T includes all completions, as in equation 2 of the paper; TRL's GFPO counted
+    only the tokens of the completions in S. With `filter.skip_zero_gradient`, the completions
+    outside S need no forward pass. The default of ddof is 1, as in `grpo`, but the paper uses 0.
+    Training on half of each group (4 of 8 completions) is a good default.
 
     Worth knowing: in a group with correct and wrong completions, the shortest completions may all
     be wrong, and then the group has no gradient. If `keep` is at least the group size, `gfpo`
@@ -135,12 +130,12 @@ def scalerl() -> Objective:
         loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
         r    = exp(logp - sampler_logp),  P = number of mixed groups
 
-    A mixed group is a group whose rewards are not all equal. Besides this loss, the ScaleRL recipe
-    drops groups with equal rewards and samples no replacements (filter.drop_flat). The recipe also
-    stops drawing prompts that the policy already solves (curriculum). The ScaleRL recipe also runs
-    the LM head in float32 in the engine and in the trainer. The paper does not say over which
-    completions the standard deviation is computed. Covey computes the standard deviation over all
-    completions of groups whose rewards are not all equal.
+    A mixed group is a group whose rewards are not all equal. The paper does not say over which
+    completions the standard deviation is computed; Covey uses all completions of mixed groups.
+
+    The ScaleRL recipe contains more than this loss. It drops groups with equal rewards and samples
+    no replacements (filter.drop_flat), stops drawing prompts that the policy already solves
+    (curriculum), and runs the LM head in float32 in the engine and in the trainer.
     """
     return Objective(
         advantage=advantage.mixed_standardized,
@@ -164,10 +159,9 @@ def gigpo() -> Objective:
 
     Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states. A
     state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
-    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation. To
-    compute the episode advantage A_E, Covey takes the mean and standard deviation over the rollouts
-    of a group. The authors' code computes the mean and standard deviation of A_E over turns, so
-    long episodes count more.
+    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation.
+    Covey takes the mean and standard deviation of A_E over the rollouts of a group. The authors'
+    code takes them over turns, so long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

@@ -21,22 +21,21 @@ def ppo() -> Objective:
 
     The reward r_t of token t is -beta (old_logp - ref_logp)_t, plus the rollout's reward at the
     last trained token. V_t is the critic's value before token t, computed at the start of the
-    training step. The value V after the last token of a completion is 0. The critic's target is U =
-    A + V, where A is an advantage that is not whitened and is computed with `value_lam` instead of
-    lam. The critic is a separate model with its own optimizer, set in the configuration section
-    [critic].
+    training step. After the last token of a completion, V is 0, even if the completion was
+    truncated. The critic's target is U = A + V, where A is not whitened and is computed with
+    `value_lam` instead of lam. The critic is a separate model with its own optimizer, set in the
+    configuration section [critic].
 
     PPO does not compare the completions of a group, so a prompt may have any number of completions.
 
     Choices: value_lam is 1, so the critic's targets are the returns, as in VC-PPO (arXiv
-    2503.01491). TRL and verl use lam for both the advantages and the critic's targets. The KL
-    penalty is part of the reward, as usual in RLHF, and is estimated with k1. Truncated completions
-    also have a value V of 0 after their last token. A completion that could not be scored is left
-    out of every loss, and its tokens do not count in any denominator.
+    2503.01491); TRL and verl use lam for both the advantages and the targets. The KL penalty is
+    part of the reward, as usual in RLHF, and is estimated with k1. A completion that could not be
+    scored is left out of every loss, and its tokens do not count in any denominator.
 
-    Worth knowing: if lam is 1, advantages are not whitened and the critic always predicts 0, the
-    advantage equals the reward. With lam = 1 and without whitening, a critic that always predicts
-    the group's mean reward gives the advantage of Dr.GRPO.
+    Worth knowing: with lam = 1 and without whitening, the advantage equals the reward if the critic
+    always predicts 0, and the advantage of Dr.GRPO if the critic always predicts the group's mean
+    reward.
     """
     return Objective(
         advantage=critic.over_values,

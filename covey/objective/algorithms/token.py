@@ -22,22 +22,22 @@ def gtpo() -> Objective:
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     d_t is the number of correct completions that reach position t, and h_t is the number of wrong
-    completions that reach position t. Do not confuse `gtpo` with `gtpo_trajectory`, an algorithm
-    with the same initials.
+    ones. Do not confuse `gtpo` with `gtpo_trajectory`, an algorithm with the same initials.
 
-    Choices: the mean and standard deviation of a shaped reward are over all tokens of the batch.
-    The shaped reward rp is 0 for tokens of wrong completions, and rn is 0 for tokens of correct
-    completions. The option `norm = "polarity"` follows another interpretation of the paper: tokens
-    of correct completions and tokens of wrong completions have separate means and standard
-    deviations. With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half the tokens of
-    correct completions get a negative advantage. By default, `gtpo` sums entropies over the group,
-    as in the paper's equations. In the paper's experiments, entropies are summed over the batch
-    (`scope = "batch"`). In the factor 1/H, an entropy H below entropy_floor is replaced by
-    entropy_floor. A completion is correct if the reward function calls it a success.
+    Choices: the mean and standard deviation of a shaped reward are over all tokens of the batch,
+    where rp is 0 for tokens of wrong completions and rn is 0 for tokens of correct completions. The
+    option `norm = "polarity"` follows another interpretation of the paper, in which tokens of
+    correct completions and tokens of wrong completions have separate means and standard deviations.
+    Then alpha1 and alpha2 cancel out, and about half the tokens of correct completions get a
+    negative advantage.
+
+    By default, `gtpo` sums entropies over the group, as in the paper's equations; the paper's
+    experiments sum them over the batch (`scope = "batch"`). In the factor 1/H, an entropy H below
+    entropy_floor is replaced by entropy_floor. A completion is correct if the reward function calls
+    it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    The paper's runs use dynamic sampling, which drops groups whose completions are all correct or
-    all wrong.
+    In the paper's runs, dynamic sampling drops such groups.
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
@@ -55,18 +55,16 @@ def gtpo_trajectory() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
     H_i is the mean entropy of completion i. A conflict token occurs at the same position in a good
-    and in a bad completion of the group, within a common prefix or a common suffix. For a conflict
-    token, the factor delta is the option `bonus` in a good completion, and 0 in a bad completion.
-    The loss applies the factor delta twice to a conflict token that is in both a common prefix and
-    a common suffix. Tokens that are not conflict tokens have a factor delta of 1, so they keep
-    their advantage. Because of the factor delta, bad completions do not lower the probability of
-    the format that all completions share. `gtpo_trajectory` has no ratio, no clip and no reference.
+    and in a bad completion of the group, within a common prefix or a common suffix. Its factor
+    delta is `bonus` in a good completion and 0 in a bad one, so bad completions do not lower the
+    probability of the format that all completions share. A token that is in both a common prefix
+    and a common suffix gets this factor twice, and a token that is not a conflict token has the
+    factor 1. `gtpo_trajectory` has no ratio, no clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
-    not change between optimizer steps. The code of the paper's authors computes the entropy H_i of
-    a completion again in every optimizer step. In a group with equal rewards, advantages are 0. If
-    all rewards of a group are equal, the authors' code gives completion i the advantage
-    -entropy_cost H_i.
+    not change between optimizer steps; the authors' code computes it again in every optimizer step.
+    In a group with equal rewards, advantages are 0, whereas the authors' code gives completion i
+    the advantage -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,
@@ -85,9 +83,10 @@ def clip_cov() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
                max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
-    Choices: the covariance cov is computed over the whole optimizer step, not per micro-batch, at
-    the cost of one more forward pass. The random choice of tokens uses a hash of the engine's
-    log-probs, so it does not depend on the order of completions or on the micro-batches.
+    Choices: the covariance cov is computed over the whole optimizer step instead of per
+    micro-batch, at the cost of one more forward pass. The random choice of tokens uses a hash of
+    the engine's log-probs, so it does not depend on the order of completions or on the
+    micro-batches.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -105,9 +104,9 @@ def kl_cov() -> Objective:
         loss = - 1/T sum_i sum_t [ r A - coefficient |logp - old_logp| on the max(1, share T)
                tokens with the largest cov ]
 
-    `kl_cov` does not clip ratios. Covey computes the covariance cov over a whole optimizer step
-    instead of per micro-batch, at the cost of one more forward pass. `kl_cov` penalizes only tokens
-    with a positive covariance.
+    `kl_cov` does not clip ratios, and penalizes only tokens with a positive covariance. Covey
+    computes the covariance over a whole optimizer step instead of per micro-batch, at the cost of
+    one more forward pass.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -15,11 +15,10 @@ def cispo() -> Objective:
 
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
 
-    With `cispo`, every token keeps its gradient, but the importance weight of a token is bounded.
-    Covey's bounds min_weight and max_weight are absolute values of the ratio, not distances from 1.
-    Libraries define the upper bound differently: as 1 + eps_high in the paper and in verl, but as
-    eps_high in TRL. CISPO's paper gives no value for the upper bound of the importance weight. The
-    default max_weight of 5 is taken from ScaleRL. In CISPO's paper, the importance weight has no
+    Every token keeps its gradient, but its importance weight is bounded. The bounds min_weight and
+    max_weight are values of the ratio, not distances from 1. Elsewhere the upper bound is
+    1 + eps_high (in the paper and in verl) or eps_high (in TRL). The paper gives no value for it,
+    so the default max_weight of 5 is taken from ScaleRL. In the paper, the importance weight has no
     lower bound.
     """
     return Objective(
@@ -55,11 +54,11 @@ def gpg(
         A_i  = alpha (R_i - mean_g R),  alpha = N / completions in groups with variance
         loss = - 1/T sum_i sum_t A logp
 
-    `gpg` has no ratio and no clip, so with several optimizer steps per batch, the change of the
-    policy is not limited. Groups with equal rewards have no gradient, and the factor alpha scales
-    up the advantages of all other groups to compensate. If the rewards within every group are
-    equal, all advantages are 0. To compute alpha, verl counts completions with non-zero rewards,
-    which gives a different factor.
+    `gpg` has no ratio and no clip, so with several optimizer steps per batch, nothing limits the
+    change of the policy. Groups with equal rewards have no gradient, and the factor alpha scales up
+    the advantages of all other groups to compensate; if the rewards within every group are equal,
+    all advantages are 0. To compute alpha, verl counts completions with non-zero rewards, which
+    gives a different factor.
     """
     return Objective(
         advantage=advantage.scaled_up,
@@ -75,10 +74,10 @@ def vespo() -> Objective:
         q_i  = exp( sum_t (logp - old_logp) )
         loss = - 1/T sum_i sum_t sg(phi(q)) A logp,  phi(w) = w^power exp(rate (1 - w))
 
-    In VESPO's loss, (power, rate) is (2, 3) for an advantage A >= 0, and (3, 2) for A < 0. The
-    weight phi is 1 on policy, and approaches 0 for small and large ratios q of a completion. In
-    Covey, the correction for differences between engine and trainer is a separate factor, not part
-    of the ratio q.
+    By default, (power, rate) is (2, 3) for an advantage A >= 0, and (3, 2) for A < 0. The weight
+    phi is 1 on policy, and approaches 0 for small and large ratios q of a completion. In Covey, the
+    correction for differences between engine and trainer is a separate factor, not part of the
+    ratio q.
     """
     return Objective(
         advantage=advantage.group_standardized,
