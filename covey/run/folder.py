@@ -61,7 +61,8 @@ SFT_KINDS = ("sft", "warmup")
 instead of "sft"."""
 CHANGES = "changes.jsonl"
 """Name of the file with a line for each resume that changed settings. Each line of changes.jsonl
-has the step, and the old and new value of each changed setting.
+has the step, the old and new value of each changed setting, and the facts of environment.json that
+the new settings may change.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""

@@ -123,6 +123,7 @@ class _Environment(_Row):
     command: list[str] = []
     device: str | None = None
     reward: str | None = None
+    exact_logp: bool | None = None
     key: str | None = None
     packages: dict[str, str | None] = {}
     git: dict[str, Any] = {}

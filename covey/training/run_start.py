@@ -72,7 +72,7 @@ def opened_run(
         parts = stack.enter_context(closing(build(config, world)))
         if isinstance(target, RunFolder):
             if world.is_main:
-                record_changes(folder, parts.config, start.step, changed or {})
+                record_changes(folder, parts, start.step, changed or {})
         else:  # building may fail, so the folder is created only now
             path = next_run_path(Path("runs"), target) if isinstance(target, str) else target
             folder = created_run(parts, path)
@@ -192,13 +192,13 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
 
 
 def record_changes(
-    run: RunFolder, config: Config, step: int, changed: Mapping[str, Change]
+    run: RunFolder, parts: Components, step: int, changed: Mapping[str, Change]
 ) -> None:
     """Write the new settings to config.toml, and append the changes to changes.jsonl."""
     if changed:
         plain = json.loads(json.dumps(changed, default=str))
-        append_line(run.path / CHANGES, {"step": step, "settings": plain})
-        write_text(run.config_file, to_toml(config))
+        append_line(run.path / CHANGES, {"step": step, "settings": plain, **parts.facts})
+        write_text(run.config_file, to_toml(parts.config))
 
 
 def changes_note(changed: Mapping[str, Change]) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from covey.analysis.exact_logp import recorded_exact_logp
 from covey.analysis.explain.effect import Effect, effect
 from covey.config import Config, load_config
-from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
 from covey.notices import notice
 from covey.objective.joined_rows import joined
@@ -196,7 +196,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         policy_of(config, model),
         objective,
         reference_of(config, model, objective),
-        exact_logp=has_exact_logp(model) and not config.engine.rounds,
+        exact_logp=recorded_exact_logp(run, config),
     )
     state = restore(learner.policy, learner.others, found, State(beta=objective.beta))
     behind = max(0, step - 1 - found.step)
