@@ -78,6 +78,10 @@ class Template:
         """The text that is put in front of completions when they are scored and shown."""
         return self.prefill if self.prefill_in_text else ""
 
+    def without_prefill(self, text: str) -> str:
+        """Return a written completion without the prefill, which belongs to the prompt."""
+        return text.removeprefix(self.prefill)
+
 
 def _fields(text: str) -> list[str]:
     try:
