@@ -45,9 +45,8 @@ def batch_logp(
 ) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    `side` is the layout of the batch: packed, or padded on one side. Both give the same results up
-    to rounding. With "auto", it is packed if the model supports packing, and padded on the right
-    otherwise.
+    `side` chooses a packed layout, or padding on one side; the results differ only by rounding.
+    "auto" means packed if the model supports packing, and padding on the right otherwise.
     """
     if model.sharded:
         options = {
