@@ -23,7 +23,7 @@ class LogProbs(NamedTuple):
 
 ENTRY = "covey_logp"
 """Name of the method that is added to the root module of a sharded model. Every forward pass of a
-sharded model calls the method covey_logp, so that FSDP2 also gathers the weights of the head."""
+sharded model calls this method, so that FSDP2 also gathers the weights of the head."""
 
 
 def entry_method(
@@ -76,7 +76,7 @@ def predicting_hidden(model: LanguageModel, batch: Batch) -> Predicting:
         cells = batch.mask.flatten().nonzero().squeeze(1)
         chosen = batch.tokens[batch.mask]
         return Predicting(hidden.index_select(0, predictor[batch.mask]), chosen, cells)
-    # Packs the CPU's copy of the batch, which does not wait for the device.
+    # Pack the CPU's copy of the batch, so that packing does not wait for the device.
     packed = pack(host_rows(batch), model.device, varlen=model.flash)
     hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
     return Predicting(hidden, packed.chosen, packed.cells)

@@ -27,7 +27,7 @@ from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.tasks.task import sampled_ids
-from covey.training.checkpoint import Saved, State
+from covey.training.checkpoint import Saved
 from covey.training.critic import critic_of
 from covey.training.make_engine import check_engine, make_engine
 from covey.training.models import load_frozen, load_model, policy_of, with_path
@@ -40,13 +40,13 @@ from covey.training.ray_actors import ray_reference
 from covey.training.resolve import (
     held_out_of,
     objective_of,
+    old_logp_from_sampler,
     over_epochs,
     reward_of,
     sampling_of,
     task_of,
-    truncates_unseen,
 )
-from covey.training.schedule import Used, schedule_of
+from covey.training.schedule import schedule_of
 from covey.training.scorers import scorers_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
@@ -106,13 +106,12 @@ class Parts(Components):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """The identity of the reference."""
+        """The identity of the reference, and whether the engine's log-probs are exact."""
         reference = self.learner.reference
-        return {"reference": reference.identity if reference else None}
-
-    def learner_at(self, state: State) -> Learner:
-        """Return the learner of the step that begins at `state`."""
-        return learner_at(self.learner, self.config, state)
+        return {
+            "reference": reference.identity if reference else None,
+            "exact_logp": self.engine.info.exact_logp,
+        }
 
 
 def assemble(
@@ -243,41 +242,22 @@ def teacher_of(
 
 
 def step_settings_of(config: Config, objective: Objective, *, exact_logp: bool) -> StepSettings:
-    """Return the settings of a training step, such as its mini-batches and the source of old_logp.
-
-    If rollouts may be stale and the objective has no importance correction, the engine's log-probs
-    serve as old_logp, so that the ratio corrects for staleness.
-    """
-    source, stale = config.train.old_logp, config.stale
-    sampled = not config.preferences.file
-    exact = exact_logp and not truncates_unseen(config)
-    if stale:
-        exact = not objective.corrects
-    from_sampler = sampled and (source == "sampler" or (source == "auto" and exact))
+    """Return the settings of a training step, such as mini-batches and the source of old_logp."""
+    from_sampler = old_logp_from_sampler(config, objective, exact_logp=exact_logp)
     once = config.train.mini_batches * config.train.epochs == 1 and not config.adapter.dropout
-    in_pass = once and source == "auto" and not from_sampler and objective.corrects_by_row
+    free = config.train.old_logp == "auto" and not from_sampler
     return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
         old_logp_from_sampler=from_sampler,
-        old_logp_in_pass=in_pass,
-        sampled=sampled,
-        learning_rate=schedule_of(config, Used()),
+        old_logp_in_pass=once and free and objective.corrects_by_row,
+        sampled=not config.preferences.file,
+        learning_rate=schedule_of(config),
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
-        stale=stale,
-    )
-
-
-def learner_at(base: Learner, config: Config, state: State) -> Learner:
-    """Return `base` with the KL weight and learning rate of the step that follows `state`."""
-    rate = schedule_of(config, state.used(base.policy))
-    return replace(
-        base,
-        objective=replace(base.objective, beta=state.beta),
-        settings=replace(base.settings, learning_rate=rate),
+        stale=config.stale,
     )
 
 

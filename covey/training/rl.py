@@ -30,8 +30,8 @@ from covey.run.samples import SamplePage, read_samples
 from covey.run.trackers import Tracker
 from covey.scoring.baselines import REMEDY
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.preferences import PairSource
+from covey.training.schedule import State
 from covey.training.step import training_step
 from covey.training.trainer import Trainer
 from covey.types import Batch, Group
@@ -101,7 +101,7 @@ class Reinforcement(Trainer):
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Collect and filter groups, train on them, and log metrics."""
         parts, started = self.parts, time.perf_counter()
-        learner = parts.learner_at(state)
+        learner = parts.learner.at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
         rollouts = self.queue.take(state.step, share)
         waited, version = time.perf_counter() - started, parts.policy.version

@@ -277,7 +277,9 @@ def test_a_right_answer_in_the_form_that_is_asked_for_is_right(name: str) -> Non
     # Prompt, prefill, the template of solutions and the reward belong together.
     config = resolve(load_smoke(name, ["model.path=any"])[0])
     solution = solutions_of(config, task_of(config))[0]
-    score = reward_of(config)(solution.prompt, template_of(config).opening + solution.text)
+    template = template_of(config)
+    text = template.opening + template.without_prefill(solution.text)
+    score = reward_of(config)(solution.prompt, text)
     assert score.success
     high = reward_of(config).bounds[1]
     assert score.reward == pytest.approx(high)
