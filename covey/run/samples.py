@@ -1,4 +1,4 @@
-"""Write a Markdown page with the highest-reward and lowest-reward completions of a step.
+"""Writes a Markdown page with the highest-reward and lowest-reward completions of a step.
 
 Training curves do not show reward hacking, but the completions with the highest rewards do.
 """
