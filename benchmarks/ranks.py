@@ -150,7 +150,7 @@ def step_seconds(repeat: int, device: str, tokens: int) -> dict[str, float]:
     batch = with_advantage(objective, make_batch(shape, Setting().group, device))
     settings = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=tokens, old_logp_from_sampler=True,
-        learning_rate=lambda _: 1e-6, seed=0,
+        learning_rate=lambda *_: 1e-6, seed=0,
     )  # fmt: skip
     config = load_config(None, [f"model.device={device}", "parallel.strategy=fsdp"])
     found: dict[str, float] = {}

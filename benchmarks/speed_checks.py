@@ -150,7 +150,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
         epochs=1,
         micro_batch_tokens=budget,
         old_logp_from_sampler=True,
-        learning_rate=lambda _: 0.0,
+        learning_rate=lambda *_: 0.0,
         seed=0,
     )
     batch = with_advantage(objective, batch)

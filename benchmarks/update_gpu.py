@@ -159,7 +159,7 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     batch = with_advantage(objective, make_batch(shape, setting.group, device))
     settings = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=budget, old_logp_from_sampler=True,
-        learning_rate=lambda _: 1e-6, seed=0,
+        learning_rate=lambda *_: 1e-6, seed=0,
     )  # fmt: skip
 
     def once() -> float:

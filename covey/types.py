@@ -282,7 +282,7 @@ class Batch:
     per-token gain, which objective/loss.py defines."""
     correction: torch.Tensor | None = None
     """[B, T]: detached importance weight of each token, which corrects for differences between
-    sampler and policy; None if all weights are 1."""
+    engine and policy; None if all weights are 1."""
     marked: torch.Tensor | None = None
     """[B, T]: the token mask, ratio bounds or pair margins that the objective's function `marks`
     returns for a mini-batch; None if the objective has no such function."""

@@ -250,6 +250,20 @@ def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:
     assert lines == pytest.approx(int(said.replace(",", "")), rel=0.05)
 
 
+def test_the_page_on_reading_names_files_that_exist() -> None:
+    rows = re.findall(r"^\| .* \|$", (ROOT / "docs/reading.md").read_text(), re.MULTILINE)
+    missing, count = [], 0
+    for row in rows:
+        folder = ROOT
+        for name in re.findall(r"`([\w/]+(?:\.(?:py|toml|html|js)|/))`", row):
+            path = ROOT / name if (ROOT / name).exists() else folder / name
+            folder = path if name.endswith("/") else path.parent
+            missing += [name] if not path.exists() else []
+            count += 1
+    assert missing == []
+    assert count > 100
+
+
 def test_the_page_on_memory_lists_the_numbers_of_slots() -> None:
     page = " ".join((ROOT / "docs/memory.md").read_text().split())
     *listed, last = WIDTHS

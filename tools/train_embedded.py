@@ -33,8 +33,8 @@ from covey.models.load_model import wrap
 from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.schedule import learning_rate
-from covey.training.sft import learn, stack
+from covey.training.schedule import Schedule
+from covey.training.sft import learn, sft_learner, stack
 from covey.training.sft_data import encode_example
 from covey.types import Batch
 
@@ -202,17 +202,16 @@ def train_stage(
         max_grad_norm=1.0,
     )
     policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=256.0)
+    schedule = Schedule(
+        peak=stage.peak_rate,
+        shape="linear",
+        warmup_steps=stage.warmup_steps,
+        total_steps=stage.steps,
+    )
+    learner = sft_learner(policy, schedule, micro_batch_tokens=MICRO_BATCH_TOKENS)
     start = time.monotonic()
     for step in range(stage.steps):
-        rate = learning_rate(
-            step,
-            peak=stage.peak_rate,
-            schedule="linear",
-            warmup_steps=stage.warmup_steps,
-            total_steps=stage.steps,
-        )
-        batch = draw(model, stage, random)
-        learned = learn(policy, batch, rate=rate, micro_batch_tokens=MICRO_BATCH_TOKENS)
+        learned = learn(learner, draw(model, stage, random))
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start
             loss = learned["loss/cross_entropy"]

@@ -28,7 +28,7 @@ from covey.cli.startup import (
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
 from covey.run.records import to_stderr
-from covey.run.resume import last_good
+from covey.run.resume import Start, last_good
 from covey.run.trackers import Tracker
 from covey.screen import cell, echo, number_column, wide_console
 
@@ -102,15 +102,15 @@ def numerics_command(
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
     from covey.analysis.numerics.measure_gaps import default_updates, measure
     from covey.training.build import assemble
-    from covey.training.checkpoint import State, load
+    from covey.training.checkpoint import restore
+    from covey.training.schedule import State
 
     say(f"loading {config.model.path}")
     parts = assemble(config)
     with closing(parts):
-        state = State(beta=parts.learner.objective.beta)
-        found = None if run is None else last_good(run, note=to_stderr)
-        if found is not None and found.checkpoint is not None:
-            state = load(parts.policy, parts.others, found.checkpoint, found.step)
+        found = Start() if run is None else last_good(run, note=to_stderr)
+        fresh = State(beta=parts.learner.objective.beta)
+        state = restore(parts.policy, parts.others, found, fresh)
         wanted = default_updates(config) if updates is None else updates
         completions = config.rollout.prompts_per_step * config.rollout.group_size
         return measure(parts, state, _Notes(say, completions), updates=wanted)

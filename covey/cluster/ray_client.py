@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.errors import ConfigError, CoveyError, EngineError
-from covey.escape import printable
+from covey.escape import printable, printable_line
 
 LOCAL = "local"
 """The value of `cluster.address` that starts Ray on this machine for one run."""
@@ -110,7 +110,7 @@ def _check_address(address: str) -> None:
 
 
 def _unreachable(address: str, error: Exception) -> ConfigError:
-    why = printable(" ".join(str(error).split())[:200])
+    why = printable_line(str(error), 200)
     if address == LOCAL:
         return ConfigError(
             f"config: cluster.address = 'local', but Ray cannot start on this machine: {why}"

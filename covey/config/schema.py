@@ -236,14 +236,14 @@ class Train(Section):
         return self.steps if self.budget == "steps" else getattr(self.stop_after, self.budget)
 
     @property
-    def updates(self) -> int:
+    def optimizer_steps(self) -> int:
         """The number of optimizer steps per training step."""
         return self.mini_batches * self.epochs
 
     @property
-    def total_updates(self) -> int:
+    def total_optimizer_steps(self) -> int:
         """The number of optimizer steps of a run; a token budget counts as `train.steps` steps."""
-        return self.amount if self.budget == "updates" else self.steps * self.updates
+        return self.amount if self.budget == "updates" else self.steps * self.optimizer_steps
 
 
 CONTEXT = {
@@ -721,8 +721,8 @@ class Save(Section):
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Steps between two sample pages, which show the completions with the highest and the lowest
-    rewards; 0: no pages."""
+    """Steps that a sample page covers. It shows the completions with the highest and the lowest
+    rewards of these steps; 0: no pages."""
     samples_shown: Positive = 20
     """Number of completions with the highest rewards, and also with the lowest, on a sample
     page."""

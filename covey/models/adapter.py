@@ -1,12 +1,12 @@
 """LoRA adapters: low-rank weights that are trained on top of a frozen model.
 
 An adapted linear layer computes `W x + (alpha / rank) B A x`, where W is frozen and A and B are
-trained. Peft replaces the linear layers of the model in place, so attention and packing work as
-before. B starts at zero, so a new adapter does not change the model's outputs.
+trained. B starts at zero, so a new adapter does not change the model's outputs. Peft replaces the
+linear layers of the model in place, so attention and packing work as before.
 
 LoRA dropout acts on the input of an adapter, and only in forward passes with a gradient. Covey
-generates, evaluates and computes old_logp without dropout. With dropout, the trained policy
-therefore differs from the policy that sampled the completions.
+generates, evaluates and computes old_logp without dropout, so with dropout, the trained policy
+differs from the policy that sampled the completions.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def add_adapter(
 ) -> LanguageModel:
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
-    For each module that `also_train` names, the adapter trains a full copy of the weights. `base`
-    is the path of the frozen base model. An empty `base` means the model's own `name_or_path`.
+    The adapter also trains a full copy of each module that `also_train` names. `base` is the path
+    of the frozen base model; if it is empty, the adapter records the model's own `name_or_path`.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -109,10 +109,7 @@ class GradientDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply dropout if gradients are enabled.
-
-        The caller must set the seed of torch's random generator before every pass.
-        """
+        """Apply dropout if gradients are enabled; the caller must seed torch before every pass."""
         return super().forward(input) if torch.is_grad_enabled() else input
 
 
@@ -201,7 +198,7 @@ def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[st
 def _head(model: LanguageModel, on: bool) -> Any:
     """Return the output layer.
 
-    If the adapter has a trained copy of the output layer, return the copy if `on` is true, and the
+    If the adapter has a trained copy of this layer, return the copy if `on` is true, and the
     original layer otherwise.
     """
     layer = model.model.get_output_embeddings()
@@ -245,8 +242,8 @@ def _initialize(layer: Any, address: str) -> None:
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
     """Yield the model with its adapter turned off, so that it computes with the base weights.
 
-    The yielded model shares its modules with `model`. Inside the `with` block, the adapter of
-    `model` is therefore off too.
+    The yielded model shares its modules with `model`, so the adapter of `model` is off too inside
+    the `with` block.
     """
     layers = [
         m
@@ -271,8 +268,7 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
     """Change the LoRA weights inside a `with` block, and restore them afterwards.
 
-    While the LoRA matrix B is 0, the adapter has no effect, and a parity check cannot test the
-    adapter.
+    A parity check needs this, because a new adapter has no effect: its LoRA matrix B is 0.
     """
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]

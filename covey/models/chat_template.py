@@ -5,8 +5,7 @@
     plain    the messages' contents, joined by newlines
     a text   with {question}, and with {system} if the task has a system message
 
-The prefill is text with which every completion begins. The prefill is part of the prompt and never
-trained.
+The prefill is text with which every completion begins. It is part of the prompt and never trained.
 """
 
 from __future__ import annotations
@@ -79,6 +78,10 @@ class Template:
         """The text that is put in front of completions when they are scored and shown."""
         return self.prefill if self.prefill_in_text else ""
 
+    def without_prefill(self, text: str) -> str:
+        """Return a written completion without the prefill, which belongs to the prompt."""
+        return text.removeprefix(self.prefill)
+
 
 def _fields(text: str) -> list[str]:
     try:
@@ -105,9 +108,8 @@ class Renderer:
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """Whether the chat template drops or refuses system messages. If the chat template drops or
-    refuses system messages, Covey puts the system message at the beginning of the first user
-    message."""
+    """Whether Covey puts the system message at the beginning of the first user message, because the
+    chat template drops or refuses system messages."""
     turn_end: int | None = None
     """Id of the special token that ends the assistant's turn; None if there is none."""
 
@@ -131,8 +133,7 @@ class Renderer:
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the prompt's tokens.
 
-        A chat template contains its own BOS token. If no chat template is used, this method adds
-        the BOS token.
+        A chat template contains its own BOS token; without a chat template, this method adds one.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)
@@ -255,10 +256,9 @@ def _filled(form: str, messages: Sequence[Message]) -> str:
 
 # Chat template rendering in a separate process with limits on time and memory.
 #
-# A chat template comes with a downloaded tokenizer and is a Jinja program. The sandbox of Jinja
+# A chat template is a Jinja program that comes with a downloaded tokenizer. Jinja's sandbox
 # protects Python objects, but does not prevent endless loops or gigabytes of output. A separate
-# process therefore renders the templates. The operating system limits the time and memory of
-# every rendering.
+# process therefore renders the templates, and the operating system limits its time and memory.
 
 SECONDS = 5.0
 """Maximum CPU seconds to render one conversation; ordinary templates take milliseconds."""

@@ -3,13 +3,12 @@
 After a turn of the policy, the chat template renders the conversation, including the new messages.
 If the rendered text begins with the previous prompt and the sampled text, Covey tokenizes only the
 new text, and appends the new tokens to the earlier tokens. Some templates change earlier turns:
-they remove thinking, trim whitespace or change the end of a turn. If the chat template has changed
-earlier turns, the rendered conversation becomes the prompt of a new segment, which is trained as a
-separate row.
+they remove thinking, trim whitespace or change the end of a turn. The rendered conversation then
+becomes the prompt of a new segment, which is trained as a separate row.
 
-The text of a message never becomes a special token. If a message contains the text of a special
-token, such as `<|im_end|>`, Covey splits that text, so that it becomes ordinary tokens. In tool
-results, Covey also splits the text of other control tokens, such as `<think>`.
+The text of a message never becomes a special token. If it contains the text of one, such as
+`<|im_end|>`, Covey splits that text, so that it becomes ordinary tokens. In tool results, Covey
+also splits the text of other control tokens, such as `<think>`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from covey.models.chat_template import Renderer, probed
 from covey.types import Message
 
 CUT = "\ue0c7"
-"""A private-use character (split mark) at which Covey splits a text before tokenization. Covey
+"""Split mark: a private-use character at which Covey splits a text before tokenization. Covey
 removes split marks that a message already contains."""
 PROBE = "COVEYTOOL"
 

@@ -2,7 +2,7 @@
 
 GPT-2-style tokenizers write every token as bytes, so the text of a completion is the concatenation
 of its tokens' bytes. A table lookup takes a third of the time of the tokenizer's own decoding.
-Covey uses the table only if the table decodes every token exactly as the tokenizer does.
+Covey uses the table only if it decodes every token exactly as the tokenizer does.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of the first `size` tokens of the vocabulary.
+    """Return the bytes of the first `size` tokens of the vocabulary; special tokens have none.
 
-    Special tokens have no bytes. Return None if the tokenizer is not byte-level, or if the bytes do
-    not reproduce the tokenizer's text.
+    Return None if the tokenizer is not byte-level, or if the bytes do not reproduce the tokenizer's
+    text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):

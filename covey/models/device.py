@@ -18,7 +18,7 @@ DEVICE = r"auto|cpu|cuda(:[0-9]{1,4})?"
 def device_of(name: str) -> torch.device:
     """Return the device with this name, and check that it exists.
 
-    The name `auto` means a GPU if there is one, and otherwise the CPU.
+    `auto` means a GPU if there is one, and otherwise the CPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,10 +43,8 @@ def device_of(name: str) -> torch.device:
 #
 # A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always
 # add in a fixed order: atomic additions happen in any order, and cuBLAS may use any free
-# workspace.
-#
-# Covey's own kernels add partial sums in a fixed order, without atomic additions. Deterministic
-# mode turns on torch's deterministic versions of the following operations:
+# workspace. Covey's own kernels always add partial sums in a fixed order, without atomic additions.
+# For the following operations of torch, deterministic mode turns on the deterministic versions:
 #
 #   index_add      the embedding's gradient, sums over groups
 #   index_select   the gradient: a prompt's last token predicts the first token of every completion
@@ -54,8 +52,8 @@ def device_of(name: str) -> torch.device:
 #   cuBLAS         with a workspace of fixed size
 #
 # Torch raises an error for operations without a deterministic version. Training passes do not use
-# CUDA graphs in deterministic mode. A CUDA graph needs padded micro-batches, and whether a graph
-# exists for a micro-batch depends on earlier micro-batches.
+# CUDA graphs in deterministic mode, because a CUDA graph needs padded micro-batches, and whether a
+# graph exists for a micro-batch depends on earlier micro-batches.
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FIXED = (":4096:8", ":16:8")
@@ -75,7 +73,8 @@ def make_deterministic() -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32
     # Not warn_only: then torch would still run attention with a varying order of additions.
     torch.use_deterministic_algorithms(True, warn_only=False)
-    # Also tells that the process is deterministic where the check of operations is skipped.
+    # Code that skips torch's check of operations sees from this flag that the process is
+    # deterministic.
     torch.backends.cudnn.deterministic = True
     # No code here reads uninitialized memory, and filling it would cost time.
     settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -85,9 +84,8 @@ def make_deterministic() -> None:
 def skip_determinism_check() -> Iterator[None]:
     """Allow operations that are deterministic although torch's determinism check refuses them.
 
-    Torch refuses, for example, a cumulative sum over each row, although the order of its additions
-    is fixed. In deterministic mode, torch also writes to indexed elements with kernels that a CUDA
-    graph cannot capture.
+    One example is a cumulative sum over each row, which adds in a fixed order. In deterministic
+    mode, torch also writes to indexed elements with kernels that a CUDA graph cannot capture.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

@@ -19,7 +19,7 @@ from covey.models.model_path import adapter_base
 from covey.run.files import check_free, whole_folder
 
 MakeCard = Callable[[Sequence[int], bool], str]
-"""Callable that returns the text of README.md, given the stop tokens and whether an adapter was
+"""Function that returns the text of README.md, given the stop tokens and whether an adapter was
 merged."""
 
 
@@ -70,8 +70,7 @@ COPIED = f".modules_to_save.{NAME}."
 def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
     """Return the merged weights W + (alpha / rank) B A under the base model's parameter names.
 
-    The merged weights are computed in float32 or a more precise type. The model itself is not
-    changed.
+    They are computed in float32 or a more precise type; the model itself is not changed.
     """
     layers = dict(_adapted_weights(model))
     merged: dict[str, torch.Tensor] = {}

@@ -17,8 +17,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> Any:
     """Load a model of the given class; the model files must contain every weight.
 
-    Raise ValueError if weights are missing; transformers would initialize them at random and only
-    warn. `more` are further arguments of `from_pretrained`.
+    Raise ValueError if weights are missing, because transformers would initialize them at random
+    and only warn. `more` are further arguments of `from_pretrained`.
     """
     model, found = kind.from_pretrained(
         source,
@@ -51,9 +51,8 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 def keep_gradients(model: Any) -> None:
     """Turn off a CPU layout of 4-bit weights that does not support gradients.
 
-    In evaluation mode, bitsandbytes converts weights to a layout that does not support gradients,
-    and never converts them back. Without this function, training passes after an evaluation would
-    silently have no gradients.
+    In evaluation mode, bitsandbytes converts weights to this layout and never converts them back,
+    so training passes after an evaluation would silently have no gradients.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -68,8 +67,7 @@ def read_tokenizer(source: str, **more: str) -> Any:
 def make_savable(model: Any) -> None:
     """Reset generation settings that transformers refuses to save; keep special tokens.
 
-    For example, transformers refuses to save a temperature if do_sample is not set. Covey does not
-    use the model's generation settings for sampling.
+    One example is a temperature without do_sample. Covey does not sample with these settings.
     """
     settings = model.generation_config
     try:

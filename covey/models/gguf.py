@@ -1,8 +1,7 @@
 """GGUF import: convert a GGUF file once into a trainable checkpoint, and cache the checkpoint.
 
-The converted checkpoint is in float32, so that the conversion does not round the weights again. A
-GGUF weight is a few-bit integer times a float16 scale, and bfloat16 cannot represent such products
-exactly.
+The checkpoint is in float32, so that the conversion does not round the weights again. A GGUF weight
+is a few-bit integer times a float16 scale, a product that bfloat16 cannot represent exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from covey.models.model_path import PACKAGED
 from covey.run.files import whole_folder
 
 FORMAT = 1
-"""Version of the conversion code; the name of each cached folder contains this number."""
+"""Version of the conversion code, which is part of the name of each cached folder."""
 
 STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """GGUF keys of the tokens that end a completion."""
@@ -69,9 +68,9 @@ def find_gguf(path: str) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Return the GGUF file of a PyPI package without importing the package.
+    """Return the GGUF file of a PyPI package.
 
-    The package can be imported only if an inference engine is installed.
+    The package is not imported, because that would need an inference engine.
     """
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
@@ -119,7 +118,7 @@ def _digest(file: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock inside a `with` block, so that no two processes convert the same file at once."""
+    """Lock a file inside a `with` block, so that only one process converts a GGUF file."""
     lock = folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

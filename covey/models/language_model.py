@@ -1,8 +1,8 @@
 """A language model: backbone and head of a Hugging Face causal model, and a tokenizer.
 
-The backbone returns hidden states; the head turns selected hidden states into logits. The engine
-and the trainer never compute all logits of a batch at once. With a vocabulary of 150,000 tokens,
-the logits of a whole batch would be by far the largest tensor.
+The backbone returns hidden states; the head turns selected hidden states into logits. Thanks to
+this split, the engine and the trainer never compute all logits of a batch at once: with a
+vocabulary of 150,000 tokens, they would be by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class LanguageModel:
     adapter: Any = None
     """peft's configuration of the trained adapter; None if all weights are trained."""
     longest_prompt: int | None = None
-    """Maximum prompt length; longer prompts lose their first tokens. None: no maximum."""
+    """Maximum prompt length, to which longer prompts are cut at the front; None if there is no
+    maximum."""
     sharded: bool = False
     """Whether the parameters are sharded over ranks (training/parallel/shard.py)."""
 
@@ -85,7 +86,7 @@ class LanguageModel:
         return byte_pieces(self.tokenizer, len(self.head.linear.weight))
 
     def decode_many(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        """Decode several completions; for a byte-level tokenizer, use a byte table."""
+        """Return the texts of several completions, if possible with the byte table of `pieces`."""
         pieces = self.pieces
         if pieces is not None:
             return [joined_text(pieces, tokens) for tokens in completions]
@@ -102,8 +103,7 @@ def packed_forward(backbone: nn.Module, packed: PackedBatch) -> torch.Tensor:
     hidden: torch.Tensor = backbone(
         input_ids=input_ids,
         position_ids=packed.position_ids.view(1, -1),
-        # transformers passes a four-dimensional mask on unchanged, instead of building an N x N
-        # mask.
+        # transformers uses a four-dimensional mask unchanged, instead of building an N x N mask.
         attention_mask=input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool),
         packing=packed.packing,
         use_cache=False,

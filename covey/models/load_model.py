@@ -42,7 +42,7 @@ logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
 """Relative tolerance of parity checks that run in a 16-bit type. Rounding changes the hidden states
-of a few 16-bit layers by 1 %, and wrong attention changes them by more."""
+of a few 16-bit layers by 1 %, but wrong attention changes them by more than this tolerance."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -59,8 +59,8 @@ def load_language_model(
 ) -> LanguageModel:
     """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
 
-    If `offload_activations` is true, the inputs of checkpointed layers are stored in CPU memory. If
-    `four_bit` is true, the weights of linear layers are stored in 4 bits and cannot be trained.
+    With `offload_activations`, the inputs of checkpointed layers are stored in CPU memory. With
+    `four_bit`, the weights of linear layers are stored in 4 bits and cannot be trained.
     """
     where = device_of(device)
     wanted = _dtype(dtype, where)
@@ -158,10 +158,9 @@ def _context(config: Any) -> int:
 def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
-    With dropout, the trained policy would differ from the policy that sampled the completions. With
-    dropout, probability ratios would also be noisy from the first optimizer step on. With dropout,
-    training results would depend on the state of a random generator, which checkpoints do not
-    contain.
+    With dropout, the trained policy would differ from the policy that sampled the completions, and
+    probability ratios would be noisy from the first optimizer step on. Training results would also
+    depend on the state of a random generator, which checkpoints do not contain.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -173,10 +172,10 @@ def _disable_dropout(model: Any) -> None:
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Return a Head with the logit scale and soft cap that reproduce the model's own logits.
 
-    Architectures use different names for the logit scale and the soft cap. Some architectures
-    multiply the logits by the scale, and others divide the logits by the scale. With a wrong scale
-    or soft cap, training would silently use wrong probabilities. The function therefore tries
-    several scales and soft caps, and compares the resulting logits with the model's own logits.
+    Architectures use different names for the logit scale and the soft cap, and some divide the
+    logits by the scale instead of multiplying them. With a wrong scale or soft cap, training would
+    silently use wrong probabilities. The function therefore tries several scales and soft caps, and
+    compares the resulting logits with the model's own.
     """
     config = model.config
     scales = [1.0]
@@ -208,11 +207,10 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 def _register_attention(model: Any) -> tuple[bool, bool]:
     """Use Covey's attention in a model if the model's hidden states stay the same.
 
-    Return two flags. The first returned flag is true if packed rows give the same hidden states as
-    the model's own attention. The second returned flag is true if packed rows with flash attention
-    also give the same hidden states. The parity check runs the model on three rows of different
-    lengths. This parity check is necessary because a model's configuration does not say whether its
-    attention is standard, or whether its other layers process each token separately.
+    Return two flags: whether packed rows give the same hidden states as the model's own attention,
+    and whether packed rows with flash attention do so too. The parity check runs the model on three
+    rows of different lengths. It is necessary because a model's configuration does not say whether
+    its attention is standard, or whether its other layers process each token separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")
@@ -251,10 +249,7 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
 
 
 def _checked_backbone(model: Any) -> nn.Module:
-    """Return the backbone for parity checks.
-
-    For a 16-bit model, return only the first layers, converted to float32.
-    """
+    """Return the backbone for parity checks: for a 16-bit model, its first layers in float32."""
     rounds = model.get_output_embeddings().weight.dtype in HALF
     backbone: nn.Module = model.base_model
     return first_layers(backbone) if rounds else backbone

@@ -23,7 +23,7 @@ class LogProbs(NamedTuple):
 
 ENTRY = "covey_logp"
 """Name of the method that is added to the root module of a sharded model. Every forward pass of a
-sharded model calls the method covey_logp, so that FSDP2 also gathers the weights of the head."""
+sharded model calls this method, so that FSDP2 also gathers the weights of the head."""
 
 
 def entry_method(
@@ -45,8 +45,9 @@ def batch_logp(
 ) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The results of the packed and the padded layout differ only by rounding errors. The layout
-    "auto" means packed if the model supports packing, and padded on the right otherwise.
+    `side` is the layout of the batch: packed, or padded on one side. Both give the same results up
+    to rounding. With "auto", it is packed if the model supports packing, and padded on the right
+    otherwise.
     """
     if model.sharded:
         options = {
@@ -88,7 +89,7 @@ def predicting_hidden(
         cells = batch.mask.flatten().nonzero().squeeze(1)
         chosen = batch.tokens[batch.mask]
         return Predicting(hidden.index_select(0, predictor[batch.mask]), chosen, cells)
-    # Packs the CPU's copy of the batch, which does not wait for the device.
+    # Pack the CPU's copy of the batch, so that packing does not wait for the device.
     packed = pack(host_rows(batch), model.device, varlen=model.flash)
     hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
     return Predicting(hidden, packed.chosen, packed.cells)
@@ -140,8 +141,8 @@ def padded_hidden(
 
 # Padded batches: one prompt and its completion per row.
 #
-# The module accel/packing.py lays out a batch without padding. Padded and packed layouts both
-# record which position predicts each token.
+# Like the layout without padding in accel/packing.py, a padded batch records which position
+# predicts each token.
 #
 # The dimensions of shapes are B (rows), P (prompt tokens), T (completion tokens) and S (columns
 # of a row).
@@ -156,11 +157,9 @@ class PaddedBatch:
     input_ids: torch.Tensor
     """[B, S]."""
     attention_mask: torch.Tensor | None
-    """[B, S] attention mask. The mask is None if padding is on the right, because causal attention
-    ignores padding on the right."""
+    """[B, S]; None if padding is on the right, where causal attention ignores it."""
     position_ids: torch.Tensor | None
-    """[B, S] position ids. `position_ids` is None if the position of each token is its column
-    index."""
+    """[B, S]; None if the position of each token is its column index."""
     predictor: torch.Tensor
     """[B, T] int64: the column that predicts each completion token."""
 

@@ -13,9 +13,9 @@ from covey.types import Batch
 def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` tokens.
 
-    On a CPU, or if a rollout has several rows, `micro_batch_tokens` counts padded tokens. On a GPU,
-    if every rollout has one row, `micro_batch_tokens` counts packed tokens, without padding. The
-    rows of a rollout stay together, because the loss may depend on all tokens of a rollout.
+    On a GPU, if every rollout has one row, these are packed tokens, without padding; otherwise
+    padding counts too. The rows of a rollout stay together, because the loss may depend on all its
+    tokens.
     """
     if not batch.one_row_each:
         return whole_rollouts(batch, micro_batch_tokens)
@@ -27,8 +27,8 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
 def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` padded tokens.
 
-    Rows of similar length go into the same micro-batch. A row with more than `micro_batch_tokens`
-    tokens is a micro-batch of its own.
+    Rows of similar length are put into the same micro-batch. A row with more than
+    `micro_batch_tokens` tokens is a micro-batch of its own.
     """
     lengths = batch.prompt_lengths + batch.lengths
     order = lengths.argsort(descending=True, stable=True)

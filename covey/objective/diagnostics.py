@@ -213,7 +213,7 @@ def observe_values(meter: Meter, batch: Batch, output: CriticLoss) -> None:
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Record the difference between the log-probs of sampler and trainer, before any update."""
+    """Record the difference between the log-probs of engine and trainer, before any step."""
     mask = batch.mask
     gap = difference(logp.detach(), batch.sampler_logp, mask).double()
     log_rho = bounded(gap)

@@ -104,7 +104,7 @@ class Objective:
     """
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of any token is below this number times
-    the sampler's probability; 0 keeps all completions."""
+    the engine's probability; 0 keeps all completions."""
     correction_mean_one: bool = False
     parts: tuple[str, ...] = ()
     """Names of the parts of the reward that `advantage` reads, in this order; if empty, all parts

@@ -69,7 +69,7 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.T
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    The number is a hash of the sampler's log-probabilities of all tokens up to this token, and of
+    The number is a hash of the engine's log-probabilities of all tokens up to this token, and of
     the whole completion, so tokens in a common prefix get different numbers in different
     completions. The numbers do not depend on row order, micro-batches or ranks, and are the same in
     a resumed run.

@@ -119,7 +119,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "tau": Option(
             "Largest mean of (log r)^2 over the tokens whose ratio r would move further from 1.", 0
         ),
-        "cap": Option("Tokens with a larger ratio of old policy to sampler are dropped.", 1),
+        "cap": Option("Tokens with a larger ratio of old policy to engine are dropped.", 1),
         "discount": Option(
             "Discount factor of the KL of later tokens; 0: only the token's own KL.", 0, 1
         ),
@@ -142,13 +142,13 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "top_entropy": Option(
             "Train only on this fraction of tokens: those with the highest entropy.", 1e-9, 1
         ),
-        "correction": Option("Correction for a sampler that differs from the trainer."),
+        "correction": Option("Correction for an engine whose log-probs differ from the trainer's."),
         "correction_low": Option("Lower bound of the correction.", 0),
         "correction_high": Option("Upper bound of the correction.", 0),
         "correction_mean_one": Option("Divide corrections by their mean over the step."),
         "veto": Option(
             "Drop a completion if a token's probability under the trainer is below this times its "
-            "probability under the sampler; 0: never.",
+            "probability under the engine; 0: never.",
             0,
             1,
         ),

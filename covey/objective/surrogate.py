@@ -81,8 +81,8 @@ def unclipped(tokens: Tokens) -> Gain:
 def log_likelihood(tokens: Tokens) -> Gain:
     """The REINFORCE surrogate A logp, without a ratio.
 
-    The gradient with respect to logp is the advantage A, however far the policy has moved from the
-    sampler.
+    The gradient with respect to logp is the advantage A, however far the policy has moved since
+    sampling.
     """
     return _unbounded(tokens.advantage * tokens.logp, tokens)
 

@@ -7,21 +7,22 @@ retry cannot fix, such as a wrong bearer token, ends the run with the server's m
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import sys
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 
-from covey.errors import ConfigError, ModelError, RunError
+from covey.errors import ModelError, RunError
 from covey.escape import printable
+from covey.http_client import check_url, connect, error_message, headers, retry_delay
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import padded_parts
 from covey.reference.protocol import Reference
@@ -60,20 +61,13 @@ class Address:
     """Maximum seconds of retries while the server is unavailable."""
 
     def __post_init__(self) -> None:
-        key = "config: reference.url"
-        try:
-            split = urllib.parse.urlsplit(self.url)
-            proper = split.scheme in ("http", "https") and split.hostname and split.port != 0
-        except ValueError:
-            proper = False
-        if not proper or not self.url.isascii() or not self.url.isprintable() or " " in self.url:
-            raise ConfigError(f"{key} = {self.url!r} is not a URL such as http://127.0.0.1:8500")
-        if "@" in split.netloc or split.query or split.fragment:
-            # The URL may contain a secret, so it is not shown.
-            raise ConfigError(
-                f"{key} must not contain a password or a query; put the token in an environment "
-                "variable, and set reference.token_env to the name of that variable"
-            )
+        check_url(
+            self.url,
+            "config: reference.url",
+            "http://127.0.0.1:8500",
+            "; put the token in an environment variable, and set reference.token_env to the name "
+            "of that variable",
+        )
 
 
 class _Reply(NamedTuple):
@@ -177,8 +171,8 @@ class ServerReference(Reference):
         self, method: str, path: str, body: bytes | None = None, most: int = LARGEST_TEXT
     ) -> bytes:
         """Send a request and return the reply's body; retry while the server is unavailable."""
-        deadline, wait, noted = time.monotonic() + self.address.patience, FIRST_WAIT, False
-        while True:
+        deadline, noted = time.monotonic() + self.address.patience, False
+        for attempt in count():
             retry_after = ""
             try:
                 reply = _send(self.address, method, path, body, most)
@@ -189,7 +183,7 @@ class ServerReference(Reference):
                     if noted:
                         self.note(f"reference: {self.address.url} is back")
                     return reply.body
-                problem = f"replied {reply.status}: {_line(reply.body)}"
+                problem = f"replied {reply.status}: {error_message(reply.body)}"
                 retry_after = reply.retry_after
                 if reply.status not in UNAVAILABLE:
                     raise ModelError(f"reference: {self.address.url} {problem}")
@@ -202,10 +196,8 @@ class ServerReference(Reference):
             if not noted:
                 self.note(f"reference: {self.address.url} {problem}; waiting up to {left:.0f} s")
                 noted = True
-            given = retry_after.isdecimal() and len(retry_after) < 6
-            pause = float(retry_after) if given else wait
-            time.sleep(min(pause, LONGEST_WAIT, left))
-            wait *= 2
+            time.sleep(min(retry_delay(retry_after, FIRST_WAIT, attempt), LONGEST_WAIT, left))
+        raise AssertionError("the loop ends with a return or an error")
 
 
 def _send(address: Address, method: str, path: str, body: bytes | None, most: int) -> _Reply:
@@ -213,14 +205,10 @@ def _send(address: Address, method: str, path: str, body: bytes | None, most: in
 
     Redirects are not followed, because they would send the bearer token to another host.
     """
-    split = urllib.parse.urlsplit(address.url)
-    kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
-    connection = kind(split.hostname or "", split.port, timeout=address.timeout)
-    headers = {"Content-Type": "application/octet-stream", "User-Agent": "covey"}
-    if address.token:
-        headers["Authorization"] = f"Bearer {address.token}"
+    connection = connect(address.url, address.timeout)
+    sent = headers("application/octet-stream", address.token)
     try:
-        connection.request(method, split.path.rstrip("/") + path, body, headers)
+        connection.request(method, urlsplit(address.url).path.rstrip("/") + path, body, sent)
         response = connection.getresponse()
         most = most if response.status == 200 else LARGEST_TEXT
         read = response.read(most + 1)
@@ -232,11 +220,3 @@ def _send(address: Address, method: str, path: str, body: bytes | None, most: in
         return _Reply(response.status, response.getheader("Retry-After", ""), read)
     finally:
         connection.close()
-
-
-def _line(body: bytes) -> str:
-    """Return a server's error message: the field `error` of its JSON reply, or all its text."""
-    text = body[:10_000].decode("utf-8", "replace")
-    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-        text = str(json.loads(text)["error"])
-    return " ".join(text.split())[:300]

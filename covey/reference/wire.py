@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from covey.escape import printable_line
 from covey.models.logp import LogProbs
 from covey.types import Batch, HostRows
 
@@ -170,7 +171,7 @@ def _read(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         if metadata is None:  # which safetensors accepts
             raise TypeError("__metadata__ is null")
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise WireError(f"not safetensors: {' '.join(str(error).split())[:200]}") from None
+        raise WireError(f"not safetensors: {printable_line(str(error), 200)}") from None
     return tensors, metadata
 
 

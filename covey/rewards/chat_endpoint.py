@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import email.utils
 import fcntl
 import hashlib
 import http.client
 import json
 import os
-import re
 import tempfile
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from covey.errors import ConfigError, RewardError
+from covey.errors import RewardError
+from covey.escape import printable_line
+from covey.http_client import error_message, headers, retry_delay
 
-LONGEST_WAIT = 60.0
-"""Maximum seconds to wait before a retry, even if the server requests a longer wait."""
 LARGEST_REPLY = 1_000_000
 
 
@@ -37,41 +33,6 @@ class RetryPolicy:
     backoff: float
 
 
-def check_url(url: str, where: str) -> None:
-    """Raise ConfigError for a URL that is malformed or contains a secret."""
-    try:
-        split = urllib.parse.urlsplit(url)
-        proper = split.scheme in ("http", "https") and bool(split.hostname) and split.port != 0
-    except ValueError:
-        raise ConfigError(f"{where} = {url!r} is not a web address") from None
-    if "@" in split.netloc or split.query or split.fragment:
-        # The URL is not shown: it may contain a secret.
-        raise ConfigError(
-            f"{where} must not contain a password or a query; put the key in an environment "
-            "variable, and give the name of that variable"
-        )
-    if not proper or not re.fullmatch("[!-~]+", url):
-        raise ConfigError(f"{where} = {url!r} is not a URL such as http://localhost:8000/v1")
-
-
-def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
-    """Return the seconds to wait before a retry: the value of Retry-After, or backoff · 2^attempt.
-
-    >>> retry_delay("7", 0.5, 0), retry_delay(None, 0.5, 2), retry_delay("9999", 0.5, 0)
-    (7.0, 2.0, 60.0)
-    """
-    delay = backoff * 2.0**attempt
-    if retry_after and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", retry_after.strip()):
-        delay = float(retry_after)
-    elif retry_after:
-        try:
-            until = email.utils.parsedate_to_datetime(retry_after)
-            delay = (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
-        except (ValueError, OverflowError):
-            pass
-    return min(max(delay, 0.0), LONGEST_WAIT)
-
-
 def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: RetryPolicy) -> str:
     """Send the request `body` and return the model's reply; raise RewardError if there is no reply.
 
@@ -80,23 +41,23 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
     because a retry would get the same reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
-    headers = {"Content-Type": "application/json", "User-Agent": "covey"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers("application/json", key))
     ends = time.monotonic() + policy.total_seconds
     for attempt in range(policy.retries + 1):
         retry_after, again = None, True
         try:
             reply = _post(request, min(policy.timeout, max(ends - time.monotonic(), 0.01)))
         except (OSError, http.client.HTTPException) as error:
-            problem = f"cannot be reached: {one_line(str(error)) or type(error).__name__}"
+            problem = (
+                f"cannot be reached: {printable_line(str(error) or type(error).__name__, 200)}"
+            )
         else:
             # Hide the key, because servers repeat a wrong key in their error, which is logged.
             content = reply.body.replace(key.encode(), b"***") if key else reply.body
             if reply.status == 200:
                 return _content(content)
-            problem = f"replied {reply.status}: {_server_message(content)}"
+            problem = f"replied {reply.status}: {error_message(content)}"
             retry_after, again = reply.retry_after, reply.status == 429 or reply.status >= 500
         if not again or attempt == policy.retries:
             break
@@ -106,12 +67,6 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
             break
         time.sleep(delay)
     raise RewardError(f"the request to {url} failed: the server {problem} (tries: {attempt + 1})")
-
-
-def one_line(text: str) -> str:
-    """Return a text as one line that is short enough for an error message."""
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
@@ -146,18 +101,6 @@ def _post(request: urllib.request.Request, timeout: float) -> _Reply:
         return _Reply(response.status, response.headers.get("Retry-After"), body)
 
 
-def _server_message(body: bytes) -> str:
-    """Return the error message in a server's JSON reply, or the text of any other reply."""
-    text = body.decode("utf-8", "replace")
-    try:
-        reply = json.loads(text)
-        error = reply.get("error", reply)
-        text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, RecursionError, LookupError, AttributeError):
-        pass
-    return one_line(text[:10_000])
-
-
 def _content(body: bytes) -> str:
     try:
         choice = json.loads(body)["choices"][0]
@@ -165,12 +108,12 @@ def _content(body: bytes) -> str:
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         content, finish = None, None
     if not isinstance(content, str):
-        raise RewardError(f"the reply is not a chat completion: {_server_message(body)!r}")
+        raise RewardError(f"the reply is not a chat completion: {error_message(body)!r}")
     if finish == "length":
         # A truncated reply may end within a number.
         raise RewardError(
             "the reply was truncated at max_tokens; raise max_tokens (the reply: "
-            f"{one_line(content)!r})"
+            f"{printable_line(content, 200)!r})"
         )
     return content
 

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError, RewardError
+from covey.escape import printable_line
+from covey.http_client import LONGEST_WAIT, check_url
 from covey.rewards.chat_endpoint import (
-    LONGEST_WAIT,
     RateLimit,
     ReplyCache,
     RetryPolicy,
-    check_url,
     complete_chat,
-    one_line,
 )
 from covey.rewards.score import Reward, Score
 from covey.rewards.text import after_thinking, shortened
@@ -122,7 +121,7 @@ def parse_grade(content: str, scale: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", value) or int(value) > scale:
         raise RewardError(
             f"judge: the reply must contain exactly one grade from 0 to {scale}, not "
-            f"{one_line(content)!r}"
+            f"{printable_line(content, 200)!r}"
         )
     return int(value)
 
@@ -175,7 +174,12 @@ class Judge(Reward):
     manipulated."""
 
     def __post_init__(self) -> None:
-        check_url(self.base_url, "judge: base_url")
+        check_url(
+            self.base_url,
+            "judge: base_url",
+            "http://localhost:8000/v1",
+            "; put the key in an environment variable, and give the name of that variable",
+        )
         for name, least, most in (
             ("scale", 1, 100),
             ("threshold", 0.5, 1.0),

@@ -40,8 +40,6 @@ class EncodedPrompt:
 
     prompt: Prompt
     tokens: tuple[int, ...]
-    prefill: str = ""
-    """The prefill: the end of the prompt, which is prepended to every completion's text."""
     step: int | None = None
     """The training step of the prompt; None if the caller gives one step for all prompts."""
 
@@ -50,12 +48,9 @@ def encode_prompts(
     model: LanguageModel, prompts: Iterable[Prompt], interaction: Interaction | None = None
 ) -> list[EncodedPrompt]:
     """Tokenize each prompt's messages; with an environment, this happens during the episode."""
-    prefill = model.opening
     if interaction is not None:
-        return [EncodedPrompt(prompt=p, tokens=(), prefill=prefill) for p in prompts]
-    return [
-        EncodedPrompt(prompt=p, tokens=model.encode(p.messages), prefill=prefill) for p in prompts
-    ]
+        return [EncodedPrompt(prompt=p, tokens=()) for p in prompts]
+    return [EncodedPrompt(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
 
 
 def step_of(encoded: EncodedPrompt, usual: int) -> int:
@@ -145,7 +140,7 @@ class SingleTurnEpisodes(Episodes):
 
     def done(self, completions: Sequence[Completion]) -> None:
         """Turn finished completions into rollouts."""
-        texts = completion_texts(self.model, completions)
+        texts = completion_texts(self.model, completions, self.model.opening)
         for completion, text in zip(completions, texts, strict=True):
             number = completion.request.prompt
             encoded = self.prompts[number]
@@ -157,7 +152,7 @@ class SingleTurnEpisodes(Episodes):
                 sampler_logp=completion.logp,
                 versions=completion.versions,
                 kept=(completion.kept,) if completion.kept else (),
-                text=encoded.prefill + text,
+                text=text,
                 finish=completion.finish,
             )
             self.add(number, rollout)
@@ -383,11 +378,11 @@ class MultiTurnEpisodes(Episodes):
 
     def done(self, completions: Sequence[Completion]) -> None:
         """Pass the finished turns of the policy to the environment."""
-        texts = completion_texts(self.model, completions)
-        form, prefill = self.interaction.call_format, self.conversations.renderer.template.prefill
+        form, template = self.interaction.call_format, self.conversations.renderer.template
+        texts = completion_texts(self.model, completions, template.prefill)
         for completion, text in zip(completions, texts, strict=True):
             episode = self.running.pop(completion.request.number)
-            message = assistant_message(prefill + text, form, episode.tool_names)
+            message = assistant_message(text, form, episode.tool_names)
             episode.add_turn(completion, message)
             if completion.finish != "stop":
                 self._stop(episode, completion.finish)
@@ -465,7 +460,9 @@ class MultiTurnEpisodes(Episodes):
         self.add(episode.number, episode.rollout(reply))
 
 
-def completion_texts(model: LanguageModel, completions: Sequence[Completion]) -> list[str]:
-    """Return the text of each completion; decode those that the engine did not decode."""
+def completion_texts(
+    model: LanguageModel, completions: Sequence[Completion], prefill: str
+) -> list[str]:
+    """Return each completion's text after the prefill; decode what the engine did not decode."""
     rest = iter(model.decode_many([c.tokens for c in completions if c.text is None]))
-    return [next(rest) if c.text is None else c.text for c in completions]
+    return [prefill + (next(rest) if c.text is None else c.text) for c in completions]

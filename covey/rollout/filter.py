@@ -71,8 +71,12 @@ def is_flat(group: Group) -> bool:
 
 
 def age(group: Group, version: int) -> int:
-    """Return how many optimizer steps before `version` the oldest token of a group was sampled."""
-    return version - min(r.policy_version for r in group.rollouts)
+    """Return how many optimizer steps before `version` the oldest token of a group was sampled.
+
+    A rollout without tokens has no age: its environment failed before the policy's first turn.
+    """
+    versions = (r.policy_version for r in group.rollouts if r.sampled)
+    return version - min(versions, default=version)
 
 
 def without_truncated(batch: Batch) -> Batch:

@@ -193,8 +193,8 @@ def _round(
         progress=reporter.sampled,
         ranks=parts.world,
         interaction=parts.interaction,
-        updates=train.updates,
-        max_steps=train.total_updates,
+        updates=train.optimizer_steps,
+        max_steps=train.total_optimizer_steps,
     )
     encoded = [
         replace(prompt, step=ticket.step)

@@ -244,7 +244,7 @@ class RunFolder:
         return sorted((int(match[1]), path) for match, path in matches if match)
 
     def write_samples(self, step: int, page: str) -> None:
-        """Write a page with the step's highest-reward and lowest-reward completions."""
+        """Write a sample page, named after the last step that it covers."""
         (self.path / "samples").mkdir(exist_ok=True)
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 

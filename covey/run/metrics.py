@@ -539,19 +539,19 @@ METRICS: Mapping[str, Metric] = {
         PASSES,
     ),
     "debug/sampler_logp_diff_mean": Metric(
-        "Mean absolute difference of sampler_logp and logp before the first update.",
+        "Mean absolute difference of sampler_logp and logp before the first optimizer step.",
         "nats",
         PASSES,
         trl="sampling/sampling_logp_difference/mean",
     ),
     "debug/sampler_logp_diff_max": Metric(
-        "Largest absolute difference of sampler_logp and logp before the first update.",
+        "Largest absolute difference of sampler_logp and logp before the first optimizer step.",
         "nats",
         PASSES,
         trl="sampling/sampling_logp_difference/max",
     ),
     "debug/sampler_kl": Metric(
-        "Mean of sampler_logp - logp, before the first update.", "nats", PASSES
+        "Mean of sampler_logp - logp, before the first optimizer step.", "nats", PASSES
     ),
     "debug/sampler_k3": Metric(
         "Mean of rho - 1 - log rho, with rho = exp(logp - sampler_logp).",
@@ -570,7 +570,7 @@ METRICS: Mapping[str, Metric] = {
         "Mean over completions of exp(mean_t (sampler_logp - logp)).", source=PASSES
     ),
     "debug/rho_mean": Metric(
-        "Mean of rho = exp(logp - sampler_logp), before the first update.", source=PASSES
+        "Mean of rho = exp(logp - sampler_logp), before the first optimizer step.", source=PASSES
     ),
     "debug/rho_min": Metric("Smallest rho.", source=PASSES),
     "debug/rho_max": Metric("Largest rho.", source=PASSES),

@@ -1,4 +1,4 @@
-"""Writes a Markdown page with the highest-reward and lowest-reward completions of a step.
+"""Writes Markdown pages with the completions of the highest and the lowest rewards.
 
 Training curves do not show reward hacking, but the completions with the highest rewards do.
 """
@@ -6,54 +6,144 @@ Training curves do not show reward hacking, but the completions with the highest
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
+from covey.errors import RunError
 from covey.escape import printable
 from covey.types import Group, Prompt, Rollout
 
-
-def samples_page(step: int, groups: Sequence[Group], count: int) -> str:
-    """Return a Markdown page with the `count` best and `count` worst completions by reward.
-
-    Completions with the same reward are ordered by a hash, so the order is arbitrary but fixed.
-    """
-    scored = [(g.prompt, r) for g in groups for r in g.rollouts if r.reward is not None]
-    scored.sort(key=lambda pair: (pair[1].reward, _hash(pair[1])))
-    unscored = sum(len(g.rollouts) for g in groups) - len(scored)
-    lowest = scored[: min(count, len(scored) // 2)]
-    highest = scored[len(scored) - min(count, len(scored) - len(lowest)) :][::-1]
-    lines = [
-        f"# Completions of step {step}",
-        "",
-        "Look for bad completions with a high reward, and for good completions with a low reward.",
-        "",
-        f"{len(scored)} completions, {unscored} not scored. "
-        f"Reward: {_code(scored[0][1].reward_id if scored else '')}",
-    ]
-    for title, some in (("Highest", highest), ("Lowest", lowest)):
-        lines += ["", f"## {title}"]
-        for number, (prompt, rollout) in enumerate(some, start=1):
-            lines += _entry(number, prompt, rollout)
-    return "\n".join(lines) + "\n"
+FILE = "samples.json"
 
 
-def _entry(number: int, prompt: Prompt, rollout: Rollout) -> list[str]:
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in rollout.parts.items())
-    correct = "correct" if rollout.success else "incorrect"
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A scored completion, with what a page shows of it."""
+
+    reward: float
+    order: str
+    """A hash that orders completions with the same reward: arbitrary, but always the same."""
+    step: int
+    prompt_id: str
+    sample: int
+    prompt: str
+    target: str
+    text: str
+    tokens: int
+    finish: str
+    success: bool
+    parts: dict[str, float]
+    reward_id: str
+
+
+@dataclass(slots=True)
+class SamplePage:
+    """The completions with the highest and the lowest rewards since the last sample page."""
+
+    count: int
+    """A page shows at most this many of the highest rewards, and as many of the lowest."""
+    samples: Sequence[Sample] = ()
+    """Sorted by reward; at most twice `count`."""
+    first: int = 0
+    """The first step that the page covers; 0 before any step."""
+    scored: int = 0
+    unscored: int = 0
+
+    def add(self, step: int, groups: Sequence[Group]) -> None:
+        """Add a step's completions, and drop those that are no longer among the extremes."""
+        self.first = self.first or step
+        found = [_sample(step, g.prompt, r) for g in groups for r in g.rollouts]
+        scored = [sample for sample in found if sample is not None]
+        self.scored += len(scored)
+        self.unscored += len(found) - len(scored)
+        every = sorted((*self.samples, *scored), key=lambda sample: (sample.reward, sample.order))
+        middle = len(every) > 2 * self.count
+        self.samples = (*every[: self.count], *every[-self.count :]) if middle else every
+
+    def text(self, step: int) -> str:
+        """Return the page as Markdown; `step` is the last step that it covers."""
+        lowest = self.samples[: len(self.samples) // 2]
+        highest = self.samples[len(lowest) :][::-1]
+        several = self.first < step
+        name = self.samples[-1].reward_id if self.samples else ""
+        lines = [
+            f"# Completions of step{'s' if several else ''} "
+            f"{f'{self.first} to ' if several else ''}{step}",
+            "",
+            "Look for bad completions with a high reward, and for good completions with a low "
+            "reward.",
+            "",
+            f"{self.scored} completions, {self.unscored} not scored. Reward: {_code(name)}",
+        ]
+        for title, some in (("Highest", highest), ("Lowest", lowest)):
+            lines += ["", f"## {title}"]
+            for number, sample in enumerate(some, start=1):
+                lines += _entry(number, sample)
+        return "\n".join(lines) + "\n"
+
+    def save(self, folder: Path) -> None:
+        """Write the completions of a page that is not yet due into a checkpoint."""
+        if self.first:
+            (folder / FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def read_samples(checkpoint: Path, count: int) -> SamplePage:
+    """Read the completions of a page that was not yet due when the checkpoint was saved."""
+    file = checkpoint / FILE
+    if not file.exists():
+        return SamplePage(count)
+    try:
+        page = _PAGE.validate_python(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise RunError(f"checkpoint {checkpoint} cannot be read: {FILE}: {error}") from None
+    page.count = count
+    return page
+
+
+_PAGE = TypeAdapter(SamplePage)
+
+
+def _sample(step: int, prompt: Prompt, rollout: Rollout) -> Sample | None:
+    if rollout.reward is None:
+        return None
+    address = f"{rollout.prompt_id}/{rollout.sample}"
+    return Sample(
+        reward=rollout.reward,
+        order=hashlib.sha256(address.encode()).hexdigest(),
+        step=step,
+        prompt_id=prompt.id,
+        sample=rollout.sample,
+        prompt=prompt.text,
+        target=prompt.target,
+        text=rollout.text,
+        tokens=len(rollout.tokens),
+        finish=rollout.finish,
+        success=bool(rollout.success),
+        parts=dict(rollout.parts),
+        reward_id=rollout.reward_id,
+    )
+
+
+def _entry(number: int, sample: Sample) -> list[str]:
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in sample.parts.items())
+    correct = "correct" if sample.success else "incorrect"
     return [
         "",
-        f"### {number}. {rollout.reward:.3g}, {correct}, {len(rollout.tokens)} tokens, "
-        f"{rollout.finish}",
+        f"### {number}. {sample.reward:.3g}, {correct}, {sample.tokens} tokens, {sample.finish}",
         "",
-        f"{_code(prompt.id)} sample {rollout.sample}; parts: {_code(parts)}; target: "
-        f"{_code(prompt.target)}",
+        f"Step {sample.step}, {_code(sample.prompt_id)} sample {sample.sample}; parts: "
+        f"{_code(parts)}; target: {_code(sample.target)}",
         "",
-        *quoted(prompt.text),
+        *quoted(sample.prompt),
         "",
         "Completion:",
         "",
-        *quoted(rollout.text),
+        *quoted(sample.text),
     ]
 
 
@@ -67,7 +157,3 @@ def _code(text: str) -> str:
     line = printable(" ".join(text.split())) or "none"
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"
-
-
-def _hash(rollout: Rollout) -> str:
-    return hashlib.sha256(f"{rollout.prompt_id}/{rollout.sample}".encode()).hexdigest()

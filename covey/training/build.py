@@ -27,7 +27,7 @@ from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.tasks.task import sampled_ids
-from covey.training.checkpoint import Saved, State
+from covey.training.checkpoint import Saved
 from covey.training.critic import critic_of
 from covey.training.make_engine import check_engine, make_engine
 from covey.training.models import load_frozen, load_model, policy_of, with_path
@@ -46,7 +46,7 @@ from covey.training.resolve import (
     task_of,
     truncates_unseen,
 )
-from covey.training.schedule import Used, schedule_of
+from covey.training.schedule import schedule_of
 from covey.training.scorers import scorers_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
@@ -109,10 +109,6 @@ class Parts(Components):
         """The identity of the reference."""
         reference = self.learner.reference
         return {"reference": reference.identity if reference else None}
-
-    def learner_at(self, state: State) -> Learner:
-        """Return the learner of the step that begins at `state`."""
-        return learner_at(self.learner, self.config, state)
 
 
 def assemble(
@@ -263,21 +259,11 @@ def step_settings_of(config: Config, objective: Objective, *, exact_logp: bool) 
         old_logp_from_sampler=from_sampler,
         old_logp_in_pass=in_pass,
         sampled=sampled,
-        learning_rate=schedule_of(config, Used()),
+        learning_rate=schedule_of(config),
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
         stale=stale,
-    )
-
-
-def learner_at(base: Learner, config: Config, state: State) -> Learner:
-    """Return `base` with the KL weight and learning rate of the step that follows `state`."""
-    rate = schedule_of(config, state.used(base.policy))
-    return replace(
-        base,
-        objective=replace(base.objective, beta=state.beta),
-        settings=replace(base.settings, learning_rate=rate),
     )
 
 

@@ -20,7 +20,7 @@ import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,32 +39,13 @@ from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.optimizer import Optimizer
 from covey.training.policy import Policy
-from covey.training.schedule import Used
+from covey.training.schedule import State
 
 if TYPE_CHECKING:
     from covey.training.trainer import Trainer
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
-
-
-@dataclass(slots=True, kw_only=True)
-class State:
-    """Progress of a run after a training step, such as counters and the KL weight."""
-
-    step: int = 0
-    episode: int = 0
-    """Number of rollouts sampled so far."""
-    tokens: int = 0
-    """Number of tokens sampled so far."""
-    beta: float = 0.0
-    """Weight of the KL penalty, which an objective may adapt during the run."""
-    evaluation_due: bool = False
-    """Whether an evaluation of this step is due but has not run yet."""
-
-    def used(self, policy: Policy) -> Used:
-        """Return how many training steps, tokens and optimizer steps the run has used."""
-        return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
 class Saved(Protocol):
@@ -99,8 +80,14 @@ def save(run: RunFolder, trainer: Trainer, state: State) -> None:
     world.barrier()
 
 
-def load(policy: Policy, others: Sequence[Saved], folder: Path, step: int) -> State:
-    """Restore the models from the checkpoint of a step; return the saved state."""
+def restore(policy: Policy, others: Sequence[Saved], start: Start, fresh: State) -> State:
+    """Load the models from the checkpoint of `start` in place, and return the saved state.
+
+    Without a checkpoint, the models stay as they are, and the state is `fresh`.
+    """
+    if start.checkpoint is None:
+        return fresh
+    folder, step = start.checkpoint, start.step
     saved = load_policy(policy, folder)
     if saved["step"] != step:
         saved_step = saved["step"]
@@ -122,17 +109,15 @@ def load(policy: Policy, others: Sequence[Saved], folder: Path, step: int) -> St
 
 
 def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
-    """Load the checkpoint of `start` and return its state; return a fresh state if there is none.
+    """Restore the run's models and state, and move aside the records of steps after `start`.
 
-    The logs and checkpoints of steps after `start` move to another folder, because the resumed run
-    repeats these steps.
+    The resumed run repeats these steps.
     """
-    parts, state = trainer.parts, trainer.fresh
-    if start.checkpoint is not None:
-        try:
-            state = load(parts.policy, parts.others, start.checkpoint, start.step)
-        except RunError as error:
-            raise RunError(f"{error}; {offer(run, before=start.step)}") from None
+    parts = trainer.parts
+    try:
+        state = restore(parts.policy, parts.others, start, trainer.fresh)
+    except RunError as error:
+        raise RunError(f"{error}; {offer(run, before=start.step)}") from None
     aside = parts.world.from_main(lambda: put_aside_after(run, start))
     if aside is not None:
         note(f"steps after {start.step} are computed again; their old records are in {aside}")

@@ -23,12 +23,11 @@ from covey.run.trackers.external import make_trackers
 from covey.stopping import GivenUp, StopSignal, may_be_given_up
 from covey.training import checkpoint
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.model_evaluation import measure
 from covey.training.rl import Reinforcement
 from covey.training.run_start import resume_hint
-from covey.training.schedule import Budget, Used
+from covey.training.schedule import Budget, State, Used
 from covey.training.trainer import Trainer
 from covey.training.watch import Watch
 

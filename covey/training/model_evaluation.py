@@ -81,7 +81,7 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
                 progress=log.sampled,
                 ranks=parts.world,
                 interaction=parts.interaction,
-                max_steps=parts.config.train.total_updates,
+                max_steps=parts.config.train.total_optimizer_steps,
             ),
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,

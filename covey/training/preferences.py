@@ -91,12 +91,11 @@ class PairSource:
 
     def _group(self, prompt: Prompt, version: int) -> Group:
         """Return a pair as a group: the chosen completion has reward 1, the rejected has 0."""
-        model, prefill = self.parts.policy.model, self.parts.config.model.prefill
         rollouts = [
             encode_example(
-                model,
+                self.parts.policy.model,
                 prompt.messages,
-                text.removeprefix(prefill),
+                text,
                 prompt_id=prompt.id,
                 sample=sample,
                 policy_version=version,

@@ -26,12 +26,12 @@ from covey.rollout.replay import ReplayBuffer
 from covey.rollout.source import RolloutSource, StepRollouts, SynchronousSource
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning, with_open_instruct_names
-from covey.run.samples import samples_page
+from covey.run.samples import SamplePage, read_samples
 from covey.run.trackers import Tracker
 from covey.scoring.baselines import REMEDY
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.preferences import PairSource
+from covey.training.schedule import State
 from covey.training.step import training_step
 from covey.training.trainer import Trainer
 from covey.types import Batch, Group
@@ -48,6 +48,7 @@ class Reinforcement(Trainer):
     queue: RolloutQueue = field(init=False)
     choice: PromptChoice = field(init=False)
     replay: ReplayBuffer = field(init=False)
+    samples: SamplePage = field(init=False)
     seconds: float | None = None
     """Total duration of all steps so far, in seconds. The durations of earlier steps are read from
     the run's steps.jsonl. Checkpoints contain no times, so that two runs with the same settings
@@ -56,15 +57,17 @@ class Reinforcement(Trainer):
     """The engine's number of preemptions until the end of the last step."""
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare the first step; restore rollouts, curriculum and replay from a checkpoint."""
+        """Prepare the first step; restore what `save` added to a checkpoint."""
         parts, prompts, config = self.parts, self.parts.train_prompts, self.parts.config
         count, held = config.rollout.prompts_per_step, list[StepRollouts]()
         self.choice = PromptChoice(settings=config.curriculum, prompts=prompts, seed=config.seed)
         self.replay = ReplayBuffer(settings=config.replay, seed=config.seed)
+        self.samples = SamplePage(config.save.samples_shown)
         if checkpoint is not None:
             held = read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
             self.choice.load(checkpoint)
             self.replay.load(checkpoint)
+            self.samples = read_samples(checkpoint, config.save.samples_shown)
         source: RolloutSource
         if config.preferences.file:
             source = PairSource(parts)
@@ -81,12 +84,13 @@ class Reinforcement(Trainer):
             log.note(overlap_note(parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Add pending rollouts, curriculum and replay buffer to a checkpoint."""
+        """Add pending rollouts, curriculum, replay buffer and samples to a checkpoint."""
         held = self.queue.in_flight(after=step)  # every rank may have to wait for these rollouts
         if self.parts.world.is_main:
             write_in_flight(folder, held)
             self.choice.save(folder)
             self.replay.save(folder)
+            self.samples.save(folder)
 
     def close(self) -> None:
         """End background generation and the engine's processes."""
@@ -97,7 +101,7 @@ class Reinforcement(Trainer):
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Collect and filter groups, train on them, and log metrics."""
         parts, started = self.parts, time.perf_counter()
-        learner = parts.learner_at(state)
+        learner = parts.learner.at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
         rollouts = self.queue.take(state.step, share)
         waited, version = time.perf_counter() - started, parts.policy.version
@@ -138,10 +142,12 @@ class Reinforcement(Trainer):
             every = (*collected.groups, *replayed)
             means = _mean_advantages(every, groups, batch)
             log.table("rollouts", state.step, run.rollout_rows(every, means, len(replayed)))
-        save = parts.config.save
-        if parts.world.is_main and save.samples_every and state.step % save.samples_every == 0:
-            page = samples_page(state.step, collected.groups, save.samples_shown)
-            run.write_samples(state.step, page)
+        every_steps = parts.config.save.samples_every
+        if parts.world.is_main and every_steps:
+            self.samples.add(state.step, collected.groups)
+            if state.step % every_steps == 0:
+                run.write_samples(state.step, self.samples.text(state.step))
+                self.samples = SamplePage(self.samples.count)
         log.step(with_open_instruct_names(metrics))
         if state.step == 1 and parts.config.engine.rounds and parts.learner.settings.sampled:
             log.note(lost_note(parts.config, metrics))

@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer step, and the end of a run.
+"""The progress of a run: the learning rate of each optimizer step, and the end of the run.
 
 The learning rate is a pure function of a run's progress. For optimizer step v, it is
 
@@ -12,61 +12,73 @@ used fraction of the tokens, times the number of optimizer steps in `train.steps
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from covey.config import Config
 from covey.config.schema import Train
 from covey.errors import RunError
 
+if TYPE_CHECKING:
+    from covey.training.policy import Policy
+
 Shape = Literal["constant", "linear", "cosine"]
 
 
-def learning_rate(
-    step: float,
-    *,
-    peak: float,
-    schedule: Shape,
-    warmup_steps: int,
-    total_steps: int,
-    start: float = 0.0,
-    since: int = 0,
-) -> float:
-    """Return the learning rate of the optimizer step that follows `step` optimizer steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate as a function of the number of optimizer steps taken so far."""
 
-    `start` is the position in the schedule after `since` optimizer steps; each later one advances
-    it by one.
-    """
-    place = start + step - since
-    if place < warmup_steps:
-        return peak * min(1.0, (place + 1) / warmup_steps)
-    if schedule == "constant":
-        return peak
-    done = (place - warmup_steps) / max(1, total_steps - warmup_steps)
-    left = max(0.0, 1.0 - done)
-    return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))
+    peak: float
+    shape: Shape
+    warmup_steps: int
+    total_steps: int
+    budget: Budget | None = None
+    """The budget of a run that ends after a number of tokens; None for other runs."""
+
+    def __call__(self, version: int, start: Used) -> float:
+        """Return the learning rate of the optimizer step that follows `version` optimizer steps.
+
+        `start` is what the run had used when the training step began. With a budget of tokens, it
+        is the position in the schedule, and each optimizer step since then advances it by one.
+        """
+        place: float = version
+        if self.budget is not None:
+            train = self.budget.settings
+            spent = self.budget.spent(start)
+            place = spent * train.steps * train.optimizer_steps + version - start.updates
+        if place < self.warmup_steps:
+            return self.peak * min(1.0, (place + 1) / self.warmup_steps)
+        if self.shape == "constant":
+            return self.peak
+        done = (place - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        left = max(0.0, 1.0 - done)
+        cosine = 0.5 * (1 + math.cos(math.pi * (1 - left)))
+        return self.peak * (left if self.shape == "linear" else cosine)
 
 
-def schedule_of(config: Config, used: Used) -> Callable[[int], float]:
-    """Return the learning rate as a function of the number of optimizer steps taken so far.
-
-    The schedule is that of the next training step, given the budget used so far.
-    """
+def schedule_of(config: Config) -> Schedule:
+    """Return the schedule of an RL run."""
     settings, train = config.optimizer, config.train
-    schedule = partial(
-        learning_rate,
+    ratio = math.ceil(settings.warmup_ratio * train.total_optimizer_steps)
+    return Schedule(
         peak=settings.learning_rate,
-        schedule=settings.schedule,
-        warmup_steps=settings.warmup_steps
-        or math.ceil(settings.warmup_ratio * train.total_updates),
-        total_steps=train.total_updates,
+        shape=settings.schedule,
+        warmup_steps=settings.warmup_steps or ratio,
+        total_steps=train.total_optimizer_steps,
+        budget=Budget(settings=train) if train.budget == "tokens" else None,
     )
-    if train.budget != "tokens":
-        return schedule
-    spent = Budget(settings=train).spent(used)
-    return partial(schedule, start=spent * train.steps * train.updates, since=used.updates)
+
+
+def sft_schedule(config: Config, steps: int) -> Schedule:
+    """Return the schedule of an SFT run of `steps` optimizer steps."""
+    settings = config.sft
+    return Schedule(
+        peak=settings.learning_rate,
+        shape=settings.schedule,
+        warmup_steps=settings.warmup_steps,
+        total_steps=steps,
+    )
 
 
 # The length of a run: a number of training steps, or a budget of tokens or optimizer steps.
@@ -92,6 +104,25 @@ class Used:
     """Number of optimizer steps."""
 
 
+@dataclass(slots=True, kw_only=True)
+class State:
+    """Progress of a run after a training step, such as counters and the KL weight."""
+
+    step: int = 0
+    episode: int = 0
+    """Number of rollouts sampled so far."""
+    tokens: int = 0
+    """Number of tokens sampled so far."""
+    beta: float = 0.0
+    """Weight of the KL penalty, which an objective may adapt during the run."""
+    evaluation_due: bool = False
+    """Whether an evaluation of this step is due but has not run yet."""
+
+    def used(self, policy: Policy) -> Used:
+        """Return how many training steps, tokens and optimizer steps the run has used."""
+        return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """The budget of a run: a maximum number of training steps, tokens or optimizer steps."""
@@ -108,7 +139,7 @@ class Budget:
         if self._count(used) >= settings.amount:
             return True
         if settings.budget == "updates":
-            most = PATIENCE * -(-settings.amount // settings.updates)
+            most = PATIENCE * -(-settings.amount // settings.optimizer_steps)
             if used.steps > most:
                 raise RunError(
                     f"the run took only {used.updates} of {settings.amount} optimizer steps "

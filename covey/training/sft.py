@@ -3,9 +3,8 @@
     draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
 The training loop is in loop.py. The seed and the step number determine the solutions that a step
-trains on. The loss is the mean cross-entropy over all tokens of an optimizer step. As in RL, the
-loss is a weighted sum over tokens, and the token weights are computed once per optimizer step. The
-loss does not depend on how the step is split into micro-batches.
+trains on. The loss is the mean cross-entropy over all tokens of an optimizer step. It is the loss
+of an objective whose advantages are 1, so forward and backward passes are those of RL (step.py).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ import torch
 from covey.config import Config
 from covey.config.schema import Train
 from covey.errors import DataError
+from covey.objective import Objective, with_advantage, with_weight
+from covey.objective.surrogate import log_likelihood
 from covey.objective.weights import token_mean
 from covey.rng import sft_indices
 from covey.run.folder import RunFolder
@@ -30,21 +31,20 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.build import Components
-from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
 from covey.training.make_engine import native_engine
 from covey.training.models import load_model, policy_of
-from covey.training.parallel.passes import training_passes
 from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
-from covey.training.schedule import Budget, learning_rate
+from covey.training.schedule import Budget, Schedule, State, sft_schedule
 from covey.training.scorers import scorers_of
 from covey.training.sft_data import Solutions, encode_example, solutions_of
+from covey.training.step import Learner, StepSettings, backward_passes
 from covey.training.trainer import Trainer
-from covey.types import Batch, Group, Prompt, Rollout, Totals
+from covey.types import Batch, Group, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,21 +142,13 @@ class Supervised(Trainer):
         examples, left_out = step_examples(parts, state.step)
         metrics: dict[str, Any] = {"step": state.step}
         if examples:
-            policy, sft = parts.policy, parts.config.sft
-            rate = learning_rate(
-                policy.version,
-                peak=sft.learning_rate,
-                schedule=sft.schedule,
-                warmup_steps=sft.warmup_steps,
-                total_steps=parts.steps,
-            )
-            metrics |= learn(
-                policy,
-                stack(examples, policy.model.device),
-                rate=rate,
+            learner = sft_learner(
+                parts.policy,
+                sft_schedule(parts.config, parts.steps),
                 micro_batch_tokens=parts.config.train.micro_batch_tokens,
                 world=parts.world,
             )
+            metrics |= learn(learner, stack(examples, parts.policy.model.device))
             taken = time.perf_counter() - started
             metrics["time/tokens_per_second"] = metrics["sft/tokens"] / taken
         metrics |= {
@@ -199,21 +191,43 @@ def stack(examples: Sequence[Rollout], device: torch.device | str = "cpu") -> Ba
     return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in examples], device)
 
 
-def learn(
-    policy: Policy, batch: Batch, *, rate: float, micro_batch_tokens: int, world: World = ALONE
-) -> dict[str, float]:
+def cross_entropy() -> Objective:
+    """Return the objective of SFT: the mean log-prob of all tokens, each with advantage 1."""
+    return Objective(
+        advantage=lambda batch: torch.ones_like(batch.sampler_logp),
+        surrogate=log_likelihood,
+        weights=token_mean,
+        reads=frozenset(),
+    )
+
+
+def sft_learner(
+    policy: Policy, schedule: Schedule, *, micro_batch_tokens: int, world: World = ALONE
+) -> Learner:
+    """Build the learner of SFT, which takes one optimizer step per training step."""
+    settings = StepSettings(micro_batch_tokens=micro_batch_tokens, learning_rate=schedule)
+    return Learner(policy=policy, objective=cross_entropy(), settings=settings, world=world)
+
+
+def learn(learner: Learner, batch: Batch) -> dict[str, float]:
     """Take one optimizer step on a batch, of which each rank processes some rows.
 
     Return metrics. Loss and entropy are means over the solution tokens, before the weight update.
     """
+    policy, objective = learner.policy, learner.objective
     policy.model.model.train()
-    batch = replace(batch, weight=token_mean(batch, Totals.of(batch)))
-    passes = training_passes(policy, batch, micro_batch_tokens, world)
-    parts = [_backward(policy, micro) for _, micro in passes]
+    batch = with_weight(objective, with_advantage(objective, batch))
+    sums = []
+    for _, micro, output, now in backward_passes(learner, batch):
+        assert micro.weight is not None, "weights come from the whole step"
+        entropy = (now.entropy * micro.weight.to(now.entropy.dtype)).sum()
+        sums.append(torch.stack([output.loss, entropy]))
+    rate = learner.learning_rate
     stepped = policy.step(rate)
     # These values are read last, because the read waits until the device has finished its work.
-    mine = [sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
-    loss, entropy = (sum(column) for column in zip(*world.gather(mine), strict=True))
+    mine = torch.stack(sums).tolist() if sums else [[0.0, 0.0]]
+    found = learner.world.gather([sum(column) for column in zip(*mine, strict=True)])
+    loss, entropy = (sum(column) for column in zip(*found, strict=True))
     return {
         "loss/cross_entropy": loss,
         "policy/entropy_avg": entropy,
@@ -222,13 +236,3 @@ def learn(
         "optim/skipped": int(stepped.skipped),
         "sft/tokens": int(batch.mask.sum()),
     }
-
-
-def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
-    """Run backward on a micro-batch; return what it adds to mean loss and entropy, [2]."""
-    assert micro.weight is not None, "weights come from the whole step"
-    now, weight = policy.logp(micro), micro.weight
-    loss = -(now.logp * weight.to(now.logp.dtype)).sum()
-    loss.backward()
-    entropy = (now.entropy.detach() * weight.to(now.entropy.dtype)).sum()
-    return torch.stack([loss.detach(), entropy])

@@ -37,17 +37,13 @@ class Solutions:
 
     prompts: Sequence[Prompt]
     template: str
-    prefill: str = ""
-    """Fixed text that every completion starts with. It is part of the prompt, so it is removed from
-    the start of each solution."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> Solution:
         prompt = self.prompts[index]
-        text = write_solution(prompt, self.template).removeprefix(self.prefill)
-        return Solution(prompt=prompt, text=text)
+        return Solution(prompt=prompt, text=write_solution(prompt, self.template))
 
 
 def write_solution(prompt: Prompt, template: str) -> str:
@@ -75,11 +71,10 @@ def write_solution(prompt: Prompt, template: str) -> str:
 def solutions_of(config: Config, task: Task) -> Solutions:
     """Return the solutions of sft.file if it is set, otherwise those of the task."""
     settings = config.sft
-    prefill = config.model.prefill
     if settings.file:
         reader = RowReader(target="completion", name="sft")
         prompts = reader.read("train", json_lines(Path(settings.file)), settings.file)
-        return Solutions(prompts=prompts, template=AS_IT_IS, prefill=prefill)
+        return Solutions(prompts=prompts, template=AS_IT_IS)
     if not _PLACE.search(settings.template):
         raise ConfigError(
             f"config: sft.template = {settings.template!r} contains none of the fields {{worked}}, "
@@ -88,7 +83,7 @@ def solutions_of(config: Config, task: Task) -> Solutions:
     train_prompts = task.train()
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
-    return Solutions(prompts=train_prompts, template=settings.template, prefill=prefill)
+    return Solutions(prompts=train_prompts, template=settings.template)
 
 
 def encode_example(
@@ -96,9 +91,11 @@ def encode_example(
 ) -> Rollout:
     """Return a written completion as a rollout, in the token format of sampled rollouts.
 
-    The tokens end with an end token, so that the model learns to stop. `fields` are fields of the
-    rollout, such as its reward.
+    The rollout has the completion without the prefill, and its tokens end with an end token, so
+    that the model learns to stop. `fields` are fields of the rollout, such as its reward.
     """
+    assert model.renderer is not None
+    text = model.renderer.template.without_prefill(text)
     tokens = (*model.tokenizer.encode(text, add_special_tokens=False), _end(model))
     return Rollout.single_turn(
         prompt_tokens=model.encode(messages),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ from covey.training.critic import Critic, critic_metrics, critic_step
 from covey.training.parallel.passes import in_passes, put_rows, training_passes, whole_batch
 from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
+from covey.training.schedule import State, Used
 from covey.types import Batch, Group, Totals
 
 
@@ -51,16 +52,17 @@ from covey.types import Batch, Group, Totals
 class StepSettings:
     """Settings of a training step, which takes one or more optimizer steps on a batch."""
 
-    mini_batches: int
-    epochs: int
+    mini_batches: int = 1
+    epochs: int = 1
     micro_batch_tokens: int
-    old_logp_from_sampler: bool
+    old_logp_from_sampler: bool = False
     old_logp_in_pass: bool = False
     """Whether old_logp comes from the training pass, without a separate forward pass. Taking
     old_logp from the training pass requires a single optimizer step per training step."""
-    learning_rate: Callable[[int], float]
-    """Learning rate as a function of the number of optimizer steps taken so far."""
-    seed: int
+    learning_rate: Callable[[int, Used], float]
+    """The learning rate, given the number of optimizer steps so far, and what the run had used at
+    the start of the training step; usually a `Schedule` (schedule.py)."""
+    seed: int = 0
     skip_zero_gradient: bool = False
     """Whether forward passes skip rows with advantage 0 when the objective allows it."""
     mask_truncated: bool = False
@@ -88,6 +90,18 @@ class Learner:
     """The teacher model for distillation."""
     critic: Critic | None = None
     world: World = ALONE
+    start: Used = field(default_factory=Used)
+    """What the run had used at the start of the training step."""
+
+    def at(self, state: State) -> Learner:
+        """Return the learner of the training step that follows `state`."""
+        objective = replace(self.objective, beta=state.beta)
+        return replace(self, objective=objective, start=state.used(self.policy))
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next optimizer step."""
+        return self.settings.learning_rate(self.policy.version, self.start)
 
     @property
     def references(self) -> list[Reference]:
@@ -171,10 +185,15 @@ def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
         batch = with_advantage(objective, batch)
     batch = prepare(learner, batch)
     check_finite(batch, step)
+    return trained_batch(objective, batch, mask_truncated=learner.settings.mask_truncated)
+
+
+def trained_batch(objective: Objective, batch: Batch, *, mask_truncated: bool) -> Batch:
+    """Fill in the advantages if they are missing, and mask the tokens that are not trained."""
     batch = only_taught(objective, batch)
-    if not advantage_first:
+    if batch.advantage is None:
         batch = with_advantage(objective, batch)
-    return without_truncated(batch) if learner.settings.mask_truncated else batch
+    return without_truncated(batch) if mask_truncated else batch
 
 
 @torch.no_grad()
@@ -217,6 +236,7 @@ def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Ba
     tokens, world = learner.settings.micro_batch_tokens, learner.world
     if batch.advantage is None or not learner.skips_rows:
         return whole_batch(batch, tokens, compute, world)
+    # These are not yet the rows of the optimizer steps: masks come after the advantages.
     useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
     found = whole_batch(batch.rows(useful), tokens, compute, world)
     logp = batch.sampler_logp.float().clone()
@@ -359,7 +379,7 @@ def _train_policy(
                 observe_sampler(meter, micro, now.logp)
             if watch is not None:
                 watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
-        rate = settings.learning_rate(policy.version)
+        rate = learner.learning_rate
         stepped = policy.step(rate)
         for other in learner.references:
             other.after_step(policy)

@@ -8,8 +8,7 @@ from pathlib import Path
 from covey.run.folder import RunFolder
 from covey.run.trackers import Tracker
 from covey.training.build import Components
-from covey.training.checkpoint import State
-from covey.training.schedule import Budget
+from covey.training.schedule import Budget, State
 
 
 @dataclass(slots=True, kw_only=True)

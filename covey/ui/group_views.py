@@ -173,7 +173,7 @@ def rollout(site: Site, query: Query) -> dict[str, Any]:
     missing = [] if texts else ["the texts of tokens (no tokenizer.json in a checkpoint)"]
     logp = row.get("sampler_logp", [])
     if len(logp) != len(tokens):
-        logp, missing = [], [*missing, "log-probabilities of the sampler"]
+        logp, missing = [], [*missing, "log-probabilities of the engine"]
     explained = site.jobs.status(_explain_key(site, query))
     return {
         **_shown(line, row, most=4 * 2**20),

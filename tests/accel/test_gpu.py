@@ -274,7 +274,7 @@ def test_an_update_learns_and_measures() -> None:
     objective = ALGORITHMS["grpo"](beta=0.0)
     settings = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=100, old_logp_from_sampler=True,
-        learning_rate=lambda _: 1e-3, seed=0,
+        learning_rate=lambda *_: 1e-3, seed=0,
     )  # fmt: skip
     batch = with_advantage(objective, shared_batch())
     before = batch_logp(model, batch).logp.detach()

@@ -361,7 +361,7 @@ def test_an_update_with_graphs_equals_the_eager_update() -> None:
     batch = with_advantage(objective, shared_batch())
     settings = StepSettings(
         mini_batches=1, epochs=2, micro_batch_tokens=16, old_logp_from_sampler=False,
-        learning_rate=lambda _: 1e-3, seed=0,
+        learning_rate=lambda *_: 1e-3, seed=0,
     )  # fmt: skip
     weights, metrics = [], []
     for by_passes in (False, True):

@@ -544,7 +544,7 @@ def test_mini_batches_cannot_outnumber_the_completions() -> None:
 
 
 def test_optimizer_steps_of_a_batch_are_mini_batches_times_epochs() -> None:
-    assert load_config(None, ["train.mini_batches=4", "train.epochs=3"]).train.updates == 12
+    assert load_config(None, ["train.mini_batches=4", "train.epochs=3"]).train.optimizer_steps == 12
 
 
 def test_recipes_are_found_by_name() -> None:

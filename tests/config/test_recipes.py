@@ -136,7 +136,7 @@ def numbers_of(config: Config) -> dict[str, float | None]:
         "tokens": config.rollout.max_tokens,
         "temperature": config.rollout.temperature,
         "steps": config.train.steps,
-        "updates": config.train.updates,
+        "updates": config.train.optimizer_steps,
     }
 
 
@@ -191,7 +191,7 @@ def test_sixteen_micro_batches_between_new_weights_are_one_rollout(
     config = load_config(name)
     answers = config.rollout.prompts_per_step * config.rollout.group_size
     assert answers == 16 * micro_batch
-    assert answers / config.train.updates == 4 * micro_batch
+    assert answers / config.train.optimizer_steps == 4 * micro_batch
     assert config.train.steps == math.ceil(1000 / 16)
 
 
@@ -257,7 +257,7 @@ def test_no_reference_is_renewed_after_the_last_step() -> None:
     for name in PUBLISHED:
         config = load_config(name)
         if config.reference.kind in ("moving", "renewed"):
-            assert config.reference.every < config.train.steps * config.train.updates
+            assert config.reference.every < config.train.steps * config.train.optimizer_steps
 
 
 def test_what_was_published_as_dr_grpo_is_offered() -> None:
@@ -277,7 +277,9 @@ def test_a_right_answer_in_the_form_that_is_asked_for_is_right(name: str) -> Non
     # Prompt, prefill, the template of solutions and the reward belong together.
     config = resolve(load_smoke(name, ["model.path=any"])[0])
     solution = solutions_of(config, task_of(config))[0]
-    score = reward_of(config)(solution.prompt, template_of(config).opening + solution.text)
+    template = template_of(config)
+    text = template.opening + template.without_prefill(solution.text)
+    score = reward_of(config)(solution.prompt, text)
     assert score.success
     high = reward_of(config).bounds[1]
     assert score.reward == pytest.approx(high)

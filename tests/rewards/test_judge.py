@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError, CoveyError, RewardError
-from covey.rewards.chat_endpoint import retry_delay
+from covey.http_client import retry_delay
 from covey.rewards.judge import APPEAL_MARK, Judge, defuse, parse_grade, remove_appeals
 from covey.rewards.score import Score
 from covey.types import Prompt
@@ -597,7 +597,7 @@ def test_any_completion_can_be_sent(server: Server, text: str) -> None:
         ({"base_url": "file:///etc/passwd"}, "is not a URL such as http"),
         ({"base_url": "http://"}, "is not a URL such as http"),
         ({"base_url": "http://h/v1 x"}, "is not a URL such as http"),
-        ({"base_url": "http://h:99999/v1"}, "is not a web address"),
+        ({"base_url": "http://h:99999/v1"}, "is not a URL such as http"),
         ({"base_url": ""}, "base_url = '' is not a URL such as http"),
     ],
 )  # fmt: skip

@@ -24,10 +24,10 @@ from covey.run.trackers.console import ConsoleTracker
 from covey.scoring import InlineScorer
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
-from covey.training.checkpoint import State
 from covey.training.loop import train
 from covey.training.policy import Policy
 from covey.training.resolve import resolve
+from covey.training.schedule import State
 from covey.training.step import Learner, optimize, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.conftest import make_batch
@@ -261,7 +261,7 @@ def test_a_custom_advantage_may_read_old_and_reference_logp(beta: float) -> None
         return group_centered(batch)
 
     parts = parts_with(f"objective.beta={beta}", "train.mini_batches=2")
-    learner = parts.learner_at(State(beta=beta))
+    learner = parts.learner.at(State(beta=beta))
     learner = replace(learner, objective=replace(learner.objective, advantage=advantage))
     training_step(learner, [differing("odd", True, False, False, True)], 0)
     assert seen == [(True, beta > 0)]
@@ -278,7 +278,7 @@ def test_beta_is_the_same_without_the_rows_of_zero_advantage() -> None:
         )  # fmt: skip
         state, groups = State(beta=0.1), [differing("odd", True, False, False, True)]
         for _ in range(3):
-            state.beta = training_step(parts.learner_at(state), groups, 0).beta
+            state.beta = training_step(parts.learner.at(state), groups, 0).beta
         betas.append(state.beta)
     assert betas[0] != 0.1
     assert betas[1] == pytest.approx(betas[0], rel=1e-4)
@@ -295,11 +295,11 @@ def test_one_pass_that_is_not_finite_leaves_an_adaptive_beta_alone(
     )
     with monkeypatch.context() as patch:
         patch.setattr(Policy, "logp", broken)
-        _, metrics, state.beta = training_step(parts.learner_at(state), groups, 0)
+        _, metrics, state.beta = training_step(parts.learner.at(state), groups, 0)
     assert metrics["optim/skipped"] == 1
     assert math.isnan(metrics["objective/kl_avg"])
     assert state.beta == 0.1
-    _, metrics, _ = training_step(parts.learner_at(state), groups, 0)
+    _, metrics, _ = training_step(parts.learner.at(state), groups, 0)
     assert metrics["optim/skipped"] == 0
 
 
@@ -329,7 +329,7 @@ def test_old_logp_is_taken_of_rows_with_gradient_alone(name: str, rows: int) -> 
         )  # fmt: skip
         taken, backbone = [], parts.policy.model.backbone
         backbone.register_forward_hook(lambda *_, _t=taken: _t.append(torch.is_grad_enabled()))
-        training_step(parts.learner_at(State(beta=0.0)), groups, 0)
+        training_step(parts.learner.at(State(beta=0.0)), groups, 0)
         assert taken.count(False) == (rows if skip else 8)  # a pass for every row
         weights.append([p.detach().clone() for p in parts.policy.model.model.parameters()])
     for a, b in zip(*weights, strict=True):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import run as covey
+from covey.errors import RunError
 from covey.run.folder import RunFolder
-from covey.run.samples import samples_page
+from covey.run.samples import SamplePage, read_samples
 from covey.types import Group, Prompt, Rollout
 
 QUICK = (
@@ -40,15 +41,25 @@ def rollout(name: str, sample: int, reward: float | None, text: str = "two") -> 
     )
 
 
-def page_of(rewards: list[float | None], count: int, samples: int = 4) -> str:
-    """Return the page for these rewards, in groups; every completion's text is its number."""
+def samples_page(step: int, groups: list[Group], count: int) -> str:
+    page = SamplePage(count)
+    page.add(step, groups)
+    return page.text(step)
+
+
+def groups_of(rewards: list[float | None], samples: int = 4) -> list[Group]:
+    """Return groups with these rewards; every completion's text is its number."""
     groups = []
     for start in range(0, len(rewards), samples):
         name = f"t/{start // samples}"
         some = rewards[start : start + samples]
         rollouts = [rollout(name, n, r, f"number {start + n}") for n, r in enumerate(some)]
         groups.append(Group(prompt=prompt(name), rollouts=tuple(rollouts)))
-    return samples_page(7, groups, count)
+    return groups
+
+
+def page_of(rewards: list[float | None], count: int) -> str:
+    return samples_page(7, groups_of(rewards), count)
 
 
 def shown(page: str) -> tuple[list[int], list[int]]:
@@ -82,7 +93,7 @@ def test_the_highest_come_first_and_the_lowest_after_them() -> None:
     assert "7 completions, 1 not scored. Reward: `mine@1#abc`" in page
     assert "### 1. 1, correct, 3 tokens, stop" in page
     assert "### 2. 0.9, incorrect, 3 tokens, stop" in page
-    assert "`t/1` sample 0; parts: `accuracy 1, format 0.25`; target: `2`" in page
+    assert "Step 7, `t/1` sample 0; parts: `accuracy 1, format 0.25`; target: `2`" in page
     assert page.startswith("# Completions of step 7\n")
 
 
@@ -179,6 +190,40 @@ def test_a_run_writes_pages_and_a_resume_writes_the_same_ones_again(
     (run.path / "samples/mine.md").write_text("a note of the user's own")
     assert covey(["train", "--resume", str(run.path), "--step", "1"]) == 0
     assert pages(run) == [*(f"samples/00000{step}.md" for step in (1, 2, 3)), "samples/mine.md"]
+    assert (run.path / "samples/000003.md").read_text() == page
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 100])
+def test_a_page_of_several_steps_shows_the_extremes_of_all_of_them(count: int) -> None:
+    """As if all completions were of one step; also if the run is resumed between two steps."""
+    rewards = [float(n * 37 % 101) for n in range(60)]
+    groups = groups_of(list(rewards))
+    page = SamplePage(count)
+    for step in (1, 2, 3):
+        page.add(step, groups[5 * (step - 1) : 5 * step])
+    assert shown(page.text(3)) == shown(samples_page(7, groups, count))
+    assert page.text(3).startswith("# Completions of steps 1 to 3\n")
+    assert "60 completions, 0 not scored" in page.text(3)
+    assert len(page.samples) == min(60, 2 * count)
+
+
+def test_a_checkpoint_has_the_samples_of_a_page_that_is_not_yet_due(tmp_path: Path) -> None:
+    page = SamplePage(2)
+    page.add(4, groups_of([0.1, 1 / 3, None, 1e-300], samples=2))
+    page.save(tmp_path)
+    assert read_samples(tmp_path, 2) == page
+    (tmp_path / "samples.json").write_text('{"count": 2, "samples": 3}')
+    with pytest.raises(RunError, match=r"checkpoint .* cannot be read: samples\.json"):
+        read_samples(tmp_path, 2)
+
+
+def test_a_resumed_run_writes_the_page_of_all_steps(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "save.samples_every=3", "save.samples_shown=2")
+    page = (run.path / "samples/000003.md").read_text()
+    rewards = sorted(row["reward"] for step in (1, 2, 3) for row in run.rollouts(step))
+    titles = [float(t) for t in re.findall(r"^### \d+\. ([-\d.]+),", page, re.M)]
+    assert titles == pytest.approx([*rewards[::-1][:2], *rewards[:2]], rel=1e-2)
+    assert covey(["train", "--resume", str(run.path), "--step", "2"]) == 0
     assert (run.path / "samples/000003.md").read_text() == page
 
 

@@ -64,7 +64,7 @@ def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
             "optimizer.warmup_steps=0",
         ]
         config = load_config(None, [*linear, "train.steps=10", "train.mini_batches=2", *settings])
-        return schedule_of(config, used(steps=40, tokens=500, updates=80))(version)
+        return schedule_of(config)(version, used(steps=40, tokens=500, updates=80))
 
     tokens = "train.stop_after={tokens=1000}"  # nominally 20 optimizer steps
     # Half of the tokens are spent, so the rate is half of its peak, whatever the version is ...
@@ -73,7 +73,7 @@ def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
     assert math.isclose(rate_at(81, tokens), 0.45)
     # A run that counts steps has its place in the version itself.
     assert math.isclose(rate_at(5), 0.75)
-    assert Train(stop_after=StopAfter(updates=7), steps=100).total_updates == 7
+    assert Train(stop_after=StopAfter(updates=7), steps=100).total_optimizer_steps == 7
 
 
 def test_a_run_stops_after_one_thing() -> None:

@@ -65,7 +65,7 @@ def test_an_algorithm_trains(name: str, more: list[str], tmp_path: Path) -> None
         assert row["optim/grad_norm"] > 0
         assert row["optim/skipped"] == 0
         assert ("objective/beta" in row) == (parts.learner.objective.beta > 0)
-    assert parts.policy.version == config.train.steps * config.train.updates
+    assert parts.policy.version == config.train.steps * config.train.optimizer_steps
     moved = [
         float((a - b.detach()).abs().max())
         for a, b in zip(before, parts.policy.model.model.parameters(), strict=True)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from covey.config.schema import StopAfter, Train
 from covey.training.optimizer import MasterAdamW
-from covey.training.schedule import learning_rate
+from covey.training.schedule import Budget, Schedule, Used
 
 SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1e9}
 
@@ -67,18 +68,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     ],
 )  # fmt: skip
 def test_schedules(schedule: str, step: int, expected: float) -> None:
-    rate = learning_rate(step, peak=1.0, schedule=schedule, warmup_steps=4, total_steps=100)
-    assert rate == pytest.approx(expected, abs=1e-12)
+    rate = Schedule(peak=1.0, shape=schedule, warmup_steps=4, total_steps=100)
+    assert rate(step, Used()) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("warmup_steps", [1, 2, 5])
 def test_no_rate_exceeds_its_peak_where_steps_are_no_whole_numbers(warmup_steps: int) -> None:
-    rates = [
-        learning_rate(
-            n * 0.97, peak=1.0, schedule="linear", warmup_steps=warmup_steps, total_steps=20
-        )
-        for n in range(20)
-    ]
+    tokens = Budget(settings=Train(steps=20, stop_after=StopAfter(tokens=2000)))
+    rate = Schedule(
+        peak=1.0, shape="linear", warmup_steps=warmup_steps, total_steps=20, budget=tokens
+    )
+    # Each training step uses 97 tokens, which is 0.97 of a step's worth.
+    rates = [rate(n, Used(tokens=97 * n, updates=n)) for n in range(20)]
     assert max(rates) == 1.0
 
 

@@ -328,7 +328,7 @@ def updated(world: World, config: Config, groups: Sequence[Group], dtype: torch.
     )
     learner = Learner(
         policy=policy, objective=objective, reference=reference, world=world,
-        settings=replace(settings, learning_rate=lambda _: 1e-3),
+        settings=replace(settings, learning_rate=lambda *_: 1e-3),
     )  # fmt: skip
     while policy.version < 20:
         training_step(learner, groups, 1)

@@ -127,7 +127,7 @@ def test_micro_batches_change_only_the_rounding() -> None:
 
 
 def gradient(groups: list[Group], tokens: int) -> dict[str, torch.Tensor]:
-    learns = self_taught(micro_batch_tokens=tokens, learning_rate=lambda version: 0.0)
+    learns = self_taught(micro_batch_tokens=tokens, learning_rate=lambda *_: 0.0)
     kept: dict[str, torch.Tensor] = {}
     step = learns.policy.optimizer.step
 

@@ -21,7 +21,9 @@ from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError
+from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.models.micro_batches import micro_batches
 from covey.rewards import ThinkAnswer
 from covey.rewards.registry import make_reward
@@ -36,12 +38,14 @@ from covey.tasks import Arithmetic, Countdown
 from covey.training.optimizer import MasterAdamW, Stepped
 from covey.training.policy import Policy
 from covey.training.resolve import resolve
+from covey.training.schedule import Schedule
 from covey.training.sft import (
     SftParts,
     build_sft,
     encode_example,
     learn,
     run_sft,
+    sft_learner,
     stack,
     step_examples,
 )
@@ -80,9 +84,9 @@ def gradients(
     model: LanguageModel, examples: list[Rollout], micro_batch_tokens: int = 10**6
 ) -> tuple[float, dict[str, torch.Tensor]]:
     kept = Kept(model)
-    learned = learn(
-        policy_with(model, kept), stack(examples), rate=0.0, micro_batch_tokens=micro_batch_tokens
-    )
+    schedule = Schedule(peak=0.0, shape="constant", warmup_steps=0, total_steps=1)
+    learner = sft_learner(policy_with(model, kept), schedule, micro_batch_tokens=micro_batch_tokens)
+    learned = learn(learner, stack(examples))
     return learned["loss/cross_entropy"], kept.gradients
 
 
@@ -164,10 +168,9 @@ def test_the_end_is_learned_also_where_it_is_the_padding() -> None:
         max_grad_norm=1.0,
     )  # fmt: skip
     policy = policy_with(model, optimizer)
-    losses = [
-        learn(policy, batch, rate=0.01, micro_batch_tokens=4096)["loss/cross_entropy"]
-        for _ in range(40)
-    ]
+    schedule = Schedule(peak=0.01, shape="constant", warmup_steps=0, total_steps=40)
+    learner = sft_learner(policy, schedule, micro_batch_tokens=4096)
+    losses = [learn(learner, batch)["loss/cross_entropy"] for _ in range(40)]
     assert losses[-1] < 0.05 < losses[0]
     assert policy.version == 40
     sampling = Sampling(group_size=1, max_tokens=30, distribution=Distribution(temperature=0.0))
@@ -250,11 +253,14 @@ def test_templates_leave_other_braces_and_filled_in_braces_alone() -> None:
 
 
 def test_what_the_prompt_already_says_is_not_said_again() -> None:
-    config = settings_of(model={"prefill": "<think>"})
-    solutions = solutions_of(config, Arithmetic())
-    assert solutions[0].text == write_solution(
-        solutions[0].prompt, "{worked}</think><answer>{answer}</answer>"
-    )
+    template, asked = Template(prefill="<think>"), ({"role": "user", "content": "1+1?"},)
+    prefilled = load_language_model("embedded", device="cpu", template=template)
+    plain = load_language_model("embedded", device="cpu")
+    example = encode_example(prefilled, asked, "<think>1+1=2</think>")
+    rest = encode_example(plain, asked, "1+1=2</think>")
+    assert (example.text, example.tokens) == (rest.text, rest.tokens)
+    whole = encode_example(plain, asked, "<think>1+1=2</think>")
+    assert example.prompt_tokens + example.tokens == whole.prompt_tokens + whole.tokens
 
 
 def test_a_template_without_fields_is_refused() -> None:

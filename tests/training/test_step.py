@@ -9,7 +9,7 @@ from covey.objective import Objective, with_advantage
 from covey.objective import build as build_objective
 from covey.objective.diagnostics import Meter
 from covey.reference import FrozenReference
-from covey.rollout.filter import Selected, select
+from covey.rollout.filter import Selected, age, select
 from covey.training.collate import collate
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
@@ -31,7 +31,7 @@ def rollout(tokens: int, reward: float | None, sample: int = 0) -> Rollout:
 def settings(**changes: object) -> StepSettings:
     base = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=10_000, old_logp_from_sampler=False,
-        learning_rate=lambda version: 1e-3, seed=0,
+        learning_rate=lambda *_: 1e-3, seed=0,
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -69,6 +69,16 @@ def test_select_drops_groups_with_nothing_to_compare() -> None:
     whole = Group(prompt=PROMPT, rollouts=(rollout(1, 1.0), rollout(1, 0.0)))
     lonely = Group(prompt=PROMPT, rollouts=(rollout(1, 1.0), rollout(1, None)))
     assert select([whole, lonely], version=0) == Selected(groups=(whole,), unscored=1)
+
+
+def test_a_rollout_without_tokens_makes_no_group_old() -> None:
+    sampled = Rollout.single_turn(
+        prompt_id="p", sample=0, prompt_tokens=(7,), tokens=(9,), sampler_logp=(-0.5,), text="",
+        finish="stop", policy_version=5,
+    )  # fmt: skip
+    failed = rollout(0, None, sample=1)
+    assert age(Group(prompt=PROMPT, rollouts=(sampled, failed)), version=7) == 2
+    assert age(Group(prompt=PROMPT, rollouts=(failed,)), version=7) == 0
 
 
 @pytest.mark.parametrize(("mini_batches", "epochs"), [(1, 1), (3, 1), (2, 2), (5, 3)])
@@ -194,7 +204,7 @@ def test_rows_that_are_skipped_leave_no_ratios_behind() -> None:
     )
     still = learner(
         policy, objective,
-        mini_batches=2, skip_zero_gradient=True, learning_rate=lambda version: 0.0,
+        mini_batches=2, skip_zero_gradient=True, learning_rate=lambda *_: 0.0,
     )  # fmt: skip
     batch = prepare(still, with_advantage(objective, batch))
     metrics = optimize(still, batch, step=1)

@@ -50,8 +50,8 @@ def test_the_warmup_ratio_counts_optimizer_steps() -> None:
         ["train.steps=20", "train.mini_batches=2", "optimizer.warmup_ratio=0.1",
          "optimizer.learning_rate=1.0"],
     )  # fmt: skip
-    rate = schedule_of(config, Used())
-    assert [rate(version) for version in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    rate = schedule_of(config)
+    assert [rate(version, Used()) for version in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def trained(path: Path, *settings: str, resume: bool = False) -> list[dict[str, object]]:

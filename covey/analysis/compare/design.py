@@ -133,7 +133,7 @@ def _with_budget(
             raise ConfigError(
                 "--budget tokens needs --amount, the number of tokens that each run samples"
             )
-        amount = common.train.total_updates
+        amount = common.train.total_optimizer_steps
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
 
 

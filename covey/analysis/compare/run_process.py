@@ -29,7 +29,7 @@ from covey.analysis.compare.launch import Job
 from covey.analysis.compare.shared_rollouts import SharedEngine
 from covey.config import Config, parse_config
 from covey.errors import CoveyError
-from covey.escape import printable
+from covey.escape import printable, printable_line
 from covey.evaluation.evaluate import Evaluation
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
@@ -87,10 +87,10 @@ def _exit_with_parent() -> None:
 
 def _one_line(error: BaseException) -> str:
     """Return an error as one line, with the class name unless it is a CoveyError."""
-    text = " ".join(str(error).split())
+    text = str(error)
     if not isinstance(error, CoveyError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + " ..."
+    return printable_line(text, LONGEST_ERROR)
 
 
 def run_job(job: Job) -> int:

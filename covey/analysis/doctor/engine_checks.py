@@ -16,7 +16,6 @@ from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.source import SynchronousSource
 from covey.run.trackers import Tracker
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.step import filled_batch
 from covey.types import Group
@@ -62,8 +61,7 @@ def weights_check(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
         yield skipped
         return
     policy, step, tokens = parts.policy, 2, parts.learner.settings.micro_batch_tokens
-    learner = parts.learner_at(State(beta=parts.learner.objective.beta))
-    before = trainer_logp(policy, batch := filled_batch(learner, groups, 1), tokens)
+    before = trainer_logp(policy, batch := filled_batch(parts.learner, groups, 1), tokens)
     policy.optimizer.zero_grad()
     policy.model.model.train()
     # Any gradient will do; the gradient of the mean log-prob is never zero.

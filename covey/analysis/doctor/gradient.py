@@ -17,9 +17,8 @@ import torch
 from covey.analysis.doctor.result import Clock, Result
 from covey.objective import with_weight
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.parallel.world import World
-from covey.training.step import Learner, RowFacts, backward_passes, filled_batch, marked
+from covey.training.step import Learner, backward_passes, filled_batch, marked
 from covey.types import Batch, Group, Rollout
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
@@ -45,8 +44,8 @@ class _OfTwo(World):
 
 def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum of per-completion gradients."""
-    learner = parts.learner_at(State(beta=parts.learner.objective.beta))
-    learner = replace(learner, settings=replace(learner.settings, mini_batches=1, epochs=1))
+    settings = replace(parts.learner.settings, mini_batches=1, epochs=1)
+    learner = replace(parts.learner, settings=settings)
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
     if skipped := clock.skips("gradient", 2 * clock.pace.update):
         yield skipped
@@ -107,8 +106,7 @@ def _invented(group: Group) -> Group:
 
 def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
     batch = filled_batch(learner, groups, 1)
-    totals = RowFacts.of(batch, skip=False).totals(torch.arange(len(batch)))
-    return marked(learner, with_weight(learner.objective, batch, totals))
+    return marked(learner, with_weight(learner.objective, batch))
 
 
 def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:

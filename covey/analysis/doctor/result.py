@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from covey.escape import printable_line
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -48,7 +50,7 @@ def results_of(name: str, checks: Checks) -> Iterator[Result]:
         yield Result(
             name=name,
             passed=False,
-            figure=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            figure=f"{type(error).__name__}: {printable_line(str(error), 300)}",
             remedy="the check itself failed; fix the error that this line shows",
             seconds=round(time.perf_counter() - started, 2),
         )

@@ -21,12 +21,12 @@ from covey.objective.joined_rows import joined
 from covey.run.folder import RunFolder
 from covey.run.records import read_episode, to_stderr
 from covey.run.resume import last_good
-from covey.training import checkpoint
-from covey.training.build import learner_at, learner_of, reference_of
-from covey.training.checkpoint import State
+from covey.training.build import learner_of, reference_of
+from covey.training.checkpoint import restore
 from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of
+from covey.training.schedule import State
 from covey.training.step import Learner, Seen, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 
@@ -180,10 +180,6 @@ class Trainee:
         """The policy of the learner."""
         return self.learner.policy
 
-    def learner_now(self) -> Learner:
-        """Return the learner with the KL coefficient and learning rate of the next step."""
-        return learner_at(self.learner, self.config, self.state)
-
 
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
@@ -201,19 +197,17 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         reference_of(config, model, objective),
         exact_logp=has_exact_logp(model) and not config.engine.rounds,
     )
-    state, number, path = State(beta=objective.beta), 0, config.model.path
-    if found.checkpoint is not None:
-        number, path = found.step, str(found.checkpoint)
-        state = checkpoint.load(learner.policy, learner.others, found.checkpoint, number)
-    behind = max(0, step - 1 - number)
-    origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
+    state = restore(learner.policy, learner.others, found, State(beta=objective.beta))
+    behind = max(0, step - 1 - found.step)
+    path = str(found.checkpoint or config.model.path)
+    origin = Origin(checkpoint=found.step, path=path, replayed_steps=0, steps_behind=behind)
     trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
     if not exact:
         return trainee
     for again in range(state.step + 1, step):
         recorded = read_step(run, again)
         state.step = again
-        *_, state.beta = training_step(trainee.learner_now(), recorded.groups, again)
+        *_, state.beta = training_step(learner.at(state), recorded.groups, again)
         state.episode += len(recorded.rollouts)
         state.tokens += recorded.tokens
     return replace(trainee, origin=replace(origin, replayed_steps=behind, steps_behind=0))
@@ -235,7 +229,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
     state.step = recorded.step
     beta = recorded.metrics.get("objective/beta")
     state.beta = state.beta if beta is None else beta
-    learner = trainee.learner_now()
+    learner = trainee.learner.at(state)
     settings = replace(learner.settings, skip_zero_gradient=False)
     if not trainee.origin.exact:
         # With other weights, recorded log-probs would look like a change of the policy.

@@ -20,16 +20,15 @@ from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_tra
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
-from covey.objective import ALGORITHMS, Objective, algorithm, with_advantage
+from covey.objective import ALGORITHMS, Objective, algorithm
 from covey.objective.loss import Need
-from covey.rollout.filter import without_truncated
 from covey.run.folder import RunFolder
 from covey.training.build import reference_of, teacher_of
 from covey.training.collate import collate
 from covey.training.parallel.passes import whole_batch
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of, resolve
-from covey.training.step import only_taught, prepare
+from covey.training.step import prepare, trained_batch
 from covey.types import Batch
 
 
@@ -183,8 +182,7 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
 def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
     if "sampler_as_old" in objective.needs:
         base = replace(base, old_logp=base.sampler_logp)
-    batch = with_advantage(objective, only_taught(objective, base))
-    return without_truncated(batch) if trainee.config.filter.mask_truncated else batch
+    return trained_batch(objective, base, mask_truncated=trainee.config.filter.mask_truncated)
 
 
 def _moment(

@@ -41,10 +41,9 @@ from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.source import SynchronousSource
 from covey.run.trackers import Tracker
 from covey.training.build import Parts
-from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.make_engine import native_engine
-from covey.training.schedule import Budget
+from covey.training.schedule import Budget, State
 from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Group
 
@@ -139,7 +138,7 @@ def default_updates(config: Config) -> int:
 
     This is the number of optimizer steps per rollout batch minus one, but at least 1.
     """
-    return max(1, config.train.updates - 1)
+    return max(1, config.train.optimizer_steps - 1)
 
 
 def _first(groups: Sequence[Group], completions: int) -> list[Group]:
@@ -210,7 +209,7 @@ def _stale(
 ) -> tuple[list[Cause], tuple[str, ...]]:
     """Take optimizer steps on the completions; measure the log-prob difference after each step."""
     policy = parts.policy
-    once, notes = _learning(parts, parts.learner_at(state))
+    once, notes = _learning(parts, parts.learner.at(state))
     twice = replace(once, settings=replace(once.settings, epochs=2))
     batch = filled_batch(twice, groups, state.step)
     tokens = once.settings.micro_batch_tokens
@@ -241,10 +240,10 @@ def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]
     """
     peak = parts.config.optimizer.learning_rate
     once = replace(learner.settings, mini_batches=1, epochs=1)
-    if peak == 0 or once.learning_rate(parts.policy.version) > 0:
+    if peak == 0 or learner.learning_rate > 0:
         return replace(learner, settings=once), ()
     note = f"staleness: the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
-    at_peak = replace(once, learning_rate=lambda version: peak)
+    at_peak = replace(once, learning_rate=lambda version, start: peak)
     return replace(learner, settings=at_peak), (note,)
 
 
@@ -265,8 +264,8 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
     {
         TOTAL: Words(
             title="engine against trainer",
-            what="the trainer's logp minus sampler_logp, before any update: a run logs it as "
-            "debug/sampler_logp_diff_* and debug/rho_*",
+            what="the trainer's logp minus sampler_logp, before any optimizer step: a run logs "
+            "it as debug/sampler_logp_diff_* and debug/rho_*",
             advice="see the causes below; objective.correction corrects for all of them at once",
         ),
         "precision": Words(
@@ -334,7 +333,7 @@ class Cause:
         words = CAUSES[self.name].title
         if self.name != "staleness":
             return words
-        return f"{words}, {self.updates} update{'' if self.updates == 1 else 's'}"
+        return f"{words}, {self.updates} optimizer step{'' if self.updates == 1 else 's'}"
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""

@@ -240,7 +240,7 @@ STALENESS = 1
 def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:
     """Return the workload of one training step with this configuration."""
     rollout, train = config.rollout, config.train
-    recomputed = train.old_logp != "sampler" and train.updates > 1
+    recomputed = train.old_logp != "sampler" and train.optimizer_steps > 1
     return Workload(
         rows=rollout.prompts_per_step * rollout.group_size,
         group=rollout.group_size,

@@ -140,7 +140,7 @@ def reference_is_policy(setup: Setup) -> bool:
     whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
     # Within a batch the policy moves away from the reference, which affects a KL in the loss.
     unseen = setup.single_optimizer_step or setup.objective.kl_in == "reward"
-    return whole and unseen and setup.config.train.updates % reference.every == 0
+    return whole and unseen and setup.config.train.optimizer_steps % reference.every == 0
 
 
 def _advantage(setup: Setup) -> Piece:

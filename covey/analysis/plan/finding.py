@@ -75,7 +75,7 @@ class Setup:
 
         False if a training step may use rollouts that older weights generated.
         """
-        return self.config.train.updates == 1 and not self.config.stale
+        return self.config.train.optimizer_steps == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:

@@ -431,7 +431,7 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
     """Report a value clip that one optimizer step per training step makes ineffective."""
     clip = setup.option("value_clip")
-    if clip and "values" in setup.objective.needs and setup.config.train.updates == 1:
+    if clip and "values" in setup.objective.needs and setup.config.train.optimizer_steps == 1:
         yield Said(
             ("objective.value_clip", "train.mini_batches", "train.epochs"),
             title=f"objective.value_clip = {clip!r} has no effect with one optimizer step per "
@@ -444,7 +444,7 @@ def value_clip_unused(setup: Setup) -> Iterator[Said]:
 @rule("risk", "penalty-and-reference")
 def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
     """Report preference pairs whose reference policy changes during the run."""
-    reference, updates = setup.config.reference, setup.config.train.total_updates
+    reference, updates = setup.config.reference, setup.config.train.total_optimizer_steps
     moves = reference.kind in ("moving", "renewed") and reference.every < updates
     if setup.objective.pairs and moves:
         yield Said(
@@ -499,12 +499,13 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
             why="replay.groups is 0, so nothing is replayed.",
             remedy="set replay.groups, or remove these settings",
         )
-    if replay.groups and replay.max_age < config.train.updates:
+    if replay.groups and replay.max_age < config.train.optimizer_steps:
         yield Said(
             ("replay.max_age", "replay.groups", "train.mini_batches", "train.epochs"),
             title=f"replay.max_age = {replay.max_age} allows no replay",
-            why=f"A group is {config.train.updates} optimizer steps old when the next step begins.",
-            remedy=f"set replay.max_age to at least {config.train.updates}",
+            why=f"A group is {config.train.optimizer_steps} optimizer steps old when the next step "
+            "begins.",
+            remedy=f"set replay.max_age to at least {config.train.optimizer_steps}",
         )
 
 
@@ -540,12 +541,12 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
     """Report a moving self-teacher that always equals the policy, or is never updated."""
-    teacher, updates = setup.config.teacher, setup.config.train.total_updates
+    teacher, updates = setup.config.teacher, setup.config.train.total_optimizer_steps
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return
     if teacher.every > updates:
         other, why = "frozen", f"The run has {updates} optimizer steps, and the teacher never moves"
-    elif teacher.alpha == 1.0 and setup.config.train.updates % teacher.every == 0:
+    elif teacher.alpha == 1.0 and setup.config.train.optimizer_steps % teacher.every == 0:
         other, why = "current", "The teacher is a copy of the policy at the start of every step"
     else:
         return

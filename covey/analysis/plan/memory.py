@@ -218,7 +218,9 @@ def _passes_without_gradient(run: RunFacts) -> bool:
     needs, config = run.objective.needs, run.config
     by_reference = "reference" in needs and config.reference.kind != "server"
     by_teacher = "teacher" in needs and (config.teacher.path or config.teacher.policy)
-    old_policy = needs & {"old_logp", "old_entropy"} or config.train.updates > 1 or config.stale
+    old_policy = (
+        needs & {"old_logp", "old_entropy"} or config.train.optimizer_steps > 1 or config.stale
+    )
     # A CUDA graph of the policy computes log-probs in the memory of its own activations.
     return bool(by_reference or by_teacher or (old_policy and not run.captured))
 

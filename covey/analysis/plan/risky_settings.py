@@ -42,7 +42,7 @@ FORMAT_REWARDS = frozenset(
 @rule("risk", "learning-rate")
 def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
     """Report a learning rate of 0, or a warm-up that is longer than the run."""
-    optimizer, updates = setup.config.optimizer, setup.config.train.total_updates
+    optimizer, updates = setup.config.optimizer, setup.config.train.total_optimizer_steps
     if optimizer.learning_rate == 0:
         yield Said(
             ("optimizer.learning_rate",),

@@ -179,7 +179,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         mini_batches=train.mini_batches,
         epochs=train.epochs,
         # A training step is always completed, even if a budget of optimizer steps ends in it.
-        total_updates=steps * train.updates,
+        total_updates=steps * train.optimizer_steps,
         total_tokens=most_tokens(config),
         reward=config.reward.name,
         reward_text=_first_sentence(reward),
@@ -249,7 +249,11 @@ def least_steps(config: Config) -> int:
     train = config.train
     if train.budget == "tokens":
         return math.ceil(train.amount / step_tokens(config))
-    return math.ceil(train.amount / train.updates) if train.budget == "updates" else train.steps
+    return (
+        math.ceil(train.amount / train.optimizer_steps)
+        if train.budget == "updates"
+        else train.steps
+    )
 
 
 def most_steps(config: Config) -> int:

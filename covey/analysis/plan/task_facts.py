@@ -274,10 +274,10 @@ def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
     """Return correct completions, including the reasoning if the task provides it."""
-    texts = []
+    texts, template = [], template_of(config)
     for prompt in prompts:
         try:
-            text = write_solution(prompt, config.sft.template).removeprefix(config.model.prefill)
+            text = template.without_prefill(write_solution(prompt, config.sft.template))
         except DataError:
             text = write_solution(prompt, "{solution}")
         texts.append(text)

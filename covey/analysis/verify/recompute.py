@@ -35,7 +35,7 @@ def recomputed(run: RunFolder) -> Result:
         return Result(name=NAME, passed=None, figure=what)
     recorded = read_step(run, step)
     trainee.state.step = step
-    training_step(trainee.learner_now(), recorded.groups, step)
+    training_step(trainee.learner.at(trainee.state), recorded.groups, step)
     if not (folder / OPTIMIZER_FILE).exists():
         raise RunError(
             f"the checkpoint {folder} was written by several ranks; verify it with the same number "

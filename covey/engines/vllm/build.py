@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from covey.engines.vllm.check import check_dtype, check_installed, check_served, served_version
-from covey.engines.vllm.client import Client, check_url
+from covey.engines.vllm.client import Client
 from covey.engines.vllm.engine import Replica, VllmEngine
 from covey.engines.vllm.in_process import start_local
 from covey.engines.vllm.plugin import BACKEND
@@ -113,7 +113,7 @@ def _running(section: Vllm, model: LanguageModel, backend: str) -> list[Replica]
     """Connect to servers that are already running."""
     replicas = []
     for url in section.urls:
-        client = Client(check_url(url), section.timeout)
+        client = Client.at(url, section.timeout)
         check_dtype(client, check_served(client, backend), model)
         replicas.append(Replica(client))
     return replicas

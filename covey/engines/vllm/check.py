@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.embedded import CHECKPOINT
-from covey.engines.vllm.client import Client, Unavailable, check_url, value_at
+from covey.engines.vllm.client import Client, Unavailable, value_at
 from covey.engines.vllm.plugin import BACKEND
 from covey.errors import ConfigError, EngineError
 from covey.escape import printable
@@ -40,7 +40,7 @@ def check_vllm(config: Config) -> None:
         check_memory(config)
         return
     for url in section.urls:
-        client = Client(check_url(url), CHECK_SECONDS)
+        client = Client.at(url, CHECK_SECONDS)
         try:
             check_served(client, BACKEND if section.transfer == "file" else "nccl")
         finally:

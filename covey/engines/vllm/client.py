@@ -8,7 +8,6 @@ message.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import math
@@ -18,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from covey.errors import ConfigError, EngineError
+from covey.errors import EngineError
 from covey.escape import printable
+from covey.http_client import check_url, connect, error_message, headers
 from covey.types import Finish, VersionSpan
 
 HEALTH_SECONDS = 30.0
@@ -42,20 +42,6 @@ class Reply:
     versions: tuple[VersionSpan, ...]
 
 
-def check_url(url: str) -> str:
-    """Return a server's address without a trailing slash; reject a malformed address."""
-    try:
-        split = urlsplit(url)
-        proper = split.scheme in ("http", "https") and split.hostname and split.port != 0
-    except ValueError:
-        proper = False
-    if not proper or not url.isascii() or not url.isprintable() or " " in url:
-        raise ConfigError(
-            f"config: engine.vllm.urls: {url!r} is not a URL such as http://127.0.0.1:8000"
-        )
-    return url.rstrip("/")
-
-
 @dataclass(slots=True)
 class Client:
     """The client of one server; several threads may use it at once."""
@@ -65,6 +51,12 @@ class Client:
     local: threading.local = field(default_factory=threading.local, init=False)
     """One HTTP connection per thread, which stays open between requests."""
     opened: set[http.client.HTTPConnection] = field(default_factory=set, init=False)
+
+    @staticmethod
+    def at(url: str, timeout: float) -> Client:
+        """Return the client of a server that the user gave; reject a malformed address."""
+        check_url(url, "config: engine.vllm.urls", "http://127.0.0.1:8000")
+        return Client(url.rstrip("/"), timeout)
 
     def close(self) -> None:
         """Close all connections, so that requests in progress fail."""
@@ -106,19 +98,19 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"cannot be reached: {error or type(error).__name__}") from None
         if status >= 500:
-            raise Unavailable(f"failed with {status} at {path}: {_line(text)}")
+            raise Unavailable(f"failed with {status} at {path}: {error_message(text)}")
         if status != 200:
-            raise self.error(f"replied {status} to {path}: {_line(text)}")
+            raise self.error(f"replied {status} to {path}: {error_message(text)}")
         return text
 
     def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
         """Send one request on this thread's connection; reconnect if it was closed."""
-        headers = {"Content-Type": "application/json", "User-Agent": "covey"}
+        sent = headers("application/json")
         kept = getattr(self.local, "connection", None)
         for connection in ([kept] if kept is not None else []) + [None]:
             connection = connection or self._connect()
             try:
-                connection.request(method, urlsplit(self.url).path + path, data, headers)
+                connection.request(method, urlsplit(self.url).path + path, data, sent)
                 response = connection.getresponse()
                 text = response.read()
             except (ConnectionError, http.client.BadStatusLine):
@@ -133,10 +125,7 @@ class Client:
         raise AssertionError("the last attempt returns or raises")
 
     def _connect(self) -> http.client.HTTPConnection:
-        split = urlsplit(self.url)
-        secure = split.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(split.hostname or "", split.port, timeout=self.timeout)
+        connection = connect(self.url, self.timeout)
         self.local.connection = connection
         self.opened.add(connection)
         return connection
@@ -218,13 +207,3 @@ def value_at(data: Any, *keys: str) -> Any:
     for key in keys:
         data = data.get(key) if isinstance(data, dict) else None
     return data
-
-
-def _line(body: bytes) -> str:
-    """Return the error message of a server's reply as one line."""
-    text = body[:10_000].decode("utf-8", "replace")
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):
-        data = json.loads(text)
-        found = data.get("error", data.get("detail", data))
-        text = str(found.get("message", found) if isinstance(found, dict) else found)
-    return " ".join(text.split())[:300]

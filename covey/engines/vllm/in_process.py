@@ -22,6 +22,7 @@ from typing import Any
 from covey.engines.vllm.client import Client, Unavailable
 from covey.engines.vllm.server import ServerSettings
 from covey.errors import EngineError
+from covey.escape import printable_line
 
 CLOSE_SECONDS = 10.0
 """Seconds that `close` waits for the event loop's thread to end."""
@@ -58,7 +59,7 @@ def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalC
             thread=thread,
         )
     except Exception as error:
-        line = " ".join(str(error).split())[:300]
+        line = printable_line(str(error), 300)
         raise EngineError(f"engine: vLLM failed to start in this process: {line}") from None
 
 
@@ -99,7 +100,7 @@ class LocalClient(Client):
         except (Unavailable, EngineError):
             raise
         except Exception as error:
-            line = " ".join(str(error).split())[:300]
+            line = printable_line(str(error), 300)
             raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
 
     def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:

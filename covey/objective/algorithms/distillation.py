@@ -29,7 +29,7 @@ def opd(*, task: float = 0.0) -> Objective:
     only the sampled token's log-probability.
 
     Choice: the student's log-probability is old_logp, which does not change between the optimizer
-    steps of a batch. Other libraries take it from the sampler or from the current policy; on
+    steps of a batch. Other libraries take it from the engine or from the current policy; on
     policy, all three are equal.
     """
     return Objective(

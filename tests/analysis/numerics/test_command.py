@@ -41,7 +41,7 @@ def test_the_text_names_the_numbers_of_the_json(
         for c in data["causes"]
     ]  # fmt: skip
     assert [c["title"] for c in data["causes"]][-2:] == [
-        "staleness, 1 update", "staleness, 2 updates",
+        "staleness, 1 optimizer step", "staleness, 2 optimizer steps",
     ]  # fmt: skip
     for cause in data["causes"]:
         assert cause["what"] in shown

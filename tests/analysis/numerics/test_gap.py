@@ -81,5 +81,5 @@ def test_the_row_of_a_cause() -> None:
         assert row["what"]
         assert row["advice"]
         assert not row["what"].endswith(".")
-    assert Cause(name="staleness", gap=gap, updates=1).title == "staleness, 1 update"
-    assert Cause(name="staleness", gap=gap, updates=2).title == "staleness, 2 updates"
+    assert Cause(name="staleness", gap=gap, updates=1).title == "staleness, 1 optimizer step"
+    assert Cause(name="staleness", gap=gap, updates=2).title == "staleness, 2 optimizer steps"

@@ -22,9 +22,9 @@ from covey.embedded import CHECKPOINT
 from covey.models.logp import LogProbs
 from covey.rollout.source import SynchronousSource
 from covey.training.build import Parts, assemble
-from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.resolve import resolve
+from covey.training.schedule import State
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.trackers import Notes
 
@@ -270,8 +270,8 @@ def group(*answers: tuple[int, ...]) -> Group:
 def test_staleness_after_the_end_of_a_schedule_uses_its_peak() -> None:
     settings = ("optimizer.schedule=linear", "train.steps=1")
     early, over = parts_of(*settings), parts_of(*settings)
-    over.policy.version = over.config.train.total_updates
-    assert over.learner.settings.learning_rate(over.policy.version) == 0
+    over.policy.version = over.config.train.total_optimizer_steps
+    assert over.learner.learning_rate == 0
     reports = [
         measure(parts, State(beta=0.0), Notes(), updates=1, alone=2) for parts in (early, over)
     ]

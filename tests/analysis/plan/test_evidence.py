@@ -13,7 +13,7 @@ from covey.evaluation.intervals import paired_difference
 from covey.objective import build, with_advantage
 from covey.objective.penalty import PENALTIES, adapted_beta
 from covey.rewards.length import Soft
-from covey.training.schedule import learning_rate
+from covey.training.schedule import Schedule, Used
 from covey.training.step import RowFacts, StepSettings
 from covey.types import Batch
 from tests.analysis.plan.runs import ran, starting_weights
@@ -122,7 +122,7 @@ def test_cold_completions_are_equal() -> None:
 def test_learning_rates_of_zero_and_of_a_long_warm_up() -> None:
     assert torch.equal(ran("optimizer.learning_rate=0").weights, starting_weights())
     rates = [
-        learning_rate(step, peak=1.0, schedule="linear", warmup_steps=warmup, total_steps=400)
+        Schedule(peak=1.0, shape="linear", warmup_steps=warmup, total_steps=400)(step, Used())
         for warmup in (800, 399)
         for step in range(400)
     ]
@@ -185,7 +185,7 @@ def test_more_mini_batches_than_prompts_split_every_group() -> None:
     batch = with_rewards(*[0.0] * 16, groups=2)
     settings = StepSettings(
         mini_batches=4, epochs=1, micro_batch_tokens=999, old_logp_from_sampler=True,
-        learning_rate=lambda _: 0.0, seed=0,
+        learning_rate=lambda *_: 0.0, seed=0,
     )  # fmt: skip
     facts = RowFacts.of(with_advantage(build("grpo", beta=0.0), batch), skip=False)
     steps = [batch.group[index] for index in facts.mini_batches(settings, step=1)]

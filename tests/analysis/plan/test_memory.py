@@ -212,7 +212,7 @@ def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel) -> None:
     found = forecast(config, CPU)
     longest = task_facts(config).longest_prompt or 0
     prompts = [Prompt(id=str(n), task="", target="", messages=()) for n in range(3)]
-    questions = [EncodedPrompt(prompt=p, tokens=(7,) * longest, prefill="") for p in prompts]
+    questions = [EncodedPrompt(prompt=p, tokens=(7,) * longest) for p in prompts]
     sampler = NativeEngine(embedded)
     rollouts_of(sampler, questions, step=0, sampling=sampling_of(config))
     assert isinstance(sampler.backend, EagerBackend)

@@ -146,4 +146,5 @@ def test_completions_without_text_are_decoded(embedded: LanguageModel) -> None:
     assert all(c.text is not None for c in completions)
     mixed = [replace(c, text=None) if n % 2 else c for n, c in enumerate(completions)]
     expected = [embedded.decode(c.tokens) for c in completions]
-    assert completion_texts(embedded, mixed) == expected
+    assert completion_texts(embedded, mixed, "") == expected
+    assert completion_texts(embedded, mixed, "<think>")[1] == "<think>" + expected[1]

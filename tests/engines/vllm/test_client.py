@@ -15,7 +15,7 @@ import pytest
 
 from covey.config import load_config
 from covey.engines.vllm.check import available_memory, check_memory, check_version, check_vllm
-from covey.engines.vllm.client import Client, Unavailable, check_url
+from covey.engines.vllm.client import Client, Unavailable
 from covey.errors import ConfigError, EngineError
 
 CHOICE = {
@@ -125,7 +125,7 @@ def test_a_silent_server_is_unavailable_after_its_timeout() -> None:
 )
 def test_a_wrong_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"engine.vllm.urls"):
-        check_url(url)
+        Client.at(url, 1.0)
 
 
 @pytest.mark.parametrize(("version", "good"), [("0.32.0", True), ("0.26.1", False), ("1.0", False)])
