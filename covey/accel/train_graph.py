@@ -23,7 +23,6 @@ micro-batch).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +35,7 @@ from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
 from covey.accel.packing import MaxLengths, PackedTables, varlen_tables
 from covey.accel.static_buffers import Size, StaticBuffers
+from covey.notices import notice
 from covey.types import HostRows
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class TrainGraphs:
         self.buckets.clear()
         self._pool_keeper = None
         line = str(error).strip().splitlines()[0][:200]
-        warnings.warn(f"training does not use CUDA graphs: {line}", stacklevel=2)
+        notice(f"training does not use CUDA graphs: {line}")
 
     def captured(self) -> list[_Pass]:
         """Return the passes that have a captured graph."""

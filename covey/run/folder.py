@@ -34,6 +34,7 @@ from typing import Any
 
 from covey.errors import DiskError, RunError
 from covey.escape import finite
+from covey.notices import notice
 from covey.run import records
 from covey.run.digests import add_digest, write_digests
 from covey.run.files import (
@@ -50,7 +51,6 @@ from covey.run.records import (
     episode_row,
     read_lines,
     renamed,
-    to_stderr,
     unsaid,
     usable_lines,
 )
@@ -59,8 +59,8 @@ from covey.types import Group, Rollout
 SFT_KINDS = ("sft", "warmup")
 """Values of `kind` in the environment.json of an SFT run, for which Covey 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings: the step, and the old and new
-value of each changed setting.
+"""Name of the file with a line for each resume that changed settings: the step, the old and new
+value of each changed setting, and the facts of environment.json that the new settings may change.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
@@ -103,7 +103,7 @@ class RunFolder:
         """The resolved configuration."""
         return self.path / "config.toml"
 
-    def environment(self, note: Note = to_stderr) -> dict[str, Any]:
+    def environment(self, note: Note = notice) -> dict[str, Any]:
         """Return the content of environment.json; if it is damaged, return {} and write a note."""
         try:
             return records.read_object(self.path / "environment.json", records.ENVIRONMENT)
@@ -130,12 +130,12 @@ class RunFolder:
         add_digest(self.path, step, file, lines)
         write_bytes(self.path / file, lines)
 
-    def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
+    def items(self, step: int, note: Note = notice) -> list[dict[str, Any]]:
         """Return the valid lines of a step's evaluation file, one per held-out prompt."""
         rows = usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
         return renamed(rows, records.OLD_ITEM)
 
-    def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
+    def steps(self, note: Note = notice) -> list[dict[str, Any]]:
         """Return the valid lines of steps.jsonl, with metric names of Covey 0.1 made current."""
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
@@ -145,7 +145,7 @@ class RunFolder:
         """Return whether the metrics of a step are recorded."""
         return any(row["step"] == step for row in self.steps(unsaid))
 
-    def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
+    def evaluations(self, note: Note = notice) -> list[dict[str, Any]]:
         """Return the readable lines of eval.jsonl."""
         path = self.path / "eval.jsonl"
         return records.by_step(path, usable_lines(path, records.EVALUATION, note), note)
@@ -199,7 +199,7 @@ class RunFolder:
 
     def usable_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the readable rollouts of a step; raise RunError if there are none."""
-        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, to_stderr)
+        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, notice)
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
@@ -283,7 +283,7 @@ class RunFolder:
         path = self.path / "checkpoints.jsonl"
         rows = usable_lines(path, records.SAVED, problems.append)
         for problem in problems:
-            to_stderr(problem)
+            notice(problem)
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:

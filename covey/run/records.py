@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -124,6 +123,7 @@ class _Environment(_Row):
     command: list[str] = []
     device: str | None = None
     reward: str | None = None
+    exact_logp: bool | None = None
     key: str | None = None
     packages: dict[str, str | None] = {}
     git: dict[str, Any] = {}
@@ -162,11 +162,6 @@ OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
 def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
     """Return copies of rows, with field names of Covey 0.1 changed to the current names."""
     return [{names.get(name, name): value for name, value in row.items()} for row in rows]
-
-
-def to_stderr(text: str) -> None:
-    """Print a note for the user on stderr."""
-    print(f"covey: {text}", file=sys.stderr, flush=True)
 
 
 def unsaid(text: str) -> None:

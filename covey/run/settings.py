@@ -6,8 +6,9 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from covey.notices import notice
 from covey.run.folder import CHANGES, RunFolder
-from covey.run.records import ANY_OBJECT, to_stderr, usable_lines
+from covey.run.records import ANY_OBJECT, usable_lines
 
 MOST_NAMED = 8
 """Maximum number of edited settings that a message lists by name; it only counts the others."""
@@ -24,7 +25,7 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
     try:
         then = tomllib.loads(environment["config"])
         now = tomllib.loads(run.config_file.read_text(encoding="utf-8"))
-        resumes = usable_lines(run.path / CHANGES, ANY_OBJECT, to_stderr)
+        resumes = usable_lines(run.path / CHANGES, ANY_OBJECT, notice)
     except (OSError, ValueError, RecursionError):
         return None  # loading the configuration reports the error
     known = {key for resume in resumes for key in resume.get("settings", ())}
