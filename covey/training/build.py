@@ -40,11 +40,11 @@ from covey.training.ray_actors import ray_reference
 from covey.training.resolve import (
     held_out_of,
     objective_of,
+    old_logp_from_sampler,
     over_epochs,
     reward_of,
     sampling_of,
     task_of,
-    truncates_unseen,
 )
 from covey.training.schedule import schedule_of
 from covey.training.scorers import scorers_of
@@ -106,9 +106,12 @@ class Parts(Components):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """The identity of the reference."""
+        """The identity of the reference, and whether the engine's log-probs are exact."""
         reference = self.learner.reference
-        return {"reference": reference.identity if reference else None}
+        return {
+            "reference": reference.identity if reference else None,
+            "exact_logp": self.engine.info.exact_logp,
+        }
 
 
 def assemble(
@@ -239,31 +242,22 @@ def teacher_of(
 
 
 def step_settings_of(config: Config, objective: Objective, *, exact_logp: bool) -> StepSettings:
-    """Return the settings of a training step, such as its mini-batches and the source of old_logp.
-
-    If rollouts may be stale and the objective has no importance correction, the engine's log-probs
-    serve as old_logp, so that the ratio corrects for staleness.
-    """
-    source, stale = config.train.old_logp, config.stale
-    sampled = not config.preferences.file
-    exact = exact_logp and not truncates_unseen(config)
-    if stale:
-        exact = not objective.corrects
-    from_sampler = sampled and (source == "sampler" or (source == "auto" and exact))
+    """Return the settings of a training step, such as mini-batches and the source of old_logp."""
+    from_sampler = old_logp_from_sampler(config, objective, exact_logp=exact_logp)
     once = config.train.mini_batches * config.train.epochs == 1 and not config.adapter.dropout
-    in_pass = once and source == "auto" and not from_sampler and objective.corrects_by_row
+    free = config.train.old_logp == "auto" and not from_sampler
     return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
         old_logp_from_sampler=from_sampler,
-        old_logp_in_pass=in_pass,
-        sampled=sampled,
+        old_logp_in_pass=once and free and objective.corrects_by_row,
+        sampled=not config.preferences.file,
         learning_rate=schedule_of(config),
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
-        stale=stale,
+        stale=config.stale,
     )
 
 

@@ -207,6 +207,19 @@ def truncates_unseen(config: Config) -> bool:
     return sampling.distribution.truncates and not sampling.returns_kept
 
 
+def old_logp_from_sampler(config: Config, objective: Objective, *, exact_logp: bool) -> bool:
+    """Return whether the engine's log-probs serve as old_logp; `exact_logp` as in EngineInfo.
+
+    If rollouts may be stale and the objective has no importance correction, they do, so that the
+    ratio corrects for staleness.
+    """
+    exact = exact_logp and not truncates_unseen(config)
+    if config.stale:
+        exact = not objective.corrects
+    source = config.train.old_logp
+    return not config.preferences.file and (source == "sampler" or (source == "auto" and exact))
+
+
 def _check_mask_replay(resolved: Config, objective: Objective) -> None:
     """Reject rollout.mask_replay with vLLM, and with a reference or teacher on a server."""
     if not sampling_of(resolved).returns_kept:

@@ -14,10 +14,10 @@ import torch
 
 from covey.config import Config, load_config, to_toml
 from covey.errors import ConfigError
+from covey.notices import notice
 from covey.run.files import append_line, write_text
 from covey.run.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
 from covey.run.provenance import describe_environment
-from covey.run.records import to_stderr
 from covey.run.resume import Start, resume_command, start_of
 from covey.run.reward_changes import record_change
 from covey.run.settings import changed_settings
@@ -72,7 +72,7 @@ def opened_run(
         parts = stack.enter_context(closing(build(config, world)))
         if isinstance(target, RunFolder):
             if world.is_main:
-                record_changes(folder, parts.config, start.step, changed or {})
+                record_changes(folder, parts, start.step, changed or {})
         else:  # building may fail, so the folder is created only now
             path = next_run_path(Path("runs"), target) if isinstance(target, str) else target
             folder = created_run(parts, path)
@@ -102,7 +102,7 @@ def created_run(parts: Components, path: Path) -> RunFolder:
             **parts.facts,
         }
         if note := set_aside_failed(path):
-            to_stderr(note)
+            notice(note)
         run = RunFolder.create(path, to_toml(parts.config), environment)
         if not run.is_sft:
             record_change(run, **parts.config.reward_change.model_dump())
@@ -128,7 +128,7 @@ def locked_by_main(folder: RunFolder, world: World) -> AbstractContextManager[No
 # Settings that determine the data, the model or the algorithm of a run may not change. Settings
 # of run length, learning rate, limits, evaluations and saving may change.
 
-OTHER_RUN = "start a new run from the checkpoint, with --model"
+OTHER_RUN = "start a new run with the checkpoint as model.path"
 FIXED: Mapping[str, str] = {
     "seed": f"the seed decides the prompts and random numbers of all steps; {OTHER_RUN}",
     "model.path": "a resumed run uses the weights of its checkpoint",
@@ -172,11 +172,12 @@ def resumed_config(
     for key in changed:
         why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
         if why is not None:
-            raise ConfigError(f"--resume {run.path} cannot change {key}: {why}")
+            raise ConfigError(f"the resumed run {run.path} cannot change {key}: {why}")
     if "train.steps" in changed and now.train.stop_after.epochs:
         raise ConfigError(
-            f"--resume {run.path} cannot change train.steps, because train.stop_after.epochs = "
-            f"{now.train.stop_after.epochs:g} determines it; change train.stop_after"
+            f"the resumed run {run.path} cannot change train.steps, because "
+            f"train.stop_after.epochs = {now.train.stop_after.epochs:g} determines it; change "
+            "train.stop_after"
         )
     return now, changed
 
@@ -186,18 +187,18 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
     if not sft and config.train.budget == "steps" and config.train.steps < step:
         raise ConfigError(
             f"train.steps = {config.train.steps}, but the run is already at step {step}; raise "
-            "train.steps, or resume an earlier checkpoint with --step"
+            "train.steps, or resume from an earlier checkpoint"
         )
 
 
 def record_changes(
-    run: RunFolder, config: Config, step: int, changed: Mapping[str, Change]
+    run: RunFolder, parts: Components, step: int, changed: Mapping[str, Change]
 ) -> None:
     """Write the new settings to config.toml, and append the changes to changes.jsonl."""
     if changed:
         plain = json.loads(json.dumps(changed, default=str))
-        append_line(run.path / CHANGES, {"step": step, "settings": plain})
-        write_text(run.config_file, to_toml(config))
+        append_line(run.path / CHANGES, {"step": step, "settings": plain, **parts.facts})
+        write_text(run.config_file, to_toml(parts.config))
 
 
 def changes_note(changed: Mapping[str, Change]) -> str:

@@ -53,7 +53,8 @@ def test_a_finished_run_goes_on_as_the_longer_run(
     assert load_config(str(short / "config.toml")).train.steps == 4
     changes = [json.loads(line) for line in (short / "changes.jsonl").read_text().splitlines()]
     settings = {"save.keep": [2, 1], "train.steps": [2, 4]}
-    assert changes == [{"step": 2, "settings": settings}]
+    facts = {"reference": None, "exact_logp": True}
+    assert changes == [{"step": 2, "settings": settings, **facts}]
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
     environment |= {
         "reward": parts.scorer.identity,
         "evaluation_reward": parts.eval_scorer.identity,
-        "reference": parts.learner.reference.identity if parts.learner.reference else None,
+        **parts.facts,
         "arm": job.arm,
         "key": job.key,
     }

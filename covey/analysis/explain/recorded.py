@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from covey.analysis.exact_logp import recorded_exact_logp
 from covey.analysis.explain.effect import Effect, effect
 from covey.config import Config, load_config
-from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
+from covey.notices import notice
 from covey.objective.masked import joined
 from covey.run.folder import RunFolder
-from covey.run.records import read_episode, to_stderr
+from covey.run.records import read_episode
 from covey.run.resume import last_good
 from covey.training.build import learner_of, reference_of
 from covey.training.checkpoint import restore
@@ -188,14 +189,14 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     takes as long as the original updates, and gives the same weights.
     """
     config = load_config(str(run.config_file))
-    found = last_good(run, before=step, note=to_stderr)
+    found = last_good(run, before=step, note=notice)
     model, objective = load_model(config), objective_of(config)
     learner = learner_of(
         config,
         policy_of(config, model),
         objective,
         reference_of(config, model, objective),
-        exact_logp=has_exact_logp(model) and not config.engine.rounds,
+        exact_logp=recorded_exact_logp(run, config),
     )
     state = restore(learner.policy, learner.others, found, State(beta=objective.beta))
     behind = max(0, step - 1 - found.step)

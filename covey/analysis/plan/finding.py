@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from covey.analysis.plan.forecast import cuda_available
+from covey.analysis.exact_logp import expected_exact_logp
 from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 from covey.objective import Objective
@@ -92,8 +92,7 @@ class Setup:
     @property
     def exact(self) -> bool:
         """Whether the log-probs of engine and trainer differ by at most 1e-5."""
-        rounds = bool(self.config.engine.rounds)
-        return in_float32(self.config) and not self.truncates and not rounds
+        return expected_exact_logp(self.config) and not self.truncates
 
     @property
     def advantage(self) -> Callable[..., Any]:
@@ -128,11 +127,3 @@ def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
 def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
     """Build the `Setup` of a resolved configuration."""
     return Setup(config=config, objective=objective_of(config), facts=facts or UNKNOWN)
-
-
-def in_float32(config: Config) -> bool:
-    """Return whether the model computes in float32 ("auto" means float32 except on CUDA)."""
-    if config.model.dtype != "auto":
-        return config.model.dtype == "float32"
-    gpu = config.model.device.startswith("cuda")
-    return not gpu and not (config.model.device == "auto" and cuda_available())

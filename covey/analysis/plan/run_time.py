@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from covey.analysis.exact_logp import expected_exact_logp
 from covey.analysis.plan.cost_model import (
     Workload,
     rollout_seconds,
@@ -31,7 +32,7 @@ from covey.environments.registry import NONE
 from covey.run.folder import RunFolder
 from covey.run.resume import Start
 from covey.stopping import StopSignal
-from covey.training.resolve import objective_of
+from covey.training.resolve import objective_of, old_logp_from_sampler
 
 SMALLEST = 1e8
 """The smallest number of parameters for which the cost model holds; it was fitted to models of 135M
@@ -87,13 +88,14 @@ def run_time(
         return f"time: unknown for a model below 100M parameters on a GPU; {MEASURE}."
     if device.kind == "cpu" and ranks > 1:
         return "time: unknown for several ranks on CPUs."
-    if device.kind == "cpu" and config.train.old_logp == "auto":  # the engine's are exact there
+    objective = objective_of(config)
+    exact = device.kind == "cpu" and expected_exact_logp(config)
+    if old_logp_from_sampler(config, objective, exact_logp=exact):
         config = changed(config, {"train.old_logp": "sampler"})
-    needs_reference = "reference" in objective_of(config).needs
     prompt, lengths = usable_prompt(config, facts), facts.prompt_tokens
     if prompt is not None and lengths:  # a few long prompts hardly cost time: the median counts
         prompt = min(prompt, lengths[len(lengths) // 2])
-    work = workload(config, prompt, reference=needs_reference)
+    work = workload(config, prompt, reference="reference" in objective.needs)
     asked = (facts.held_out or 0) * (1 + config.evaluate.samples)
     evaluations = most_evaluations(config) if asked else 0
     seconds = _gpu_seconds if device.kind == "cuda" else cpu_seconds

@@ -71,6 +71,26 @@ def test_training_the_steps_since_a_checkpoint_again_ends_in_the_same_weights(
     assert trainee.policy.version == 4
 
 
+@pytest.mark.parametrize(
+    ("declared", "resumed_with", "exact"),
+    [(True, None, True), (False, None, False), (None, None, True), (True, False, False)],
+    ids=["exact", "not exact", "of an earlier version", "resumed with another engine"],
+)
+def test_a_step_takes_old_logp_from_the_engine_if_the_run_recorded_that_it_is_exact(
+    recorded_run: RunFolder, tmp_path: Path, declared: bool | None, resumed_with: bool | None,
+    exact: bool,
+) -> None:  # fmt: skip
+    run = RunFolder.open(shutil.copytree(recorded_run.path, tmp_path / "run"))
+    environment = run.environment()
+    assert environment.pop("exact_logp") is True
+    environment |= {} if declared is None else {"exact_logp": declared}
+    (run.path / "environment.json").write_text(json.dumps(environment))
+    if resumed_with is not None:
+        change = {"step": 2, "settings": {}, "exact_logp": resumed_with}
+        (run.path / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    assert policy_before(run, 1).learner.settings.old_logp_from_sampler is exact
+
+
 def test_older_weights_are_reported_and_ratios_start_at_one(
     recorded_run: RunFolder, tmp_path: Path
 ) -> None:

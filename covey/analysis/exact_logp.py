@@ -1,0 +1,34 @@
+"""Whether an engine's log-probs are exact, for commands that run without the engine.
+
+The engine declares this in `EngineInfo.exact_logp`, which a run records when it starts.
+"""
+
+from __future__ import annotations
+
+from covey.analysis.plan.forecast import cuda_available
+from covey.config import Config
+from covey.notices import notice
+from covey.run.folder import CHANGES, RunFolder
+from covey.run.records import ANY_OBJECT, usable_lines
+
+
+def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
+    """Return what the engine of a run has declared, by the newest record of the run.
+
+    For runs of earlier versions, which recorded nothing, return what the engine would declare.
+    """
+    records = [run.environment(), *usable_lines(run.path / CHANGES, ANY_OBJECT, notice)]
+    declared = [record["exact_logp"] for record in records if "exact_logp" in record]
+    return bool(declared[-1]) if declared else expected_exact_logp(config)
+
+
+def expected_exact_logp(config: Config) -> bool:
+    """Return what the engine of this configuration will declare once it is built."""
+    if config.engine.kind == "vllm" or config.engine.rounds:
+        return False
+    if config.model.dtype != "auto":
+        return config.model.dtype == "float32"
+    own = config.engine.kind == "process" and config.engine.device != "auto"
+    device = config.engine.device if own else config.model.device
+    # With "auto", a model computes in float32 except on a GPU.
+    return not device.startswith("cuda") and not (device == "auto" and cuda_available())
