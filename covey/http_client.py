@@ -1,4 +1,4 @@
-"""What the HTTP clients of judges, reference servers and vLLM servers share."""
+"""Helpers for the HTTP clients of judges, reference servers and vLLM servers."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
     bits = np.empty((len(addresses), count), dtype=np.uint64)
     for row, (seed, step, prompt, sample, turn) in enumerate(addresses):
         key[0], key[1] = seed, step
-        # The turn is in the upper half of the word of the purpose, so turn 0 changes nothing.
+        # The turn is in the upper half of the purpose's word, so turn 0 leaves the word unchanged.
         counter[1], counter[2], counter[3] = sample, _hash(prompt), _TOKENS | turn << 32
         generator.state = state
         bits[row] = generator.random_raw(count)

@@ -67,8 +67,8 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
     _check_trust(module_name, path, where)
     folder = os.getcwd()
     sys.path.insert(0, folder)
-    # Python reuses bytecode of a file whose size and modification second are the same. A reward
-    # edited twice within a second would run its old code under its new identity.
+    # Python reuses the bytecode of a file with the same size and the same modification time in
+    # seconds. A reward edited twice within a second would run its old code under its new identity.
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         module = importlib.import_module(module_name)

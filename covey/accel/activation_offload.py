@@ -69,7 +69,7 @@ class ActivationOffload:
     def join(self) -> None:
         """Make the GPU wait for the last offload copy, so that a CUDA graph can end."""
         last = self._last()
-        if last is not None and last.values is not None:  # else backward has taken it
+        if last is not None and last.values is not None:  # else the backward pass took it
             _wait(last.device, last.saved)
 
     def _pack(self, values: torch.Tensor) -> _Kept | torch.Tensor:

@@ -101,8 +101,8 @@ def attend(
 ) -> torch.Tensor:
     """Return the output [N, H, D] of attention for queries [N, H, D], keys and values [R, K, D].
 
-    If `kept` is an empty list, the output is also stored in it. If it contains the output of an
-    earlier call, that output is removed from the list and returned.
+    If `kept` is an empty list, the output is also stored in the list. If `kept` contains the output
+    of an earlier call, that output is removed from the list and returned.
     """
     attended: torch.Tensor = _Attention.apply(query, key, value, kernel, inputs, kept)
     return attended
@@ -336,8 +336,8 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D].
 
-    If `kept` is an empty list, the output is also stored in it. If it contains the output of an
-    earlier call, that output is removed from the list and returned.
+    If `kept` is an empty list, the output is also stored in the list. If `kept` contains the output
+    of an earlier call, that output is removed from the list and returned.
     """
     name = FLASH
     if window is None:

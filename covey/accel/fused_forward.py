@@ -104,7 +104,7 @@ def fused_layer(
     if offload is None:
         source = _Source(hidden, delta)
         found = checkpoint(_layer_from, source, layer, place, [], **options)
-    else:  # which moves arguments to main memory
+    else:  # offloading moves the tensor arguments to CPU memory
         hidden = hidden if delta is None else hidden + delta
         found = offload.checkpoint(_layer, layer, hidden, None, place, [], **options)
     return found

@@ -1,7 +1,7 @@
 """CUDA graphs for training: a single launch runs a whole forward or backward pass.
 
-A forward pass of a small model runs thousands of short kernels, which Python takes several times
-longer to launch than the GPU takes to run. A CUDA graph launches all kernels at once. A graph is
+In a forward pass of a small model, Python takes several times longer to launch the thousands of
+short kernels than the GPU takes to run them. A CUDA graph launches all kernels at once. A graph is
 captured for a bucket, which is a size to which micro-batches are padded. All data that a graph
 reads or writes stays at fixed addresses: the packed micro-batch (static_buffers.py), the
 parameters, and the gradient sums.

@@ -44,7 +44,7 @@ def first_element(value: torch.Tensor) -> int:
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
     ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    rows = -(-len(value) // ranks)  # all ranks but the last ones have this many
+    rows = -(-len(value) // ranks)  # the last ranks may have fewer
     return int(min(rank * rows, len(value)) * (value.numel() // len(value)))
 
 

@@ -111,7 +111,7 @@ def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
     kinds = (*PIECES, "marks", "targets", "value_loss")
     functions = {k: f for k in kinds if (f := getattr(objective, k)) is not None}
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
-    # In objectives of pairs it is "pair", which is not among the values of the option.
+    # The value of objectives on pairs is "pair", which is not a value of the option.
     place: Any = objective.kl_in
     kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=place)
     return {**functions, "kl": kl}
@@ -175,7 +175,7 @@ def hints_of(
 ) -> dict[str, Any]:
     """Return the type of each option; by default, all keyword-only parameters are options."""
     options = options_of(function) if options is None else options
-    # Other annotations name torch, which `covey plan` does not import.
+    # Other annotations name types of torch, which `covey plan` does not import.
     written = getattr(function, "__annotations__", {})
     of_options = SimpleNamespace(__annotations__={k: written[k] for k in written if k in options})
     names = getattr(inspect.unwrap(function), "__globals__", {})

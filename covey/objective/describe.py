@@ -70,7 +70,7 @@ def shared_options() -> list[OptionLine]:
 
 def _option(name: str, parameter: inspect.Parameter) -> OptionLine:
     given = parameter.default is parameter.empty
-    meaning = OPTIONS[name].meaning if name in OPTIONS else ""  # a user's function has no preset
+    meaning = OPTIONS[name].meaning if name in OPTIONS else ""  # other options are a user's own
     return OptionLine(name, "given" if given else _text(parameter.default), meaning)
 
 

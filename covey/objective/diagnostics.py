@@ -47,7 +47,7 @@ class Measured:
         """Return the mean of each measurement, and its extremes as `name_min` and `name_max`."""
         result = {name: total / count for name, (total, count) in self.sums.items() if count}
         for name, (low, high) in self.ranges.items():
-            if low <= high:  # a count of 0 means that no element was in a mask
+            if low <= high:  # otherwise no element was in a mask
                 result |= {f"{name}_min": low, f"{name}_max": high}
         return result
 

@@ -283,9 +283,9 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the contribution of a batch's rows to the loss of an optimizer step.
 
-    The loss is the sum of these contributions over all rows of the step. All rows of a rollout must
-    be in the same batch, because a ratio may depend on the whole rollout. `entropy` is the current
-    policy's entropy, for an objective with an entropy bonus.
+    The loss of an optimizer step is the sum of the contributions of all its rows. All rows of a
+    rollout must be in the same batch, because a ratio may depend on the whole rollout. `entropy` is
+    the current policy's entropy, for an objective with an entropy bonus.
     """
     rollouts = joined(batch)
     batch, mask, split = rollouts.batch, rollouts.batch.mask, rollouts.split

@@ -82,8 +82,8 @@ def _sequence_mean() -> Any:
             (mask,), (grad,) = ctx.saved_tensors, grads
             if not grad.shape[1]:
                 return grad, None
-            # The mean is taken around the first trained token's value, so that equal numbers have
-            # exactly that mean.
+            # Differences from the first trained token's value are averaged, so that the mean of
+            # equal numbers is exact.
             first = grad.gather(1, mask.long().argmax(dim=1, keepdim=True))
             return spread(first + row_mean(grad - first, mask), mask), None
 
@@ -97,12 +97,11 @@ def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 # Joins all rows of a rollout into one row, because statistics are per rollout, not per row.
 #
-# If the chat template rewrites earlier turns, a rollout has several rows in a batch. Advantages,
-# importance-sampling corrections and the results of `marks` depend on all tokens of a rollout.
-# Covey computes per-rollout values on joined rows and then splits the values into the original
-# rows. The result is the same as if each rollout had one row. Shapes: B is the number of rows, T
-# the number of tokens per row, R the number of rollouts, and W the number of tokens in the longest
-# rollout.
+# If the chat template rewrites earlier turns, a rollout has several rows in a batch, but
+# advantages, importance-sampling corrections and the results of `marks` depend on all its tokens.
+# Covey computes such values on joined rows and then splits them into the original rows, with the
+# same result as if each rollout had one row. Shapes: B is the number of rows, T the number of
+# tokens per row, R the number of rollouts, and W the number of tokens in the longest rollout.
 
 
 class Joined(NamedTuple):

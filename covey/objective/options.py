@@ -1,7 +1,7 @@
 """The meaning and the bounds of algorithm options, and checks of configured values.
 
-An option has the same meaning in every algorithm, and in every function that an algorithm consists
-of. The signature of an algorithm's function lists the options of the algorithm.
+An option has the same meaning in every algorithm and in every component function. The signature of
+an algorithm's function lists the options of the algorithm.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "bonus": Option("Factor of the advantage of conflict tokens in good completions.", 0),
         "max_entropy": Option("Completions with a larger mean entropy are left out.", 0),
         "entropy_cost": Option("Subtracted from the advantage, per nat of mean entropy."),
-        "share": Option("Fraction of the step's tokens that are picked (one or more).", 0, 1),
+        "share": Option("Fraction of the step's tokens to select; at least one is selected.", 0, 1),
         "cov_low": Option("Tokens with a covariance above this are candidates."),
         "cov_high": Option("Tokens with a covariance below this are candidates."),
-        "coefficient": Option("Weight of |logp - old_logp| on the tokens that were picked.", 0),
+        "coefficient": Option("Weight of |logp - old_logp| on the selected tokens.", 0),
         "parts": Option("Names of the parts of the reward that count; if empty, all parts count."),
         "part_weights": Option("Weight of each part's advantage; if empty, each weight is 1."),
         "gate": Option("Index, from 0, of the part that the other parts depend on; -1: none.", -1),

@@ -138,7 +138,7 @@ def _conflicts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a factor for each token's advantage, and the number of conflict tokens in each row."""
     forward = _conflict_run(batch.tokens, batch.mask, batch.group, advantage)
-    # The columns in an order that reverses the trained tokens; other tokens are last.
+    # This order of columns puts the trained tokens first, in reverse.
     columns = torch.arange(batch.mask.shape[1], device=batch.mask.device)
     order = columns.where(batch.mask, -1).argsort(dim=1, descending=True, stable=True)
     reverse = _conflict_run(

@@ -213,7 +213,7 @@ def _decode_attention(
         length = tl.load(place + owner, mask=asked, other=0).to(tl.int32)
         before = tl.load(prompt_length + first)
         prompt = (tl.load(prompt_row + first) * key_heads + head) * prompt_capacity
-        alive = tl.max(goes_on.to(tl.int32), axis=0)  # otherwise nothing is read
+        alive = tl.max(goes_on.to(tl.int32), axis=0)  # 0: the prompt need not be read
         length = tl.where(index == 0, before.to(tl.int32) * alive, length)
         per = _part_size(length, splits, block)
         low = part * per
@@ -252,8 +252,8 @@ def _decode_attention(
             # The sums below are in the units of keys and values.
             log2 *= key_unit
             result /= value_unit
-            # One loop over the tiles of all sequences keeps loads in flight from one to the next.
-            # The address of a tile is computed one iteration ahead, because it needs a page.
+            # One loop over the tiles of all sequences keeps loads in flight between sequences. The
+            # address of a tile is computed one iteration ahead, because its page must be looked up.
             sequence = tl.sum((ends <= 0).to(tl.int32), axis=0)
             start = _picked(low, index, sequence)
             at_page = pages + _picked(owner, index, sequence) * slot_pages + start // page

@@ -21,9 +21,9 @@ from covey.accel.kernels.early_start import early_start
 
 MOST_WEIGHTS = 4 * 2**20
 """Up to this number of weights, this kernel is faster than a library's matrix product followed by a
-SwiGLU kernel. On an H200 with D = 576 and M = 1,536, it took 4.9 to 9.4 microseconds, and the two
-kernels took 6.0 to 11.4 microseconds. With D = 1,536 and M = 8,960, it took 25 microseconds, and
-the two kernels took 22."""
+SwiGLU kernel. On an H200 with D = 576 and M = 1,536, this kernel took 4.9 to 9.4 microseconds, and
+the two kernels 6.0 to 11.4 microseconds. With D = 1,536 and M = 8,960, this kernel took 25
+microseconds, and the two kernels 22."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
 """Maximum number of tokens in float32, which only parity checks use: the compiler unrolls float32

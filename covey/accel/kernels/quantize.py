@@ -7,10 +7,10 @@ stored as a one-byte exponent to save bandwidth, because every kernel that reads
 reads the scales of all outputs. Rounding the scale loses no precision, because the relative error
 of a float8 number does not depend on the scale.
 
-Libraries multiply float8 matrices much faster without row-wise scales: on an H200 with 128 tokens,
-the matrix products of a 7B model take 81 us per layer without and 120 us with these scales, and 140
-us in bfloat16. Therefore the library multiplies the float8 matrices without the scales, and the
-kernel that reads the product applies the scales of tokens and outputs.
+Libraries multiply float8 matrices much faster without row-wise scales. On an H200 with 128 tokens,
+the matrix products of a 7B model take 81 us per layer without row-wise scales, 120 us with them,
+and 140 us in bfloat16. Therefore the library multiplies the float8 matrices without the scales, and
+the kernel that reads the product applies the scales of tokens and outputs.
 
 All arithmetic between products is float32. Numbers are rounded to bfloat16 after a product, and to
 float8 before the next product.
@@ -202,7 +202,7 @@ def _silu_mul(
     block: tl.constexpr, rest: tl.constexpr, biased: tl.constexpr,
     top: tl.constexpr, least: tl.constexpr,
 ):  # fmt: skip
-    # A row is read once, in two tiles: blocks are powers of two, and one alone may be half empty.
+    # A row is read once, in two tiles, because a single block (a power of two) may be half empty.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     x = _gated(values, row_scales, exponents, bias, row, column, size, biased)

@@ -86,7 +86,8 @@ def _sample(
         passing = (upto > wanted) & (sums > 0)
         filled = tl.max(tl.where(sums > 0, part, 0))
         chosen = tl.minimum(tl.min(tl.where(passing, part, most_parts)), filled)
-        # The same prefix sum: another order might exceed `wanted` and select the first token.
+        # Reuse the prefix sum: with another order of additions, rounding might make this sum exceed
+        # `wanted`, and the first token would be selected.
         before = tl.max(tl.where(part < chosen, upto, 0.0))
     column = chosen * block + tl.arange(0, block)
     inside = column < vocabulary
