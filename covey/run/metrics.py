@@ -80,6 +80,11 @@ METRICS: Mapping[str, Metric] = {
         "reward",
         trl="rewards/*/mean",
     ),
+    "objective/parts/format": Metric(
+        "Mean of the reward's part `format`. Only if the reward has this part.",
+        "reward",
+        open_instruct="val/format_scores",
+    ),
     "objective/unscored": Metric(
         "Completions whose scoring failed. No other statistic includes them.", "completions"
     ),
@@ -146,10 +151,13 @@ METRICS: Mapping[str, Metric] = {
         "episodes",
         healthy=(0, 0),
     ),
-    "val/stop_token_rate": Metric("Share of completions that contain a stop token.", "share"),
-    "val/num_stop_token_ids": Metric("Stop tokens in all completions.", "tokens"),
-    "val/format_scores": Metric(
-        "Mean of the reward's part `format`. Only if the reward has this part.", "reward"
+    "rollout/stop_token_rate": Metric(
+        "Share of completions that contain a stop token.",
+        "share",
+        open_instruct="val/stop_token_rate",
+    ),
+    "rollout/stop_tokens": Metric(
+        "Stop tokens in all completions.", "tokens", open_instruct="val/num_stop_token_ids"
     ),
     "other/real_batch_size_ratio": Metric(
         "Share of completions in groups whose rewards differ.", "share", healthy=(0.1, 1.0)
