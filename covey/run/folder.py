@@ -57,12 +57,10 @@ from covey.run.records import (
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. For an SFT run, Covey 0.1 wrote "warmup"
-instead of "sft"."""
+"""Values of `kind` in the environment.json of an SFT run, for which Covey 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings. Each line of changes.jsonl
-has the step, the old and new value of each changed setting, and the facts of environment.json that
-the new settings may change.
+"""Name of the file with a line for each resume that changed settings: the step, the old and new
+value of each changed setting, and the facts of environment.json that the new settings may change.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
@@ -126,10 +124,7 @@ class RunFolder:
         append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows, such as the rollouts of a step, to a file such as rollouts/000012.jsonl.
-
-        Values that JSON cannot represent become text.
-        """
+        """Write rows to a file such as rollouts/000012.jsonl; types that JSON lacks become text."""
         (self.path / name).mkdir(exist_ok=True)
         lines, file = b"".join(json_line(row) for row in rows), f"{name}/{step:06d}.jsonl"
         add_digest(self.path, step, file, lines)
@@ -141,10 +136,7 @@ class RunFolder:
         return renamed(rows, records.OLD_ITEM)
 
     def steps(self, note: Note = notice) -> list[dict[str, Any]]:
-        """Return the valid lines of steps.jsonl, with current metric names.
-
-        Metric names of Covey 0.1 are replaced by their current names.
-        """
+        """Return the valid lines of steps.jsonl, with metric names of Covey 0.1 made current."""
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
@@ -164,9 +156,9 @@ class RunFolder:
         advantages: Sequence[Sequence[float | None]],
         replayed: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return the rollouts of a step as rows; the most readable fields come first.
+        """Return the rollouts of a step as rows, in which the most readable fields come first.
 
-        The last `replayed` groups are replayed groups, which were sampled in earlier steps.
+        The last `replayed` groups were sampled in earlier steps.
         """
         rows = []
         for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
@@ -200,22 +192,18 @@ class RunFolder:
         return rows
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step, or [] if the run did not save them.
-
-        Raise RunError if a rollout is damaged.
+        """Return the rollouts of a step, or [] if none were saved; raise RunError for a damaged
+        one.
         """
         return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
     def usable_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the readable rollouts of a step. Raise RunError if no rollout is readable."""
+        """Return the readable rollouts of a step; raise RunError if there are none."""
         rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, notice)
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step.
-
-        Raise RunError if a rollout is damaged or no rollout was saved.
-        """
+        """Return the rollouts of a step; raise RunError if one is damaged or none was saved."""
         rows = self.rollouts(step)
         if rows:
             return rows
@@ -288,8 +276,8 @@ class RunFolder:
     def saved_steps(self) -> list[int] | None:
         """Return the steps whose checkpoints were saved, including checkpoints removed since.
 
-        Return None if checkpoints.jsonl is damaged or missing. Older versions of Covey did not
-        write checkpoints.jsonl.
+        Return None if checkpoints.jsonl is damaged or missing, as in runs of older versions of
+        Covey.
         """
         problems: list[str] = []
         path = self.path / "checkpoints.jsonl"
@@ -316,10 +304,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for this process.
-
-        The lock is released when the process ends, even if it crashes.
-        """
+        """Lock the run for this process, until the block or the process ends (even in a crash)."""
         path = self.path / ".lock"
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -387,9 +372,8 @@ def limit_of(settings: Mapping[str, Any]) -> tuple[str, int]:
 def check_new_run(path: Path, instead: str = "") -> None:
     """Raise RunError if the folder for a new run already contains files.
 
-    The argument `instead` is advice for the user, which is appended to the error message.
-
-    The files of a run that failed before its first step are no error.
+    Files of a run that failed before its first step are no error. `instead` is advice for the user,
+    which is appended to the error message.
     """
     if _failed_early(path):
         return
