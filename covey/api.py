@@ -332,8 +332,8 @@ def _train(
     from covey.analysis.start_notes import console_with_notes
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
-    from covey.training.loop import train as run_loop
     from covey.training.resolve import resolve
+    from covey.training.rl import train as run_rl
     from covey.training.run_start import opened_run
     from covey.training.run_start import resumed_config as resumed
 
@@ -355,7 +355,7 @@ def _train(
         if trackers is None and not quiet and run.parts.world.is_main:
             trackers = [console_with_notes(run)]
         follow = [*(trackers or ()), _Callbacks(callbacks, run.stop)]
-        done = run_loop(run.parts, run.folder, follow, run.stop, run.start)
+        done = run_rl(run.parts, run.folder, follow, run.stop, run.start)
     evaluations = run.folder.evaluations()
     return TrainResult(
         folder=run.folder.path,

@@ -37,6 +37,17 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
         raise _failed(path, error) from None
 
 
+def finite(value: Any) -> Any:
+    """Return nested data with None in place of NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value
+
+
 def json_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line of ASCII JSON, in which values without a JSON type are text."""
     with suppress(ValueError):  # of a lone surrogate, which UTF-8 does not have

@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import DiskError, RunError
-from covey.escape import finite
 from covey.notices import notice
 from covey.run import records
 from covey.run.digests import add_digest, write_digests
 from covey.run.files import (
     append_line,
     check_free,
+    finite,
     json_line,
     whole_folder,
     write_bytes,

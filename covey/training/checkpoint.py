@@ -42,7 +42,7 @@ from covey.training.policy import Policy
 from covey.training.schedule import State
 
 if TYPE_CHECKING:
-    from covey.training.trainer import Trainer
+    from covey.training.loop import Trainer
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -18,7 +18,7 @@ from covey.analysis.explain.effect import Effect, effect
 from covey.config import Config, load_config
 from covey.errors import RunError
 from covey.notices import notice
-from covey.objective.joined_rows import joined
+from covey.objective.masked import joined
 from covey.run.folder import RunFolder
 from covey.run.records import read_episode
 from covey.run.resume import last_good
