@@ -2,11 +2,12 @@
 
     resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
-After an error, the loop saves the last complete step.
+The two kinds of step are in rl.py and sft.py. After an error, the loop saves the last complete
+step.
 
-The two kinds of step are in rl.py and sft.py. Random numbers depend only on values such as (seed,
-step), so there is no generator state to save, and a run that is resumed from a checkpoint (the
-policy and the state of the loop) gives the same results as an uninterrupted one.
+A checkpoint consists of the policy and the state of the loop. Random numbers depend only on values
+such as (seed, step) and need no generator state, so a run that is resumed from a checkpoint gives
+the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -120,8 +121,9 @@ class _Loop:
     saved: int
     """Number of the training step that was last saved as a checkpoint."""
     complete: State | None = None
-    """The run's state after the last complete step (its metrics are logged); None if the policy has
-    changed since then, so that the step can no longer be saved."""
+    """The run's state after the last complete step, whose metrics are logged; None if the policy
+    has changed since then, so that the step can no longer be saved.
+    """
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state

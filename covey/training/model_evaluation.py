@@ -1,4 +1,4 @@
-"""Evaluate the model that a configuration names, without a training run."""
+"""Evaluates the model that a configuration names, without a training run."""
 
 from __future__ import annotations
 

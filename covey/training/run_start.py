@@ -1,4 +1,4 @@
-"""Start or resume a run: join the ranks, build the components, create or lock the run folder."""
+"""Starts or resumes a run: joins the ranks, builds the components, creates or locks the folder."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def opened_run(
 ) -> Iterator[OpenRun[P]]:
     """Join the other ranks, build the components of a run, and create or lock its folder.
 
-    `target` is the run to resume, or the folder of a new run. If `target` is a text, the folder of
-    the new run is runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, by
-    default from the newest checkpoint, and `changed` are the settings that changed.
+    `target` is the run to resume, or the folder of a new run; a text stands for the folder
+    runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, by default the
+    newest, and `changed` are the settings that changed.
     """
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(config, say))
