@@ -99,7 +99,7 @@ def test_a_metric_has_its_own_meaning() -> None:
         assert metric.source in SOURCES, name
 
 
-@pytest.mark.parametrize("part", ["correct", "form", "a/b", "[x]"])
+@pytest.mark.parametrize("part", ["correct", "format", "a/b", "[x]"])
 def test_a_wildcard_stands_for_several_metrics(part: str) -> None:
     assert meaning(f"objective/parts/{part}") == METRICS["objective/parts/*"].definition
 

@@ -81,14 +81,10 @@ METRICS: Mapping[str, Metric] = {
         open_instruct="objective/verifiable_correct_rate",
     ),
     "objective/parts/*": Metric(
-        "Mean of one unweighted part of the reward, over the completions that have it.",
+        "Mean of one unweighted part of the reward, over the completions that have it. The part "
+        "`format` is also logged as `val/format_scores`, its name in open-instruct.",
         "reward",
         trl="rewards/*/mean",
-    ),
-    "objective/parts/format": Metric(
-        "Mean of the reward's part `format`. Logged only if the reward has this part.",
-        "reward",
-        open_instruct="val/format_scores",
     ),
     "objective/unscored": Metric(
         "Completions whose scoring failed, and which no other statistic includes.", "completions"
@@ -623,7 +619,8 @@ RENAMED: Mapping[str, str] = {
 }
 """Maps the prefix of a metric name in Covey 0.1 to the current prefix."""
 OPEN_INSTRUCT: Mapping[str, str] = {
-    entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct
+    "val/format_scores": "objective/parts/format",
+    **{entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct},
 }
 """Maps the name of a metric in open-instruct to its name in Covey, if the names differ."""
 
