@@ -27,7 +27,7 @@ from covey.training.passed_objects import OBJECTS, check_evaluated, check_resume
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
     from covey.training.build import Parts
-    from covey.training.parallel.world import World
+    from covey.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
 """The configuration of a call: a Config, a dict of settings, a TOML file, a recipe's name, or None
