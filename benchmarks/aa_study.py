@@ -97,8 +97,8 @@ def train_one(arm: str, seed: int) -> dict[str, Any]:
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
     from covey.training.build import assemble
-    from covey.training.loop import train
     from covey.training.resolve import resolve
+    from covey.training.rl import train
 
     torch.set_num_threads(1)
     started = time.process_time()

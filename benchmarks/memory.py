@@ -186,8 +186,8 @@ def run_setting(config: Any) -> None:
     from covey.stopping import StopSignal
     from covey.training import checkpoint
     from covey.training.build import assemble
-    from covey.training.loop import train
     from covey.training.parallel.join import joined_world
+    from covey.training.rl import train
 
     with tempfile.TemporaryDirectory() as runs, joined_world(config) as world:
         parts = assemble(config, world=world)

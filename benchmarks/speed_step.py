@@ -146,7 +146,7 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
     from covey.stopping import StopSignal
     from covey.training import checkpoint
     from covey.training.build import assemble
-    from covey.training.loop import train
+    from covey.training.rl import train
 
     shape = sizes.shapes[name]
 

@@ -77,8 +77,8 @@ def time_covey(warmup: int, steps: int) -> Steps:
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
     from covey.training.build import assemble
-    from covey.training.loop import train
     from covey.training.resolve import resolve
+    from covey.training.rl import train
 
     config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
     watch = Watch()

@@ -12,23 +12,32 @@ from covey._version import __version__
 
 if TYPE_CHECKING:
     from covey import functional
-    from covey.api import TrainResult, compare, evaluate, load_config, train
+    from covey.api import CompareResult, TrainResult, compare, evaluate, load_config, train
     from covey.config import Config
-    from covey.environments import Environment
+    from covey.environments import Environment, Start, Step, ToolEnvironment, ToolError
     from covey.errors import CoveyError
+    from covey.evaluation import Estimate
+    from covey.evaluation.evaluate import Evaluation
     from covey.rewards import Reward, Score
     from covey.run.trackers import Tracker
     from covey.types import Group, Prompt, Rollout
 
 _PLACES = {
+    "CompareResult": "covey.api",
     "Config": "covey.config",
     "CoveyError": "covey.errors",
     "Environment": "covey.environments",
+    "Estimate": "covey.evaluation",
+    "Evaluation": "covey.evaluation.evaluate",
     "Group": "covey.types",
     "Prompt": "covey.types",
     "Reward": "covey.rewards",
     "Rollout": "covey.types",
     "Score": "covey.rewards",
+    "Start": "covey.environments",
+    "Step": "covey.environments",
+    "ToolEnvironment": "covey.environments",
+    "ToolError": "covey.environments",
     "Tracker": "covey.run.trackers",
     "TrainResult": "covey.api",
     "compare": "covey.api",
@@ -38,14 +47,21 @@ _PLACES = {
 }
 
 __all__ = [
+    "CompareResult",
     "Config",
     "CoveyError",
     "Environment",
+    "Estimate",
+    "Evaluation",
     "Group",
     "Prompt",
     "Reward",
     "Rollout",
     "Score",
+    "Start",
+    "Step",
+    "ToolEnvironment",
+    "ToolError",
     "Tracker",
     "TrainResult",
     "__version__",

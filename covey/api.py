@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from covey import notices
 from covey.config import Config, parse_config, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
 from covey.run.best import best_checkpoint
-from covey.run.folder import RunFolder, check_new_run, next_run_path
+from covey.run.folder import RunFolder, check_new_run
 from covey.run.trackers import Tracker
+from covey.screen import Screen
 from covey.stopping import StopSignal
 from covey.training.passed_objects import OBJECTS, check_evaluated, check_resumed, model_name
 
 if TYPE_CHECKING:
+    from covey.analysis.compare.design import Request
     from covey.evaluation.evaluate import Evaluation
     from covey.training.build import Parts
     from covey.world import World
@@ -59,6 +62,22 @@ class TrainResult:
     """Why a health check, train.patience or a callback stopped the run early; None otherwise."""
     best: Path | None = None
     """The checkpoint with the best value of the metric that `save.best` names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareResult:
+    """The result of a comparison."""
+
+    folder: Path
+    """The comparison's folder, which also contains the report as a page and tables."""
+    report: dict[str, Any]
+    """The content of report.json, as docs/compare-report.md describes it."""
+
+    @property
+    def failed(self) -> list[str]:
+        """The runs that failed, such as `grpo seed 0: killed`; the other runs are compared."""
+        runs = [run for run in self.report["runs"] if run["state"] == "failed"]
+        return [f"{run['arm']} seed {run['seed']}: {run['error']}" for run in runs]
 
 
 class _Callbacks(Tracker):
@@ -123,21 +142,19 @@ def train(
             rewards again.
         quiet: print nothing. **overrides: settings by dotted key.
     """
-    objects = _objects(dataset, held_out, rewards, environment)
-    shown, named = _split(trackers)
-    empty = "task" in objects and objects["task"].evaluation == []  # there is nothing to evaluate
-    overrides = {**({"evaluate.every": 0} if empty else {}), **overrides, **named}
-    if resume is not None:
-        if any(given is not None for given in (config, model, run)):
-            raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
-        folder = RunFolder.open(Path(resume))
-        check_resumed(folder, objects.keys(), objects.get("reward"))
-        return _train(overrides, folder, objects, shown, callbacks, quiet)
-    if run is not None:
-        check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
-    source = "arithmetic" if config is None and dataset is None else config
-    chosen = _with_objects(source, objects, model, overrides)
-    return _train(chosen, None if run is None else Path(run), objects, shown, callbacks, quiet)
+    with notices.quiet(quiet):
+        objects = _objects(dataset, held_out, rewards, environment)
+        shown, named = _split(trackers)
+        no_prompts = "task" in objects and objects["task"].evaluation == []
+        overrides = {**({"evaluate.every": 0} if no_prompts else {}), **overrides, **named}
+        if resume is not None:
+            folder = _resumed(Path(resume), objects, config, model, run)
+            return _train(overrides, folder, objects, shown, callbacks, quiet)
+        if run is not None:
+            check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
+        source = "arithmetic" if config is None and dataset is None else config
+        chosen = _with_objects(source, objects, model, overrides)
+        return _train(chosen, None if run is None else Path(run), objects, shown, callbacks, quiet)
 
 
 def evaluate(
@@ -147,65 +164,111 @@ def evaluate(
     dataset: Dataset | None = None,
     rewards: Any = None,
     samples: int = 0,
+    quiet: bool = False,
     **overrides: Any,
 ) -> Evaluation:
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
     With a dataset, all of its rows are evaluated. If `model` is a run folder, its newest checkpoint
     is evaluated, by default with the run's own settings. If `model` is the path of a checkpoint,
-    the settings of its run are not used.
+    the settings of its run are not used. Notes about prompts that are too long are printed on
+    stderr, unless `quiet`.
     """
     from covey.run.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
     from covey.training.resolve import resolve
 
-    model, folder = model_name(model), Path(model_name(model))
-    if run_around(folder) == folder:
-        model = str(weights_of(folder, "covey.evaluate('{}', ...)"))
-        config = folder / "config.toml" if config is None else config
-    objects = _objects(dataset, dataset, rewards)
-    source = "arithmetic" if config is None and dataset is None else config
-    settings = {**overrides, "evaluate.samples": samples}
-    unresolved = _with_objects(source, objects, model, settings)
-    check_evaluated(unresolved, objects)
-    chosen = resolve(unresolved, passed=objects.keys())
-    return evaluate_model(chosen, objects.get("task"), objects.get("reward"))
+    with notices.quiet(quiet):
+        model, folder = model_name(model), Path(model_name(model))
+        if run_around(folder) == folder:
+            model = str(weights_of(folder, "covey.evaluate('{}', ...)"))
+            config = folder / "config.toml" if config is None else config
+        objects = _objects(dataset, dataset, rewards)
+        source = "arithmetic" if config is None and dataset is None else config
+        settings = {**overrides, "evaluate.samples": samples}
+        unresolved = _with_objects(source, objects, model, settings)
+        check_evaluated(unresolved, objects)
+        chosen = resolve(unresolved, passed=objects.keys())
+        return evaluate_model(chosen, objects.get("task"), objects.get("reward"))
 
 
 def compare(
     config: str | Path = "arithmetic",
     *,
+    model: str | Path | None = None,
     algorithms: Sequence[str] = (),
     arms: Sequence[str] = (),
     seeds: int = 3,
     folder: str | Path | None = None,
     parallel: int | None = None,
+    quiet: bool = False,
     **overrides: Any,
-) -> dict[str, Any]:
-    """Train the arms of a comparison under equal conditions, and return the report as plain data.
+) -> CompareResult:
+    """Train the arms of a comparison under equal conditions, and return the report.
 
-    The comparison's folder (`report["folder"]`) also contains the report as a page and tables.
+    Args:
+        config: the configuration that all arms share, a TOML file or a recipe.
+        model: the model that all arms start from. Default: the model of the configuration.
+        algorithms: the names of algorithms; each is an arm.
+        arms: arms with their own settings, such as "frozen: optimizer.learning_rate=0".
+        seeds: the number of seeds; each arm trains one run per seed.
+        folder: the folder of the comparison. Default: the next free `comparisons/NAME-N`, or the
+            folder of an earlier comparison with the same arguments, which resumes.
+        parallel: how many runs train at the same time. Default: one on a GPU; on a CPU, as many as
+            its cores allow.
+        quiet: print nothing. **overrides: settings of all arms, by dotted key.
+
+    Ctrl-C lets each run save its current step and raises KeyboardInterrupt. The same call resumes
+    the comparison.
     """
-    from covey.cli.main import run as run_command
+    from covey.analysis.compare.execute import run_comparison, show_design
+    from covey.analysis.compare.prepare import checked, prepare
 
-    words = ["compare", str(config), "--seeds", str(seeds)]
-    words += ["--algorithms", ",".join(algorithms)] if algorithms else []
-    words += [word for arm in arms for word in ("--arm", arm)]
-    words += ["--parallel", str(parallel)] if parallel else []
-    words += [word for setting in _settings(overrides) for word in ("--set", setting)]
-    parent = Path("comparisons")
-    where = Path(folder) if folder is not None else next_run_path(parent, Path(str(config)).stem)
-    file = where / "report.json"
-    earlier = file.stat().st_mtime_ns if file.is_file() else 0
-    code = run_command([*words, "--folder", str(where)])
-    # Failed runs also give an exit code of 1, but then the command has written a new report.
-    if not file.is_file() or (code and file.stat().st_mtime_ns == earlier):
-        raise ConfigError(
-            f"compare: the comparison failed with exit code {code}; the printed output gives the "
-            "reason"
-        )
-    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return {**report, "folder": str(where)}
+    if parallel is not None and parallel < 1:
+        raise ConfigError(f"parallel = {parallel} must be at least 1")
+    settings = {} if model is None else {"model.path": model_name(model)}
+    request = _request(config, {**settings, **overrides}, algorithms, arms, seeds)
+    with notices.quiet(quiet):
+        console = Screen(soft_wrap=True, quiet=quiet)
+        prepared = checked(prepare(request, None if folder is None else Path(folder)))
+        show_design(prepared, console)
+        if run_comparison(prepared, parallel, console).stopping:
+            raise KeyboardInterrupt
+    text = (prepared.folder / "report.json").read_text(encoding="utf-8")
+    return CompareResult(folder=prepared.folder, report=json.loads(text))
+
+
+def _request(
+    config: str | Path,
+    settings: Mapping[str, Any],
+    algorithms: Sequence[str],
+    arms: Sequence[str],
+    seeds: int,
+) -> Request:
+    """Return a comparison as requested by the arguments of `compare`."""
+    from covey.analysis.compare.design import Request, parse_arm
+
+    for name, given in (("algorithms", algorithms), ("arms", arms)):
+        if isinstance(given, str):
+            raise ConfigError(f"{name} must be a list, such as {name}=[{given!r}], not a text")
+    if seeds < 1:
+        raise ConfigError(f"seeds = {seeds} must be at least 1")
+    return Request(
+        source=str(config),
+        overrides=tuple(_settings(settings)),
+        algorithms=tuple(algorithms),
+        arms=tuple(map(parse_arm, arms)),
+        seeds=seeds,
+    )
+
+
+def _resumed(path: Path, objects: Mapping[str, Any], *of_new_runs: object) -> RunFolder:
+    """Open the folder of a run to resume, and check the arguments against the run."""
+    if any(given is not None for given in of_new_runs):
+        raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
+    folder = RunFolder.open(path)
+    check_resumed(folder, objects.keys(), objects.get("reward"))
+    return folder
 
 
 def _split(
@@ -269,8 +332,8 @@ def _train(
     from covey.analysis.start_notes import console_with_notes
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
-    from covey.training.loop import train as run_loop
     from covey.training.resolve import resolve
+    from covey.training.rl import train as run_rl
     from covey.training.run_start import opened_run
     from covey.training.run_start import resumed_config as resumed
 
@@ -292,7 +355,7 @@ def _train(
         if trackers is None and not quiet and run.parts.world.is_main:
             trackers = [console_with_notes(run)]
         follow = [*(trackers or ()), _Callbacks(callbacks, run.stop)]
-        done = run_loop(run.parts, run.folder, follow, run.stop, run.start)
+        done = run_rl(run.parts, run.folder, follow, run.stop, run.start)
     evaluations = run.folder.evaluations()
     return TrainResult(
         folder=run.folder.path,

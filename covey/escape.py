@@ -63,14 +63,3 @@ def printable_data(value: Any) -> Any:
         # Most long lists are numbers.
         return [each if type(each) is float else printable_data(each) for each in value]
     return printable(value) if isinstance(value, str) else value
-
-
-def finite(value: Any) -> Any:
-    """Return nested data with None in place of NaN and infinity, which JSON lacks."""
-    if isinstance(value, dict):
-        return {str(key): finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return None
-    return value

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import covey
+from covey import api
+from covey.analysis.compare import launch
 from covey.cli.main import run as command
 from covey.errors import ConfigError, DataError, RunError
 from covey.rewards.user import function_reward
 from covey.run.folder import RunFolder
 from covey.tasks.dataset import SHARE, dataset_task, with_share
 from covey.tasks.task import shared_prompts
+from tests.cli.test_compare import ForkedRun
+from tests.processes import wait_until
 
 ROOT = Path(__file__).parent.parent
 ROWS = [
@@ -62,6 +68,33 @@ def test_the_public_api_is_what_it_says_and_imports_nothing_heavy() -> None:
     assert done.stdout == "False\n"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = covey.nothing
+
+
+def classes_in(annotation: Any) -> set[type]:
+    """Return the classes of Covey in a type annotation."""
+    inner = {found for part in get_args(annotation) for found in classes_in(part)}
+    own = isinstance(annotation, type) and annotation.__module__.startswith("covey.")
+    return inner | ({annotation} if own else set())
+
+
+def test_the_types_of_arguments_and_results_are_public_and_documented() -> None:
+    from covey.evaluation.evaluate import Evaluation
+
+    found: set[type] = set()
+    for function in (covey.train, covey.evaluate, covey.compare, covey.load_config):
+        hints = get_type_hints(function, {**vars(api), "Evaluation": Evaluation})
+        found = found.union(*map(classes_in, hints.values()))
+    names = {cls.__name__ for cls in found}
+    assert names >= {"Config", "Tracker", "TrainResult", "Evaluation", "CompareResult"}
+    assert names <= set(covey.__all__)
+    page = (ROOT / "docs/api.md").read_text()
+    public = page.partition("## Public names")[2]
+    assert {name for name in covey.__all__ if f"`{name}`" not in public} == set()
+    for function in (covey.train, covey.evaluate, covey.compare):
+        assert "quiet" in inspect.signature(function).parameters
+    table = re.findall(r"^\| (`.*?) \|", page.partition("## Public names")[0], re.MULTILINE)
+    described = {name for row in table for name in re.findall(r"`(\w+)`", row)}
+    assert described >= set(inspect.signature(covey.train).parameters) - {"overrides"}
 
 
 def test_a_run_on_own_data_with_own_functions(
@@ -176,6 +209,39 @@ def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:
     assert plain == [{k: v for k, v in m.items() if "time" not in k} for m in whole.metrics]
 
 
+SCRIPT = """
+import sys
+import covey
+from tests.test_api import ROWS, SMALL, correct, short
+
+settings = {**SMALL, "train.steps": 100000, "evaluate.every": 0, "save.every": 0}
+print("ready")
+result = covey.train(
+    model="embedded", dataset=ROWS, rewards=[correct, short], run=sys.argv[1], quiet=True,
+    **settings,
+)
+print(result.step, result.interrupted, result.stopped)
+"""
+
+
+def test_ctrl_c_in_a_script_returns_a_result_that_can_be_resumed(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(run.path)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_until(lambda: process.poll() is not None or len(run.steps()) >= 2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    step = run.steps()[-1]["step"]
+    assert out.splitlines() == ["ready", f"{step} True None"]
+    assert [number for number, _ in run.checkpoints()][-1] == step
+    more = {"train.steps": step + 1}
+    rest = covey.train(resume=run.path, dataset=ROWS, rewards=[correct, short], quiet=True, **more)
+    assert [m["step"] for m in rest.metrics] == [*range(1, step + 2)]
+
+
 def test_an_sft_run_is_not_resumed_with_rl(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert command(["sft", "--run", str(run), "--smoke", "--set", "sft.evaluate_every=0"]) == 0
@@ -184,10 +250,91 @@ def test_an_sft_run_is_not_resumed_with_rl(tmp_path: Path) -> None:
     assert [row["step"] for row in RunFolder(run).steps()] == [1, 2]
 
 
-def test_a_comparison_that_fails_does_not_return_an_earlier_report(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("{}")
-    with pytest.raises(ConfigError, match="failed with exit code 2; the printed output gives"):
-        covey.compare("arithmetic", algorithms=["grppo"], folder=tmp_path)
+COMPARED = {
+    "train.steps": 1, "train.mini_batches": 1, "evaluate.every": 1, "evaluate.prompts": 4,
+    "rollout.prompts_per_step": 2, "rollout.group_size": 2, "rollout.max_tokens": 8,
+    "task.train_size": 50, "model.device": "cpu",
+}  # fmt: skip
+
+
+def test_a_comparison_returns_its_report_and_the_same_call_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "start", ForkedRun)
+    hungry = "hungry: rollout.prompts_per_step=51"
+    arguments: dict[str, Any] = {"algorithms": ["grpo", "gspo"], "arms": [hungry], "seeds": 1}
+    arguments |= {"model": "embedded", "parallel": 1, **COMPARED}
+    result = covey.compare("arithmetic", **arguments, quiet=True)
+    assert capfd.readouterr() == ("", "")
+    assert result.folder == Path("comparisons/arithmetic-1")
+    assert result.report == json.loads((result.folder / "report.json").read_text())
+    assert [arm["name"] for arm in result.report["arms"]] == ["grpo", "gspo", "hungry"]
+    (failed,) = result.failed
+    assert failed.startswith("hungry seed 0: ")
+    assert "a step needs 51 different prompts" in failed
+
+    started: list[str] = []
+    monkeypatch.setattr(launch, "start", lambda job: started.append(job.arm) or ForkedRun(job))
+    again = covey.compare("arithmetic", **arguments)
+    assert (again.folder, started) == (result.folder, ["hungry"])
+    shown = capfd.readouterr()
+    assert "3 runs of 1 steps: 3 arms, seeds 0" in shown.out
+    assert f"failed: {failed}" in shown.out
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"algorithms": ["grppo"]}, "objective.name = 'grppo' is not a known algorithm"),
+        ({"algorithms": ["grpo"]}, "nothing to compare: give at least two arms"),
+        (
+            {"algorithms": "grpo,gspo"},
+            r"algorithms must be a list, such as algorithms=\['grpo,gspo'",
+        ),
+        ({"arms": ["frozen"]}, "the arm 'frozen' is not of the form 'NAME: key=value"),
+        (
+            {"arms": ["a: seed=3"]},
+            "arm a: seed = 3 must be the same for all arms; set seed for all",
+        ),
+        ({"arms": ["a: nothing"]}, "the setting 'nothing' is not of the form key=value"),
+        ({"seeds": 0}, "seeds = 0 must be at least 1"),
+        ({"parallel": 0}, "parallel = 0 must be at least 1"),
+        ({"model": object()}, "a name or a folder, not an object of type object"),
+        ({"model": "nowhere/x", "algorithms": ["grpo", "gspo"]}, "nowhere/x"),
+        ({"train.stepz": 3, "algorithms": ["grpo", "gspo"]}, "train.stepz is not a setting"),
+    ],
+)
+def test_mistakes_in_a_comparison_name_the_arguments_of_python(
+    arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "report.json").write_text("{}")  # an earlier report is not returned
+    with pytest.raises(covey.CoveyError, match=message) as caught:
+        covey.compare("arithmetic", **{"folder": tmp_path / "new", **arguments})
+    assert "--" not in str(caught.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    with pytest.raises(covey.CoveyError, match="do not belong to a comparison; choose another fol"):
+        covey.compare(algorithms=["grpo", "gspo"], folder=tmp_path)
+
+
+def test_a_quiet_call_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    objects: dict[str, Any] = {"dataset": ROWS, "rewards": [correct, short]}
+    with_long_prompt = {**objects, "dataset": [*ROWS[:2], {"prompt": "9" * 2000, "target": "9"}]}
+    skip = {"rollout.long_prompts": "skip", "rollout.max_tokens": 8, "model.device": "cpu"}
+    run = small(tmp_path).folder
+    covey.evaluate("embedded", **with_long_prompt, **skip, quiet=True)
+    for step in (3, 4):
+        with (run / "steps.jsonl").open("a") as file:
+            file.write("damaged\n")
+        if step == 4:
+            assert capfd.readouterr() == ("", "")
+        covey.train(resume=run, **objects, quiet=step == 3, **{"train.steps": step})
+    shown = capfd.readouterr()
+    assert "covey: " in shown.err
+    assert "step 4" in shown.out
+    covey.evaluate("embedded", **with_long_prompt, **skip)
+    assert "covey: 1 of 3 held-out prompts have more than" in capfd.readouterr().err
 
 
 def test_an_evaluation_and_a_configuration() -> None:

@@ -1,15 +1,14 @@
 """Offload the inputs of checkpointed layers to CPU memory until the backward pass.
 
-Gradient checkpointing stores the input of every layer. For a long sequence, the inputs of all
-layers take most of the activation memory. With offloading, a second CUDA stream copies each layer's
-input to pinned CPU memory while the layer runs. In the backward pass, while one layer runs, the
-second CUDA stream copies back the input of the layer that runs next. With offloading, about three
-layer inputs are on the device at a time, for any number of layers. The copies in CPU memory are
-exact, so offloading does not change gradients.
+Gradient checkpointing stores the input of every layer, which for a long sequence takes most of the
+activation memory. With offloading, a second CUDA stream copies each layer's input to pinned CPU
+memory while the layer runs. In the backward pass, it copies back the input of the next layer while
+the current one runs. About three layer inputs are then on the device at a time, for any number of
+layers. The copies in CPU memory are exact, so offloading does not change gradients.
 
-All copies run on one stream in the order in which they were started. Because copies run in order, a
-buffer in CPU memory can be reused as soon as Python has freed the activation in it, and a CUDA
-graph can contain the copies.
+All copies run on one stream in the order in which they were started. A buffer in CPU memory can
+therefore be reused as soon as Python has freed the activation in it, and a CUDA graph can contain
+the copies.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class ActivationOffload:
     def _load(self, kept: _Kept) -> torch.Tensor:
         """Return the activation's copy on the device; start copying if there is no copy yet.
 
-        The returned values are complete once the CUDA event `loaded` has occurred.
+        The values are complete once the CUDA event `loaded` has occurred.
         """
         if kept.values is None:
             kept.values = torch.empty_like(kept.host, device=kept.device, pin_memory=False)

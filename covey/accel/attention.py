@@ -1,13 +1,13 @@
 """Attention functions for packed rows and for short CPU sequences, used by transformers.
 
-A transformers model with standard attention needs no change: the model calls the attention function
-that this module registers.
+A transformers model with standard attention needs no change, because it calls the attention
+function that this module registers.
 
-With packing, the model sees all tokens of a batch as one long row without padding. A prompt that
-several completions share occurs in the packed row only once. All layers except attention process
-each token on its own. But attention needs to know which packed tokens belong to the same sequence.
-Without flash attention, the packed tokens are gathered into padded rows (PaddedRows). Flash
-attention reads the packed tokens without padding (VarlenRows, in varlen_attention.py).
+With packing, the model sees all tokens of a batch as one long row without padding, in which a
+prompt that several completions share occurs only once. All other layers process each token on its
+own, but attention needs to know which packed tokens belong to the same sequence. Flash attention
+reads the packed tokens without padding (VarlenRows, in varlen_attention.py); without it, they are
+gathered into padded rows (PaddedRows).
 
 The dimensions in tensor shapes are N (packed tokens), B (rows), S (columns), H (heads), K
 (key-value heads) and D (head size).
@@ -37,7 +37,7 @@ class PaddedRows:
     rows: torch.Tensor
     """[B, S] int64: the index of the packed token at each position of a padded row."""
     home: torch.Tensor
-    """[N] int64: for each packed token, one index in the flattened `rows` at which the token
+    """[N] int64: for each packed token, one of the indices in the flattened `rows` at which it
     occurs."""
 
 
@@ -78,7 +78,7 @@ def attention(
         tokens = packed[0].transpose(0, 1).flatten(1).index_select(0, rows)
         return tokens.view(*cells, packed.shape[1], packed.shape[3]).transpose(1, 2)
 
-    # Causal attention never reads the padding, which is on the right. So no mask is needed.
+    # Causal attention never reads the padding, which is on the right, so no mask is needed.
     heads = gathered(query), gathered(key), gathered(value)
     attended = _attend(module, heads, None, options)
     packed = attended.flatten(0, 1).index_select(0, packing.home)
@@ -157,7 +157,7 @@ def short_attention(
 ) -> torch.Tensor:
     """Compute attention as two batched matrix products.
 
-    The queries of all heads that share a key head are stacked as rows of one matrix.
+    The queries of all heads that share a key head are the rows of one matrix.
     """
     batch, heads, positions, size = query.shape
     rows = query.reshape(batch * key.shape[1], heads // key.shape[1] * positions, size)

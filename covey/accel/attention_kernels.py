@@ -1,17 +1,17 @@
 """Attention kernels for packed rows: torch's flash attention, cuDNN, and Triton.
 
-Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
-all keys of the row (varlen_attention.py). Flash attention processes all rows in one call and
-supports rows with fewer queries than keys. The Triton kernels (kernels/packed_attention.py) also
-process all rows in one call and support fewer queries than keys; they are made for short rows.
-cuDNN aligns the causal mask at the start of a row, so that query i sees keys 0 to i. cuDNN
-therefore needs the prompt's queries in every row; rows that lack these queries get copies. cuDNN's
-outputs for copied queries are discarded, and the gradients of these outputs are zero. With cuDNN,
-one call processes all rows of similar length. This module does not use cuDNN's operator for rows of
-different lengths, because the operator reads invalid addresses in torch 2.11.
+Attention is causal, with the causal mask aligned at the end of a row, so that the last query of a
+row sees all keys of the row (varlen_attention.py). Flash attention and the Triton kernels
+(kernels/packed_attention.py) process all rows in one call and support rows with fewer queries than
+keys. The Triton kernels are made for short rows.
 
-The functions `chosen` and `measured` measure the kernels on the device and choose the fastest
-kernel.
+cuDNN aligns the causal mask at the start of a row, so that query i sees keys 0 to i. It therefore
+needs the prompt's queries in every row, and rows that lack them get copies. The outputs for copied
+queries are discarded, and their gradients are zero. One cuDNN call processes all rows of similar
+length. cuDNN's operator for rows of different lengths is not used, because it reads invalid
+addresses in torch 2.11.
+
+The functions `chosen` and `measured` measure the kernels on the device and choose the fastest one.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
@@ -41,7 +41,7 @@ new row length."""
 Found = tuple[torch.Tensor, ...]
 """The output of attention, and further tensors that the backward pass needs."""
 Kept = list[Found]
-"""A list that holds a checkpointed layer's attention result until the layer is recomputed."""
+"""A list that stores a checkpointed layer's attention result until the layer is recomputed."""
 
 
 class Inputs(NamedTuple):
@@ -101,8 +101,8 @@ def attend(
 ) -> torch.Tensor:
     """Return the output [N, H, D] of attention for queries [N, H, D], keys and values [R, K, D].
 
-    If `kept` is an empty list, the output is also stored in the list. If `kept` contains an output
-    of an earlier call, that output is removed from the list and returned.
+    If `kept` is an empty list, the output is also stored in it. If it contains the output of an
+    earlier call, that output is removed from the list and returned.
     """
     attended: torch.Tensor = _Attention.apply(query, key, value, kernel, inputs, kept)
     return attended
@@ -201,8 +201,8 @@ def _query_rows(
 ) -> torch.Tensor:
     """Copy queries, or tensors of the same shape [N, H, D], into padded rows [rows, H, S, D].
 
-    `tokens` has the index of the packed token at each key position. Queries that belong to another
-    row are copied from that row if `tokens` is given, and are zero if `tokens` is None.
+    `tokens` gives the index of the packed token at each key position. With `tokens`, queries that
+    belong to another row are copied from that row; without, they are zero.
     """
     if not any(row.missing for row in rows):
         return _key_rows(values, [row._replace(key=row.query) for row in rows])
@@ -268,37 +268,34 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         TRITON: Kernel(_triton_forward, _triton_backward, captured=True),
     }
 )
-"""Attention kernels by name. Flash attention is the default, supports sliding windows, and is
-deterministic if torch's deterministic algorithms are on. The function `flash_attention` chooses one
-of these kernels for each call."""
+"""Attention kernels by name, of which `flash_attention` chooses one for each call. Flash attention
+is the default, supports sliding windows, and is deterministic if torch's deterministic algorithms
+are on."""
 
 
 # Choose the fastest kernel for attention over packed rows, by measurement on the device.
 #
-# The fastest kernel depends on the device, the heads and the length of rows. A process measures
-# kernels once for each class of shapes. A measurement is a forward and a backward pass over rows
-# of equal length. A kernel that fails, or whose results differ from flash attention 2, is not
-# used. For long rows, all kernels are measured. For short rows, only kernels that can be part of
-# a CUDA graph are measured, because CUDA graphs save more time than a faster kernel would. With
-# torch's deterministic algorithms, only flash attention 2 is used.
+# The fastest kernel depends on the device, the heads and the length of rows. A process therefore
+# measures the kernels once for each class of shapes, by a forward and a backward pass over rows of
+# equal length. A kernel that fails, or whose results differ from flash attention 2, is not used.
+# For short rows, only kernels that can be part of a CUDA graph are measured, because CUDA graphs
+# save more time than a faster kernel would. With torch's deterministic algorithms, only flash
+# attention 2 is used.
 #
 # The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-
 # value heads) and D (head size).
 
 NUMBERS = 2**24
-"""Approximate number of elements in the query tensor on which kernels are timed. Kernels are
-measured on rows of equal length.
-"""
+"""Approximate number of elements in the query tensor on which kernels are timed."""
 SHORTEST = 128
 """All rows of up to SHORTEST tokens belong to the same shape class."""
 TOLERANCE = 0.02
-"""Maximum relative error of a kernel's results, compared to flash attention. Rounding makes the
-results of correct kernels differ by less than 1 % of their norm."""
+"""Maximum relative error of a kernel's results, compared to flash attention. Rounding alone changes
+the results of correct kernels by less than 1 % of their norm."""
 REPEATS = 3
 CYCLES = 10_000_000
 """Number of clock cycles (a few milliseconds) for which the device is kept busy before each
-measurement. While the device is busy, the host launches the kernels, so that the launch time is not
-measured."""
+measurement. Meanwhile the host launches the kernels, so that the launch time is not measured."""
 FLASH3 = "FlashAttention 3"
 
 
@@ -338,8 +335,8 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return the attention output [N, H, D] for queries [N, H, D], keys and values [R, K, D].
 
-    If `kept` is an empty list, the output is also stored in the list. If `kept` contains an output
-    of an earlier call, that output is removed from the list and returned.
+    If `kept` is an empty list, the output is also stored in it. If it contains the output of an
+    earlier call, that output is removed from the list and returned.
     """
     name = FLASH
     if window is None:
@@ -357,11 +354,11 @@ def has_long_rows(key_bounds: Sequence[int]) -> bool:
 def chosen(shape: ShapeClass) -> str:
     """Return the name of the fastest kernel for attention whose longest row has `shape.length`.
 
-    The first call for a shape class measures the kernels. CUDA graphs are captured at the third
-    micro-batch of the same size, after the kernels have been measured.
+    The first call for a shape class measures the kernels. CUDA graphs are captured later, at the
+    third micro-batch of the same size.
     """
-    # In a deterministic process, no measurement decides. The engine skips torch's check of
-    # operations, but not this flag.
+    # In a deterministic process, the choice must not depend on a measurement. The cuDNN flag also
+    # covers the engine, which turns off torch's determinism check.
     deterministic = (
         torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
     )
@@ -402,8 +399,8 @@ def description(config: Any, device: torch.device, dtype: torch.dtype, longest: 
 def measured(shape: ShapeClass) -> Choice:
     """Measure kernels on rows of equal length, and choose the fastest kernel.
 
-    The first caller may be the engine's prefill in inference mode, so this function turns inference
-    mode off to measure backward passes.
+    This function turns inference mode off, because the first caller may be the engine's prefill,
+    and backward passes do not run in inference mode.
     """
     rows = _Rows(shape)
     expected = rows.results(FLASH)

@@ -1,12 +1,12 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The fused forward pass uses the weights of the model. Only the operations between the matrix
-products, and the order in which LoRA matrices are multiplied, differ from the model's own code. The
-residual stream is float32, as in the engine's fused decoder. Norms take the residual stream as
-input, and their outputs have the dtype of the weights. The outputs of attention and MLP have the
-dtype of the weights, and are added to the float32 residual stream. One matrix product computes all
-linear layers that have the same input, if the weights of these layers are fused. If the optimizer
-attached a GradSink to a weight, the backward pass adds the weight's gradient to a float32 buffer.
+The pass uses the weights of the model, and differs from the model's own code only in the operations
+between the matrix products, and in the order in which LoRA matrices are multiplied. One matrix
+product computes all linear layers that have the same input, if their weights are fused. The
+residual stream is float32, as in the engine's fused decoder. The outputs of norms have the dtype of
+the weights, and so have the outputs of attention and MLP that are added to the residual stream. If
+the optimizer attached a GradSink to a weight, the backward pass adds the weight's gradient to a
+float32 buffer.
 
 The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
 size).
@@ -38,8 +38,8 @@ Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
 """Called for each layer in order, with its keys after RoPE and its values, both [N, K, D]."""
 
 LAYER_ENTRY = "covey_layer"
-"""Name of a method that is added to every layer of a model that FSDP shards. The added method
-gathers the sharded weights of the layer, runs `fused_layer` and frees the gathered weights."""
+"""Name of a method that is added to every layer of a model that FSDP shards. It gathers the layer's
+weights, runs `fused_layer` and frees the gathered weights."""
 
 
 class _Place(NamedTuple):
@@ -138,9 +138,8 @@ def _layer(
     """Return the residual stream after attention, and the output of the MLP.
 
     A checkpointed layer stores its attention output in `kept`, so that recomputing the layer skips
-    attention. The output of attention takes longer to compute than any other tensor of the same
-    size. The function `keep` is called with the layer's input, from which the backward pass
-    recomputes the layer.
+    attention. This output takes longer to compute than any other tensor of the same size. `keep` is
+    called with the layer's input, from which the backward pass recomputes the layer.
     """
     hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
     if keep is not None:

@@ -1,7 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for several layers.
 
-The outputs of plain LoRA adapters are added to the result of the fused matrix product. A layer that
-has other operations, for example LoRA dropout, is not fused; the layer's own forward pass runs.
+The outputs of plain LoRA adapters are added to the result of this product. A layer with other
+operations, for example LoRA dropout, is not fused, and its own forward pass runs.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 def skip_swiglu_output() -> Iterator[None]:
     """Inside this `with` block, let SwiGLU layers save their inputs but compute no output.
 
-    Checkpointed layers are recomputed inside this `with` block, because the backward pass never
-    reads the recomputed output.
+    Checkpointed layers are recomputed inside this block, because the backward pass never reads the
+    recomputed output.
     """
     token = _SKIPS.set(True)
     try:
@@ -102,7 +102,7 @@ class _Weights:
     def parameters(self) -> list[torch.Tensor]:
         """Inputs of the autograd function: all weights, all biases, and the LoRA matrices.
 
-        The matrices A of all layers come before the matrices B.
+        All matrices A come before the matrices B.
         """
         second = (part.second for _, part in self.low_rank)
         return [*self.weights, *self.biases, *self.first, *second]
@@ -155,7 +155,7 @@ class _Weights:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of `parameters`.
 
-        The result is None for a gradient that is not needed or was added to a GradSink.
+        An entry is None if the gradient is not needed or was added to a GradSink.
         """
         count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)
@@ -210,7 +210,7 @@ class _Product(torch.autograd.Function):
 class _GatedProduct(torch.autograd.Function):
     """SwiGLU for autograd.
 
-    The forward pass saves only `gate` and `up`, and the backward pass recomputes silu(gate) * up.
+    The forward pass saves only `gate` and `up`; the backward pass recomputes silu(gate) * up.
     """
 
     @staticmethod
@@ -256,8 +256,8 @@ def _apart(gates: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 # LoRA adapters in the fused forward pass: low-rank products are added to the frozen product.
 #
 # An adapted layer computes `W x + scale * B A x`. For layers with the same input, one matrix
-# product computes W x of all layers, and another computes A x of all layers. B A x is added to W
-# x in place. The backward pass computes gradients of A and B only, never of W.
+# product computes W x of all layers, and another computes A x. B A x is then added to W x in
+# place. The backward pass computes gradients of A and B only, never of W.
 #
 # The dimensions in tensor shapes are N (tokens), I and O (inputs and outputs of a layer) and R
 # (adapter rank).

@@ -1,8 +1,8 @@
 """Fused parameters: several weights in one storage, so that one matrix product uses all of them.
 
 Fused parameters keep their names and shapes, but are views of one shared tensor. An optimizer step
-changes the parameters in place, so the fused product sees the new values without a copy. Parameters
-are fused if they are consecutive in memory.
+changes them in place, so the fused product uses the new values without a copy. Parameters count as
+fused if they are consecutive in memory.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class GradSink:
     """Accumulates the float32 gradients of bfloat16 parameters that share one tensor.
 
     A backward pass may add a gradient to the float32 sum and return None to autograd. A matrix
-    product can add to the float32 sum directly, so that no gradient is rounded to bfloat16.
+    product can even write to the sum directly, so that no gradient is rounded to bfloat16.
     """
 
     def __init__(self, masters: Sequence[HoldsGrad]) -> None:
@@ -101,9 +101,8 @@ class GradSink:
     def start(self) -> torch.Tensor:
         """Start a new gradient sum; the caller must fill the returned tensor.
 
-        A new gradient sum reuses the memory of the previous gradient sum. A second buffer would
-        double the memory of gradients. A CUDA graph also requires that the memory address of the
-        gradient sum never changes.
+        The new sum reuses the memory of the previous one. A second buffer would double the memory
+        of gradients, and a CUDA graph needs the sum at an address that never changes.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.

@@ -1,7 +1,9 @@
 """Output head: log-probabilities of given tokens, and entropies, computed in chunks.
 
-The dimensions in tensor shapes are M (tokens), D (hidden size) and V (vocabulary size). Only the
-logits of one chunk of tokens are in memory at a time. The backward pass recomputes the logits.
+Only the logits of one chunk of tokens are in memory at a time, and the backward pass recomputes
+them.
+
+The dimensions in tensor shapes are M (tokens), D (hidden size) and V (vocabulary size).
 """
 
 from __future__ import annotations
@@ -60,9 +62,9 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [M] log-probabilities of `tokens` [M], and [M] entropies in nats, from `hidden`.
 
-    Logits are divided by `temperature` before the softmax. If `kept` is given, the distribution
-    contains only the tokens that top-k and top-p kept. Log-probability and entropy are
-    differentiable. Logits of tokens that top-k or top-p removed get no gradient.
+    Logits are divided by `temperature` before the softmax. With `kept`, the distribution contains
+    only the tokens that top-k and top-p kept, and the logits of all other tokens get no gradient.
+    Both results are differentiable.
     """
     weight = head.linear.weight
     function: type[torch.autograd.Function] = _TokenLogp
@@ -105,10 +107,10 @@ def _chunks(
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """For each chunk, yield the slice of tokens, their logits and a scratch buffer.
 
-    Tokens that top-k or top-p removed get a very negative but finite logit. The product of
-    probability and logit is then 0, not NaN. All chunks reuse the same two buffers, because new
-    tensors for every chunk would fragment the heap. In a measurement, new tensors for every chunk
-    took 343 MB, and two reused buffers took 63 MB.
+    Tokens that top-k or top-p removed get a very negative but finite logit, because the product of
+    probability and logit must be 0, not NaN. All chunks reuse the same two buffers, because new
+    tensors for every chunk would fragment the heap: in a measurement, they took 343 MB instead of
+    63 MB.
     """
     scale, softcap, chunk = settings
     precision = torch.promote_types(weight.dtype, torch.float32)
@@ -165,7 +167,7 @@ class _TokenLogp(torch.autograd.Function):
         hidden, weight, bias, tokens, normalizer, entropy = ctx.saved_tensors
         scale, softcap, _ = ctx.settings
         hidden_grad = torch.empty_like(hidden)
-        # With an adapter the head is frozen, and its gradient would be as large as the head.
+        # With an adapter, the head is frozen, and its gradient would only waste memory.
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for part, logits, grad in _chunks(hidden, weight, bias, ctx.settings, ctx.kept):
@@ -197,11 +199,10 @@ class _TokenLogp(torch.autograd.Function):
 
 # The output head on a GPU, with fused kernels.
 #
-# Logits are never rounded to bfloat16. The gradient of logits is rounded to the weight's dtype
-# before the two matrix products that use this gradient. The gradient of the head's weight is
-# summed over chunks in float32. In the backward pass, the logits of the last chunk are still in
-# memory, and the logits of all other chunks are recomputed. If all logits fit into one chunk, no
-# logits are recomputed.
+# Logits are never rounded to bfloat16, but their gradient is rounded to the weight's dtype before
+# the two matrix products that use it. The gradient of the head's weight is summed over chunks in
+# float32. In the backward pass, the logits of the last chunk are still in memory, and those of all
+# other chunks are recomputed.
 
 
 def _new_buffer(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -220,7 +221,7 @@ def _compute_logits(
     buffer: torch.Tensor,
     kept: KeptIds | None,
 ) -> torch.Tensor:
-    """Compute the logits of a chunk of tokens in `buffer`, and return the logits."""
+    """Compute the logits of a chunk of tokens in `buffer`, and return them."""
     logits = buffer[: part.stop - part.start]
     matmul(hidden[part], weight.t(), out=logits)
     if kept is not None:
@@ -263,7 +264,7 @@ class _DeviceLogp(torch.autograd.Function):
         zero = torch.zeros_like(normalizer)
         by_logp, by_entropy = (zero if g is None else g.contiguous() for g in grads)
         hidden_grad = torch.empty_like(hidden)
-        # Without a float32 sink, the weight's gradient is still summed in float32 here.
+        # Without a GradSink, the weight's gradient is still summed in float32 here.
         sink = ctx.sink or GradSink([GradHolder(weight)])
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         rounded = None

@@ -1,7 +1,7 @@
 """Pack a batch into one sequence without padding, and store each shared prompt only once.
 
-The CPU computes the layout of the packed row and sends it to the device in one transfer. The CPU
-computes the layout, because reading a length back from the GPU would wait for all queued GPU work.
+The CPU computes the layout of the packed row and sends it to the device in one transfer, because
+reading a length back from the GPU would wait for all queued GPU work.
 
 The dimensions in tensor shapes are B (rows), P (prompt tokens), T (completion tokens), N (packed
 tokens) and R (key positions).
@@ -31,8 +31,7 @@ def host_rows(batch: Batch) -> HostRows:
 def row_of_each(counts: torch.Tensor) -> torch.Tensor:
     """Return the row index of every token, given the number of tokens per row.
 
-    This function uses numpy, because torch would wake all of its threads, which took 4 ms on 16
-    cores.
+    numpy does the work, because torch would wake all of its threads, which took 4 ms on 16 cores.
     """
     return torch.from_numpy(np.repeat(np.arange(len(counts)), counts.numpy()))
 
@@ -65,7 +64,7 @@ class PackedBatch:
 def pack(host: HostRows, device: torch.device, *, varlen: bool) -> PackedBatch:
     """Pack a batch; attention uses padded rows, or unpadded rows if `varlen` is true.
 
-    For unpadded rows, a shared prompt comes before its first completion.
+    With unpadded rows, a shared prompt comes before its first completion.
     """
     if not varlen:
         return _pack_padded(host, device)
@@ -151,9 +150,9 @@ class MaxLengths(NamedTuple):
 def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
     """Compute the index tables of a batch on the CPU.
 
-    The device may be idle while this function runs, so the function must be fast. The function uses
-    numpy, which is faster than torch for index tables (see `row_of_each`). For speed, the function
-    repeats per-row values with `np.repeat` instead of indexing them for every token.
+    The function must be fast, because the device may be idle while it runs. It therefore uses numpy
+    (see `row_of_each`), and repeats per-row values with `np.repeat` instead of indexing them for
+    every token.
     """
     rows = _RowIndex.of(host)
     chosen, at = host.mask.numpy().nonzero()
@@ -174,7 +173,7 @@ def packed_batch(
     shared: bool,
     bounds: Bounds | None = None,
 ) -> PackedBatch:
-    """Build a PackedBatch from index tables. `shared` says whether rows share prompts."""
+    """Build a PackedBatch from index tables; `shared` says whether rows share prompts."""
     return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,
@@ -195,7 +194,7 @@ def packed_batch(
 def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
     """Compute, on the CPU, the index tables for prompts that are packed one after another.
 
-    The model predicts the first token after each prompt. The next tokens are not known yet, so the
+    The model predicts the first token after each prompt. Because this token is not known yet, the
     token ids in `chosen` are 0.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -290,8 +289,7 @@ class _RowIndex:
         order = order[kept[order]]
         entry = np.zeros_like(keys)
         entry[order] = np.arange(len(order))
-        # A prompt's tokens are in all of its rows, which are adjacent; any other token is in one
-        # row.
+        # A prompt's tokens are in all of its rows, which are adjacent; other tokens are in one row.
         sharing = np.bincount(self.number, weights=kept).astype(np.int64)[self.number]
         begin = np.repeat(entry, queries)
         in_prompt = position < np.repeat(self.prompt, queries)
@@ -309,7 +307,7 @@ def _starts(counts: Numbers) -> Numbers:
 def copy_bytes(whole: torch.Tensor, at: int, part: torch.Tensor) -> None:
     """Copy a CPU tensor into a CPU buffer of bytes, starting at byte `at`.
 
-    This function uses numpy, because torch would wake all of its threads (see `row_of_each`).
+    numpy does the copy, because torch would wake all of its threads (see `row_of_each`).
     """
     values = np.ascontiguousarray(part.numpy())
     whole.numpy()[at : at + values.nbytes] = values.reshape(-1).view(np.uint8)

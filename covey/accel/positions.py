@@ -9,10 +9,7 @@ PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def plain_positions(config: Any) -> bool:
-    """Return whether all layers have full causal attention and plain RoPE.
-
-    The angles of plain RoPE depend only on the position.
-    """
+    """Return whether all layers have full causal attention and RoPE of a type in PLAIN_ROPE."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)

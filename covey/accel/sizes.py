@@ -10,12 +10,12 @@ SHORT = 256
 LONG = 2048
 """The rows of a micro-batch count as long if their mean length is at least LONG tokens."""
 TOKEN_STEP = 256
-"""The token count of a bucket, to which CUDA graphs pad a batch, is a multiple of TOKEN_STEP."""
+"""CUDA graphs pad a batch to the token count of a bucket, which is a multiple of TOKEN_STEP."""
 VOCABULARY_BLOCK = 2048
 """Number of vocabulary entries that one Triton program of the sampling kernel processes."""
 CHUNK_STEP = 128
-"""Number of rows of a tile on tensor cores. On a GPU, the size of a chunk of more than CHUNK_STEP
-tokens is rounded down to a multiple of CHUNK_STEP."""
+"""Number of rows of a tile on tensor cores. On a GPU, chunks of more than CHUNK_STEP tokens have a
+multiple of CHUNK_STEP tokens."""
 LIVE_COPIES = 3
 """Number of tensors that the output head has in memory for each chunk: the logits, a buffer for
 intermediate results and a rounded copy."""

@@ -1,10 +1,9 @@
-"""Static buffers for CUDA graphs: they hold a packed, padded micro-batch at fixed addresses.
+"""Static buffers for CUDA graphs: a packed, padded micro-batch at fixed addresses.
 
 A CUDA graph reads and writes the same addresses with the same number of tokens every time. Padding
-tokens form separate short rows. Padding tokens go through the model like other tokens, so every
-activation buffer is fully initialized. The gradient of padding tokens is zero. Unused entries of
-the index tables describe empty rows, unused key positions, and trained tokens whose gradient is
-zero.
+tokens form separate short rows and are processed by the model like other tokens, so that every
+activation buffer is fully initialized; their gradient is zero. Unused entries of the index tables
+describe empty rows, unused key positions, and trained tokens whose gradient is zero.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions) and M (trained tokens).
 """
@@ -19,14 +18,13 @@ from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, copy_byte
 from covey.accel.sizes import padded_tokens, power_of_two, round_up
 
 PADDING_ROW = 128
-"""Maximum number of padding tokens in a row. Every bucket allows rows of at least PADDING_ROW
-tokens."""
+"""Maximum number of padding tokens in a row; every bucket allows rows of this length."""
 ALIGNED = 256
 """Each index table starts at a multiple of ALIGNED bytes, as new torch tensors do."""
 
 
 class Size(NamedTuple):
-    """The size of a bucket: the largest micro-batch that its buffers can hold."""
+    """The size of a bucket: the largest micro-batch that fits into its buffers."""
 
     tokens: int
     places: int
@@ -37,8 +35,10 @@ class Size(NamedTuple):
 
     @staticmethod
     def of(tables: PackedTables, longest: MaxLengths) -> Size:
-        """Return the size of the bucket for a micro-batch. Counts that affect the run time are
-        rounded up in small steps, and the other counts in large steps.
+        """Return the size of the bucket for a micro-batch.
+
+        Counts that affect the run time are rounded up in small steps, and the other counts in large
+        steps.
         """
         tokens = padded_tokens(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)
@@ -58,7 +58,7 @@ class Size(NamedTuple):
     def padded_to(self, tokens: int) -> Size:
         """Return the size after padding to `tokens` tokens.
 
-        Padding tokens also take up rows and key positions.
+        Padding tokens also need rows and key positions.
         """
         more = tokens - self.tokens
         return self._replace(
@@ -71,7 +71,7 @@ class Size(NamedTuple):
 
 
 class StaticBuffers:
-    """Device buffers at fixed addresses that hold one packed micro-batch."""
+    """Device buffers at fixed addresses for one packed micro-batch."""
 
     def __init__(self, size: Size, device: torch.device, *, shared: bool = True) -> None:
         """Allocate the buffers; `shared` says whether rows may share a prompt."""

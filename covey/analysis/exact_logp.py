@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from covey.analysis.plan.forecast import cuda_available
 from covey.config import Config
+from covey.notices import notice
 from covey.run.folder import CHANGES, RunFolder
-from covey.run.records import ANY_OBJECT, to_stderr, usable_lines
+from covey.run.records import ANY_OBJECT, usable_lines
 
 
 def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
@@ -16,7 +17,7 @@ def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
 
     For runs of earlier versions, which recorded nothing, return what the engine would declare.
     """
-    records = [run.environment(), *usable_lines(run.path / CHANGES, ANY_OBJECT, to_stderr)]
+    records = [run.environment(), *usable_lines(run.path / CHANGES, ANY_OBJECT, notice)]
     declared = [record["exact_logp"] for record in records if "exact_logp" in record]
     return bool(declared[-1]) if declared else expected_exact_logp(config)
 

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from covey.cli.startup import STARTING, AsJson, Trust, tell_edited, waiting
 from covey.errors import ConfigError
-from covey.escape import finite, printable
+from covey.escape import printable
+from covey.run.files import finite
 from covey.run.folder import RunFolder
 from covey.screen import cell, number_column, wide_console
 

@@ -26,8 +26,8 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.errors import ConfigError, RunError
+from covey.notices import notice
 from covey.run.folder import RunFolder
-from covey.run.records import to_stderr
 from covey.run.resume import Start, last_good
 from covey.run.trackers import Tracker
 from covey.screen import cell, echo, number_column, wide_console
@@ -108,7 +108,7 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
     say(f"loading {config.model.path}")
     parts = assemble(config)
     with closing(parts):
-        found = Start() if run is None else last_good(run, note=to_stderr)
+        found = Start() if run is None else last_good(run, note=notice)
         fresh = State(beta=parts.learner.objective.beta)
         state = restore(parts.policy, parts.others, found, fresh)
         wanted = default_updates(config) if updates is None else updates

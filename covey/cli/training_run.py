@@ -67,7 +67,7 @@ def train_run(
     _start_ranks(config, arguments)
     from covey.analysis.start_notes import console_with_notes
     from covey.training.build import assemble
-    from covey.training.loop import train
+    from covey.training.rl import train
     from covey.training.run_start import changes_note, opened_run
     from covey.training.sft import SftParts, build_sft, run_sft
 

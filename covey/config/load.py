@@ -110,14 +110,14 @@ def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, raw = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
-            f"--set {override!r}: write a setting as key=value, such as train.steps=100"
+            f"the setting {override!r} is not of the form key=value, such as train.steps=100"
         )
     *sections, last = key.strip().split(".")
     table = data
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {key}: {section!r} is a single value, so it has no keys")
+            raise ConfigError(f"config: {key}: {section!r} is a single value, so it has no keys")
     value = _value(raw.strip())
     if last == "name" and value != _present_name(sections, table):
         table.clear()
@@ -139,7 +139,7 @@ def _value(raw: str) -> Any:
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except RecursionError:
-        raise ConfigError("--set: the given value is nested too deeply") from None
+        raise ConfigError("config: the given value is nested too deeply") from None
     except ValueError:  # not TOML, or a number with too many digits for Python
         return raw
 
@@ -156,7 +156,7 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "value_error":
         return f"config: {first['ctx']['error']}"
     if first["type"] == "model_type":
-        return f"config: {name} is a table: write [{name}], or --set {name}.KEY=VALUE"
+        return f"config: {name} is a table: write [{name}], or {name}.KEY=VALUE"
     message = first["msg"][0].lower() + first["msg"][1:]
     return f"config: {name} = {first['input']!r}: {message}"
 

@@ -14,7 +14,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from covey.errors import ModelError
-from covey.escape import printable
 from covey.models.from_pretrained import NO_CODE, read_pretrained, read_tokenizer
 from covey.models.model_path import PACKAGED
+from covey.notices import is_quiet, notice
 from covey.run.files import whole_folder
 
 FORMAT = 1
@@ -38,13 +38,6 @@ STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 SAMPLE_TEXT = "It's  12.50  of 3,000:\n\n\t7*(8-9) = <answer>\u00e4\u00df\u4e2d</answer> WHYnot?\n"
 """A text that tokenizers with different splitting rules encode differently."""
-
-Say = Callable[[str], None]
-
-
-def print_progress(text: str) -> None:
-    """Print a progress line on stderr."""
-    print(printable(text), file=sys.stderr, flush=True)
 
 
 def find_gguf(path: str) -> Path | None:
@@ -89,7 +82,7 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache" / "covey") / "models"
 
 
-def import_gguf(file: Path, say: Say = print_progress) -> Path:
+def import_gguf(file: Path) -> Path:
     """Return the checkpoint folder of a GGUF file; the first call converts the file."""
     folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
@@ -101,10 +94,10 @@ def import_gguf(file: Path, say: Say = print_progress) -> Path:
     with _locked(folder):
         if not folder.is_dir():  # another process may have converted it meanwhile
             megabytes = file.stat().st_size / 1e6
-            say(f"importing {file.name} ({megabytes:,.0f} MB), once, to {folder}")
+            notice(f"importing {file.name} ({megabytes:,.0f} MB), once, to {folder}")
             with whole_folder(folder) as partial:
                 _convert(file, partial)
-            say(f"imported {file.name}")
+            notice(f"imported {file.name}")
     return folder
 
 
@@ -182,8 +175,8 @@ def _convert(file: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Hide progress bars unless stderr is a terminal."""
-    if sys.stderr.isatty():
+    """Hide progress bars if stderr is not a terminal, or in a quiet call of the Python API."""
+    if sys.stderr.isatty() and not is_quiet():
         yield
     else:
         with contextlib.redirect_stderr(io.StringIO()):

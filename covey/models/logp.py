@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,23 +40,17 @@ def batch_logp(
     *,
     temperature: float = 1.0,
     logits_megabytes: float = 256.0,
-    side: Side | Literal["packed", "auto"] = "auto",
-    width: int = 0,
 ) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    `side` is the layout of the batch: packed, or padded on one side. Both give the same results up
-    to rounding. With "auto", it is packed if the model supports packing, and padded on the right
-    otherwise.
+    The batch is packed if the model supports packing, and padded otherwise. The results of the two
+    layouts differ only by rounding errors.
     """
     if model.sharded:
-        options = {
-            "temperature": temperature, "logits_megabytes": logits_megabytes, "side": side,
-            "width": width,
-        }  # fmt: skip
+        options = {"temperature": temperature, "logits_megabytes": logits_megabytes}
         found: LogProbs = getattr(model.model, ENTRY)(model, batch, options)
         return found
-    hidden, chosen, cells = predicting_hidden(model, batch, side, width)
+    hidden, chosen, cells = predicting_hidden(model, batch)
     logp, entropy = token_logp(
         model.head, hidden, chosen, temperature=temperature, megabytes=logits_megabytes,
         kept=None if batch.kept is None else batch.kept.at(cells),
@@ -75,17 +69,10 @@ class Predicting(NamedTuple):
     """[M] int64: indices of the trained tokens in a flattened [B, T] tensor."""
 
 
-def predicting_hidden(
-    model: LanguageModel,
-    batch: Batch,
-    side: Side | Literal["packed", "auto"] = "auto",
-    width: int = 0,
-) -> Predicting:
+def predicting_hidden(model: LanguageModel, batch: Batch) -> Predicting:
     """Run the backbone over a batch; return the hidden state that predicts each trained token."""
-    if side == "auto":
-        side = "packed" if model.packs else "right"
-    if side != "packed":
-        hidden, predictor = padded_hidden(model, batch, side, width)
+    if not model.packs:
+        hidden, predictor = padded_hidden(model, batch)
         cells = batch.mask.flatten().nonzero().squeeze(1)
         chosen = batch.tokens[batch.mask]
         return Predicting(hidden.index_select(0, predictor[batch.mask]), chosen, cells)
@@ -124,71 +111,27 @@ def packed_hidden(
     )
 
 
-def padded_hidden(
-    model: LanguageModel, batch: Batch, side: Side, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_hidden(model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden states [B * S, D], and indices [B, T] of the states that predict the tokens."""
-    padded = pad_batch(batch, side=side, width=width)
-    hidden = model.backbone(
-        input_ids=padded.input_ids,
-        attention_mask=padded.attention_mask,
-        position_ids=padded.position_ids,
-        use_cache=False,
-    ).last_hidden_state
+    ids, predictor = pad_batch(batch)
+    # Padding is on the right, where causal attention ignores it, so there is no attention mask.
+    hidden = model.backbone(input_ids=ids, use_cache=False).last_hidden_state
     rows = torch.arange(len(batch), device=hidden.device)[:, None] * hidden.shape[1]
-    return hidden.flatten(0, 1), padded.predictor + rows
+    return hidden.flatten(0, 1), predictor + rows
 
 
-# Padded batches: one prompt and its completion per row.
-#
-# Like the layout without padding in accel/packing.py, a padded batch records which position
-# predicts each token.
-#
-# The dimensions of shapes are B (rows), P (prompt tokens), T (completion tokens) and S (columns
-# of a row).
+def pad_batch(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lay out each prompt and its completion in a row, with padding on the right.
 
-Side = Literal["right", "left"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedBatch:
-    """Padded model inputs, and the column that predicts each completion token."""
-
-    input_ids: torch.Tensor
-    """[B, S]."""
-    attention_mask: torch.Tensor | None
-    """[B, S]; None if padding is on the right, where causal attention ignores it."""
-    position_ids: torch.Tensor | None
-    """[B, S]; None if the position of each token is its column index."""
-    predictor: torch.Tensor
-    """[B, T] int64: the column that predicts each completion token."""
-
-
-def pad_batch(batch: Batch, *, side: Side = "right", width: int = 0) -> PaddedBatch:
-    """Lay out each prompt and its completion in a row of at least `width` columns."""
+    Return the token ids [B, S], and the column [B, T] that predicts each completion token.
+    """
     rows, prompt_width = batch.prompt_tokens.shape
     completion_width = batch.tokens.shape[1]
-    lengths = batch.prompt_lengths + batch.lengths
-    columns = max(width, int(lengths.max()))
-    device = batch.tokens.device
-
+    columns = int((batch.prompt_lengths + batch.lengths).max())
     ids = batch.tokens.new_zeros(rows, prompt_width + completion_width)
     ids[:, :prompt_width] = batch.prompt_tokens
-    place = batch.prompt_lengths[:, None] + torch.arange(completion_width, device=device)
-    ids = ids.scatter(1, place, batch.tokens)
-    ids = torch.nn.functional.pad(ids, (0, max(0, columns - ids.shape[1])))[:, :columns]
+    behind = torch.arange(completion_width, device=batch.tokens.device)
+    place = batch.prompt_lengths[:, None] + behind
+    ids = ids.scatter(1, place, batch.tokens)[:, :columns]
     # Tokens past the end of a completion are masked, so any valid column index will do.
-    predictor = (place - 1).clamp(max=columns - 1)
-    if side == "right":
-        return PaddedBatch(
-            input_ids=ids, attention_mask=None, position_ids=None, predictor=predictor
-        )
-
-    shift = (columns - lengths)[:, None]
-    positions = torch.arange(columns, device=device)[None] - shift
-    return PaddedBatch(
-        input_ids=ids.gather(1, positions.clamp(min=0)),
-        attention_mask=(positions >= 0).long(),
-        position_ids=positions.clamp(min=0),
-        predictor=(predictor + shift).clamp(max=columns - 1),
-    )
+    return ids, (place - 1).clamp(max=columns - 1)

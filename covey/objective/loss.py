@@ -19,8 +19,7 @@ import torch
 
 from covey.errors import ConfigError
 from covey.objective.correction import mean_one, no_veto
-from covey.objective.joined_rows import joined
-from covey.objective.masked import bounded, difference, row_mean, scored_tokens
+from covey.objective.masked import bounded, difference, joined, row_mean, scored_tokens
 from covey.objective.penalty import Penalty, adapted_beta, k3
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 from covey.objective.surrogate import Gain, Tokens

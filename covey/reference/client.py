@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ from urllib.parse import urlsplit
 import torch
 
 from covey.errors import ModelError, RunError
-from covey.escape import printable
 from covey.http_client import check_url, connect, error_message, headers, retry_delay
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import padded_parts
+from covey.notices import notice
 from covey.reference.protocol import Reference
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
@@ -43,10 +42,6 @@ LARGEST_TEXT = 65_536
 """Maximum bytes of a reply without tensors: the health report, or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 RECORD_FILE = "reference.json"
-
-
-def _to_stderr(text: str) -> None:
-    print(printable(f"covey: {text}"), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +81,7 @@ class ServerReference(Reference):
     """Digest of the policy's tokenizer; client and server must use the same token ids."""
     weights: str = ""
     """The required digest of the server's weights; if empty, that of the server's first reply."""
-    note: Callable[[str], None] = _to_stderr
+    note: Callable[[str], None] = notice
     budget: int = field(init=False)
     """Maximum number of padded tokens that the server accepts in one request."""
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from covey.engines.protocol import WeightSource
-    from covey.rollout.curriculum import PromptChoice
+    from covey.rollout.prompts import PromptChoice
     from covey.run.trackers import Tracker
     from covey.training.build import Parts
 

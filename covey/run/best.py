@@ -1,7 +1,7 @@
-"""Find a run's best step by one metric, to stop early and to keep the best checkpoint.
+"""Finds a run's best step by one metric, to stop early and to keep the best checkpoint.
 
-Covey does not store the best step, but computes it from eval.jsonl or steps.jsonl. A resumed run
-reads the same files and finds the same best step.
+The best step is not stored, but computed from eval.jsonl or steps.jsonl, so a resumed run finds the
+same one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measured(row: Mapping[str, Any], name: str) -> float | None:
 def best_of(run: RunFolder) -> Best | None:
     """Return the best step, by the metric save.best, among the steps that still have a checkpoint.
 
-    Return None if save.best is not set, or if no step with a checkpoint has this metric.
+    Return None if save.best is not set, or if no such step has this metric.
     """
     save = settings_of(run).get("save", {})
     if not save.get("best"):

@@ -1,9 +1,9 @@
 """SHA-256 digests of checkpoints and records, to detect damage.
 
 digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file such
-as rollouts/000012.jsonl. `covey runs verify` compares these lines and files with their digests. A
-checkpoint has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check.
-Checkpoints of older Covey versions have no such file and are not checked.
+as rollouts/000012.jsonl; `covey runs verify` compares them. A checkpoint has the digests of its
+files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check. Checkpoints of older Covey versions
+have no such file and are not checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def write_digests(folder: Path) -> None:
-    """Write the digests of all files in a folder, and wait until these files are on disk."""
+    """Write the digests of all files in a folder, and wait until they are on disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as pool:  # the system writes to disk while the digests are computed
         synced = [pool.submit(sync, file) for file in files]
@@ -37,17 +37,15 @@ def write_digests(folder: Path) -> None:
 def add_digest(run: Path, step: int, record: str, data: bytes) -> None:
     """Append the digest of a record to the run's digests.jsonl.
 
-    The digest is written before the record, so even a killed run has no record without a digest.
+    The digest is written before the record, so that even a killed run has no record without a
+    digest.
     """
     row = {"step": step, "record": record, "sha256": hashlib.sha256(data).hexdigest()}
     append_line(run / RECORDS_FILE, row)
 
 
 def damage(folder: Path, but: Collection[str] = ()) -> str | None:
-    """Return a message about a damaged file of a checkpoint; None if no file is damaged.
-
-    The files named in `but` are not checked.
-    """
+    """Return a message about a damaged file of a checkpoint, except those in `but`, or None."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
     listed = folder / DIGESTS_FILE

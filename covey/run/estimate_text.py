@@ -1,4 +1,4 @@
-"""Format the numbers of evaluations: accuracies in percent, rewards as plain numbers."""
+"""Formats the numbers of evaluations: accuracies in percent, rewards as plain numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def is_reward(name: str) -> bool:
-    """Whether a metric is a reward or a reward part; all other metrics here are rates.
+    """Whether a metric of an evaluation is a reward or a reward part; all others are rates.
 
     >>> is_reward("parts/format"), is_reward("pass@4")
     (True, False)

@@ -22,7 +22,7 @@ def check_free(path: Path, instead: str = "choose another folder") -> None:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON line. If the write fails, restore the file's earlier length."""
+    """Append one JSON line; if the write fails, restore the file's earlier length."""
     data = (json.dumps(row) + "\n").encode()
     try:
         with path.open("ab", buffering=0) as file:
@@ -37,10 +37,22 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
         raise _failed(path, error) from None
 
 
+def finite(value: Any) -> Any:
+    """Return nested data with None in place of NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value
+
+
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line of ASCII JSON. Values without a JSON type become text."""
+    """Return a row as a line of ASCII JSON, in which values without a JSON type are text."""
     with suppress(ValueError):  # of a lone surrogate, which UTF-8 does not have
-        # Six times as fast as the json module: a step writes all its tokens and log-probs.
+        # This is six times as fast as the json module, and a step writes all its tokens and
+        # log-probs.
         line = to_json(row, inf_nan_mode="constants", fallback=str)
         if line.isascii():
             return line + b"\n"

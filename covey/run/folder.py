@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import DiskError, RunError
-from covey.escape import finite
+from covey.notices import notice
 from covey.run import records
 from covey.run.digests import add_digest, write_digests
 from covey.run.files import (
     append_line,
     check_free,
+    finite,
     json_line,
     whole_folder,
     write_bytes,
@@ -50,19 +51,16 @@ from covey.run.records import (
     episode_row,
     read_lines,
     renamed,
-    to_stderr,
     unsaid,
     usable_lines,
 )
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. For an SFT run, Covey 0.1 wrote "warmup"
-instead of "sft"."""
+"""Values of `kind` in the environment.json of an SFT run, for which Covey 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings. Each line of changes.jsonl
-has the step, the old and new value of each changed setting, and the facts of environment.json that
-the new settings may change.
+"""Name of the file with a line for each resume that changed settings: the step, the old and new
+value of each changed setting, and the facts of environment.json that the new settings may change.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
@@ -105,7 +103,7 @@ class RunFolder:
         """The resolved configuration."""
         return self.path / "config.toml"
 
-    def environment(self, note: Note = to_stderr) -> dict[str, Any]:
+    def environment(self, note: Note = notice) -> dict[str, Any]:
         """Return the content of environment.json; if it is damaged, return {} and write a note."""
         try:
             return records.read_object(self.path / "environment.json", records.ENVIRONMENT)
@@ -126,25 +124,19 @@ class RunFolder:
         append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows, such as the rollouts of a step, to a file such as rollouts/000012.jsonl.
-
-        Values that JSON cannot represent become text.
-        """
+        """Write rows to a file such as rollouts/000012.jsonl; types that JSON lacks become text."""
         (self.path / name).mkdir(exist_ok=True)
         lines, file = b"".join(json_line(row) for row in rows), f"{name}/{step:06d}.jsonl"
         add_digest(self.path, step, file, lines)
         write_bytes(self.path / file, lines)
 
-    def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
+    def items(self, step: int, note: Note = notice) -> list[dict[str, Any]]:
         """Return the valid lines of a step's evaluation file, one per held-out prompt."""
         rows = usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
         return renamed(rows, records.OLD_ITEM)
 
-    def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the valid lines of steps.jsonl, with current metric names.
-
-        Metric names of Covey 0.1 are replaced by their current names.
-        """
+    def steps(self, note: Note = notice) -> list[dict[str, Any]]:
+        """Return the valid lines of steps.jsonl, with metric names of Covey 0.1 made current."""
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
@@ -153,7 +145,7 @@ class RunFolder:
         """Return whether the metrics of a step are recorded."""
         return any(row["step"] == step for row in self.steps(unsaid))
 
-    def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
+    def evaluations(self, note: Note = notice) -> list[dict[str, Any]]:
         """Return the readable lines of eval.jsonl."""
         path = self.path / "eval.jsonl"
         return records.by_step(path, usable_lines(path, records.EVALUATION, note), note)
@@ -164,9 +156,9 @@ class RunFolder:
         advantages: Sequence[Sequence[float | None]],
         replayed: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return the rollouts of a step as rows; the most readable fields come first.
+        """Return the rollouts of a step as rows, in which the most readable fields come first.
 
-        The last `replayed` groups are replayed groups, which were sampled in earlier steps.
+        The last `replayed` groups were sampled in earlier steps.
         """
         rows = []
         for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
@@ -200,22 +192,18 @@ class RunFolder:
         return rows
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step, or [] if the run did not save them.
-
-        Raise RunError if a rollout is damaged.
+        """Return the rollouts of a step, or [] if none were saved; raise RunError for a damaged
+        one.
         """
         return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
     def usable_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the readable rollouts of a step. Raise RunError if no rollout is readable."""
-        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, to_stderr)
+        """Return the readable rollouts of a step; raise RunError if there are none."""
+        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, notice)
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step.
-
-        Raise RunError if a rollout is damaged or no rollout was saved.
-        """
+        """Return the rollouts of a step; raise RunError if one is damaged or none was saved."""
         rows = self.rollouts(step)
         if rows:
             return rows
@@ -288,14 +276,14 @@ class RunFolder:
     def saved_steps(self) -> list[int] | None:
         """Return the steps whose checkpoints were saved, including checkpoints removed since.
 
-        Return None if checkpoints.jsonl is damaged or missing. Older versions of Covey did not
-        write checkpoints.jsonl.
+        Return None if checkpoints.jsonl is damaged or missing, as in runs of older versions of
+        Covey.
         """
         problems: list[str] = []
         path = self.path / "checkpoints.jsonl"
         rows = usable_lines(path, records.SAVED, problems.append)
         for problem in problems:
-            to_stderr(problem)
+            notice(problem)
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
@@ -316,10 +304,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for this process.
-
-        The lock is released when the process ends, even if it crashes.
-        """
+        """Lock the run for this process, until the block or the process ends (even in a crash)."""
         path = self.path / ".lock"
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -387,9 +372,8 @@ def limit_of(settings: Mapping[str, Any]) -> tuple[str, int]:
 def check_new_run(path: Path, instead: str = "") -> None:
     """Raise RunError if the folder for a new run already contains files.
 
-    The argument `instead` is advice for the user, which is appended to the error message.
-
-    The files of a run that failed before its first step are no error.
+    Files of a run that failed before its first step are no error. `instead` is advice for the user,
+    which is appended to the error message.
     """
     if _failed_early(path):
         return

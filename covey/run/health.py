@@ -1,10 +1,10 @@
-"""Run the health checks on the metrics of a run, and suggest settings to change.
+"""Runs the health checks on the metrics of a run, and suggests settings to change.
 
     for finding in Health(settings).add(row): ...     while training
     timeline(run.steps(), settings)                   afterwards
 
-The health checks themselves are in health_checks.py. This module does not import torch, because
-`covey runs check` and the web page read runs on machines without torch.
+The checks themselves are in health_checks.py. This module does not import torch, because `covey
+runs check` and the web page read runs on machines without torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from covey.run.health_checks import CHECKS, Check, History, Settings, Times
 REPEAT = 50
 """Number of training steps after which Covey repeats the message about a persistent problem."""
 SILENCE, SILENT_SECONDS = 10, 60.0
-"""A run counts as stalled if its last step ended at least 60 seconds ago, and at least 10 times the
-median step time ago."""
+"""A run counts as stalled if its last step ended at least 60 seconds ago, and at least 10 times as
+long ago as the median step takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines; adopting one of them may be enough."""
+    """Suggested configuration lines, of which one may be enough."""
     also: str
     """Advice that is not a change of settings, such as to use easier prompts; may be empty."""
     problem: bool
@@ -88,7 +88,7 @@ class Health:
 
     def _finding(self, name: str, check: Check, what: str) -> Finding:
         rows = self.history.rows
-        # Findings before this one are closer to the cause: their advice on a setting stands.
+        # Findings before this one are closer to the cause, so their advice on a setting prevails.
         advised = {_key(line): line for each in self.active.values() for line in each.change}
         change = _changes(check, self.settings)
         return Finding(
@@ -105,8 +105,8 @@ class Health:
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
     """Yield the configuration lines that a health check suggests, such as `objective.beta = 0.01`.
 
-    Leave out settings that already have the suggested value, and settings that the algorithm does
-    not use.
+    Settings that already have the suggested value, or that the algorithm does not use, are left
+    out.
     """
     for key, wanted in check.change:
         section, _, name = key.partition(".")
@@ -136,7 +136,7 @@ def _toml(value: Any) -> str:
 def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
     """Run the health checks on all steps of a run; return the findings, earliest first.
 
-    Findings of the same step are sorted as in `CHECKS`: causes before effects.
+    Findings of the same step have the order of `CHECKS`: causes before effects.
     """
     health, before = Health(settings), 0
     found: list[tuple[int, Finding]] = []

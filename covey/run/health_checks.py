@@ -1,12 +1,10 @@
 """The health checks: how to detect each training problem, and which settings to change.
 
-The checks read the metrics of a run's first and recent steps, which `History` stores. Each
-detecting function looks for one problem in the last steps, and returns a text that describes it, or
-None if there is no problem.
+Each function looks for one problem in the metrics of a run's first and recent steps, which
+`History` stores; it returns a text that describes the problem, or None.
 
-If the metrics registry has a healthy range for a metric, values outside this range are a symptom.
-Rewards are noisy even in healthy runs, so a change of the reward is a symptom only if it is large
-compared with this noise.
+A metric outside of its healthy range in the registry is a symptom. For rewards, which are noisy
+even in healthy runs, only a change that is large compared with this noise is a symptom.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from covey.run.metrics import METRICS, is_number
 KEPT = 60
 """Number of recent steps whose metrics stay in memory for health checks."""
 START = 5
-"""The initial value of a metric is its mean over this many steps at the start of the run."""
+"""The initial value of a metric is its mean over this number of steps at the start of the run."""
 BLOCK = 5
-"""Number of successive training steps in one block. Health checks compare a metric's means over two
+"""Number of successive training steps in a block; health checks compare a metric's means over two
 blocks."""
 REWARD = "objective/scores"
 SUCCESS = "objective/success"
@@ -44,7 +42,7 @@ class History:
     most: dict[str, float] = field(default_factory=dict)
     """Maps each metric to its largest absolute value so far."""
     best: float = -math.inf
-    """The highest mean reward over a block of steps. The most recent blocks do not count."""
+    """The highest mean reward over a block of steps, without the most recent blocks."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -69,7 +67,7 @@ class History:
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
         """Return the values of a metric in `count` successive steps that ended `before` steps ago.
 
-        Return [] if the metric is missing in one of the steps.
+        The result is [] if the metric is missing in one of the steps.
         """
         stop = len(self.rows) - before
         if stop < count:
@@ -224,8 +222,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Detect that the reward, or a part of it, rises while accuracy or another part falls.
 
-    The reward counts as rising if it rises by more than 5 standard errors. For a fall, 3 standard
-    errors are enough, because a rise and a fall rarely coincide by chance.
+    A rise must exceed 5 standard errors. For the fall, 3 standard errors are enough, because a rise
+    and a fall rarely coincide by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -277,15 +275,15 @@ def stalled(history: History) -> str | None:
 
 
 def collapse(history: History) -> str | None:
-    """Find a policy that gives the same answer to every prompt."""
+    """Find a policy that gives the same final answer to every prompt."""
     name = "rollout/top_answer_share"
     shares, constants = history.last(name, 2), history.last("rollout/best_constant", 2)
     if not shares or not constants or min(shares) <= high(name) or max(constants) > 0.9:
         return None
     accuracy, best = history.mean(SUCCESS, 2), fmean(constants)
     return (
-        f"{shares[-1]:.0%} of completions give the same answer whatever the prompt; accuracy "
-        f"{accuracy:.1%}, and {best:.1%} for the best constant answer"
+        f"{shares[-1]:.0%} of completions have the same final answer, whatever the prompt; "
+        f"accuracy {accuracy:.1%}, and {best:.1%} for the best constant answer"
     )
 
 
@@ -313,7 +311,7 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps whose metrics the check uses. A finding reports the first of them as the
+    """Number of steps whose metrics the check uses, of which a finding reports the first as the
     start of the problem."""
     why: str
     change: tuple[tuple[str, Any], ...]
@@ -466,5 +464,5 @@ CHECKS: Mapping[str, Check] = {
         problem=False,
     ),
 }
-"""Maps the name of each health check to the check. Reports list findings in this order: causes
-before consequences."""
+"""Maps the name of each health check to the check, in the order in which reports list findings:
+causes before effects."""

@@ -1,13 +1,12 @@
 """Registry of all metrics: name, definition, unit, source, healthy range and aliases.
 
 Health checks, the web page and tests use this registry, and docs/metrics.md is generated from it.
-Metrics that open-instruct also has are named as in open-instruct. Means over tokens include only
-trained tokens: they are the sum over all trained tokens of a training step, divided by the number
-of these tokens, and never a mean over the means of micro-batches. A metric name with `*` stands for
-several metrics.
+The values of forward and backward passes are computed in `covey/objective/diagnostics.py` and
+`covey/training/step.py`.
 
-`covey/objective/diagnostics.py` and `covey/training/step.py` compute the values of the metrics of
-forward and backward passes.
+Metrics that open-instruct also has are named as in open-instruct, and a name with `*` stands for
+several metrics. A mean over tokens is the sum over all trained tokens of a training step, divided
+by their number, and never a mean over the means of micro-batches.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SOURCES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """The description of one metric in the metrics registry."""
+    """A metric's definition, unit, source, healthy range and names in other libraries."""
 
     definition: str
     unit: str = ""
@@ -54,9 +53,13 @@ class Metric:
 METRICS: Mapping[str, Metric] = {
     "step": Metric("Number of the step, from 1.", source=RUN),
     "episode": Metric("Completions sampled so far in the run.", "completions", RUN),
-    "tokens": Metric("Tokens of these completions.", "tokens", RUN, trl="num_tokens"),
+    "tokens": Metric(
+        "Completion tokens sampled so far in the run.", "tokens", RUN, trl="num_tokens"
+    ),
     "updates": Metric("Optimizer steps taken so far in the run.", "optimizer steps", RUN),
-    "epoch": Metric("Prompts sampled so far, over the number of training prompts.", "epochs", RUN),
+    "epoch": Metric(
+        "Prompts sampled so far, divided by the number of training prompts.", "epochs", RUN
+    ),
     "reward_id": Metric("Name, version and source hash of the reward.", source=RUN),
     "objective/scores": Metric(
         "Mean reward of the scored completions.",
@@ -64,9 +67,11 @@ METRICS: Mapping[str, Metric] = {
         open_instruct="objective/scores_mean",
         trl="reward",
     ),
-    "objective/reward_std": Metric("Standard deviation (ddof 0) of these rewards.", "reward"),
+    "objective/reward_std": Metric(
+        "Standard deviation (ddof 0) of the rewards of all scored completions.", "reward"
+    ),
     "objective/group_std": Metric(
-        "Mean over groups of the standard deviation (ddof 1) of their rewards.",
+        "Mean over groups of the standard deviation (ddof 1) of rewards in a group.",
         "reward",
         trl="reward_std",
     ),
@@ -81,7 +86,7 @@ METRICS: Mapping[str, Metric] = {
         trl="rewards/*/mean",
     ),
     "objective/unscored": Metric(
-        "Completions whose scoring failed. No other statistic includes them.", "completions"
+        "Completions whose scoring failed, and which no other statistic includes.", "completions"
     ),
     "rollout/zero_variance_groups": Metric(
         "Share of groups whose rewards are all equal.",
@@ -91,20 +96,22 @@ METRICS: Mapping[str, Metric] = {
     ),
     "rollout/trained_groups": Metric("Groups of this step that were trained on.", "groups"),
     "rollout/rounds": Metric(
-        "Sampling rounds. Only dynamic sampling needs more than one.", "rounds"
+        "Sampling rounds; more than one only with dynamic sampling.", "rounds"
     ),
     "rollout/dropped_unscored": Metric(
-        "Groups dropped with fewer than two scored completions.", "groups"
+        "Groups dropped because they have fewer than two scored completions.", "groups"
     ),
     "rollout/dropped_stale": Metric(
-        "Groups dropped as too old, by overlap.max_staleness.", "groups"
+        "Groups dropped because they are older than overlap.max_staleness.", "groups"
     ),
     "rollout/dropped_uniform": Metric(
         "Groups dropped by dynamic sampling (all correct or all wrong) or by drop_flat (rewards "
         "all equal).",
         "groups",
     ),
-    "rollout/dropped_surplus": Metric("Groups dropped because the step was full.", "groups"),
+    "rollout/dropped_surplus": Metric(
+        "Groups dropped because the step had enough groups without them.", "groups"
+    ),
     "rollout/lengths": Metric(
         "Mean tokens per completion, including the end token.",
         "tokens",
@@ -118,15 +125,15 @@ METRICS: Mapping[str, Metric] = {
         "Tokens of the longest completion.", "tokens", trl="completions/max_length"
     ),
     "rollout/lengths_solved": Metric(
-        "Mean tokens of the correct completions. Only if there are any.", "tokens"
+        "Mean tokens of the correct completions. Logged only if there are any.", "tokens"
     ),
     "rollout/lengths_unsolved": Metric(
-        "Mean tokens of the wrong completions. Only if there are any.", "tokens"
+        "Mean tokens of the wrong completions. Logged only if there are any.", "tokens"
     ),
     "rollout/stop_rate": Metric("Share of completions that ended before the token limit.", "share"),
     "rollout/turns": Metric(
-        "Mean number of the policy's turns in an episode. Only with an environment, as are the "
-        "next five metrics.",
+        "Mean number of the policy's turns in an episode. Logged only with an environment, like "
+        "the next five metrics.",
         "turns",
     ),
     "rollout/tool_calls": Metric("Mean number of tool calls in an episode.", "calls"),
@@ -142,14 +149,14 @@ METRICS: Mapping[str, Metric] = {
         "Share of episodes that ended at a limit of turns, calls or tokens.", "share"
     ),
     "rollout/environment_errors": Metric(
-        "Episodes that ended because the environment failed. They have no reward.",
+        "Episodes that ended without a reward, because the environment failed.",
         "episodes",
         healthy=(0, 0),
     ),
     "val/stop_token_rate": Metric("Share of completions that contain a stop token.", "share"),
-    "val/num_stop_token_ids": Metric("Stop tokens in all completions.", "tokens"),
+    "val/num_stop_token_ids": Metric("Number of stop tokens in all completions.", "tokens"),
     "val/format_scores": Metric(
-        "Mean of the reward's part `format`. Only if the reward has this part.", "reward"
+        "Mean of the reward's part `format`. Logged only if the reward has this part.", "reward"
     ),
     "other/real_batch_size_ratio": Metric(
         "Share of completions in groups whose rewards differ.", "share", healthy=(0.1, 1.0)
@@ -167,10 +174,11 @@ METRICS: Mapping[str, Metric] = {
         "Effective number of final answers: exp of the entropy of their frequencies.", "answers"
     ),
     "rollout/effective_targets": Metric(
-        "Effective number of targets of the step's prompts. Only if they are short.", "answers"
+        "Effective number of targets of the step's prompts. Logged only if targets are short.",
+        "answers",
     ),
     "rollout/top_answer_share": Metric(
-        "Share of the most frequent of these answers, whatever the prompt.",
+        "Share of completions with the most frequent final answer, whatever their prompt.",
         "share",
         healthy=(0.0, 0.9),
     ),
@@ -180,36 +188,40 @@ METRICS: Mapping[str, Metric] = {
         "share",
     ),
     "overlap/staleness": Metric(
-        "Mean over sampled tokens of the optimizer steps between the weights that sampled and "
-        "those that the step starts from. Only with overlap.staleness.",
+        "Mean over sampled tokens of the optimizer steps between the weights that sampled the "
+        "token and the weights at the start of the step. Logged only with overlap.staleness.",
         "optimizer steps",
     ),
     "overlap/staleness_max": Metric(
-        "Maximum of these optimizer steps over sampled tokens.", "optimizer steps"
+        "Maximum over sampled tokens of the optimizer steps between the weights that sampled the "
+        "token and the weights at the start of the step.",
+        "optimizer steps",
     ),
     "overlap/version_min": Metric(
-        "Optimizer steps of the oldest weights that sampled for the step.", "optimizer steps"
+        "Version of the oldest weights that sampled for the step, in optimizer steps.",
+        "optimizer steps",
     ),
     "overlap/version_max": Metric(
-        "Optimizer steps of the newest weights that sampled for the step.", "optimizer steps"
+        "Version of the newest weights that sampled for the step, in optimizer steps.",
+        "optimizer steps",
     ),
     "engine/preemptions": Metric(
-        "Completions that the engine paused since the last step because the KV cache was full, and "
-        "continued later. Only if there were any; a larger engine.cache_gigabytes (with vLLM, a "
-        "larger engine.vllm.memory) avoids them.",
+        "Completions that the engine paused since the last step because the KV cache was full, "
+        "and continued later. Logged only if there were any; a larger engine.cache_gigabytes "
+        "(with vLLM, a larger engine.vllm.memory) avoids them.",
         "completions",
         MACHINE,
     ),
     "engine/restarts": Metric(
-        "Engine processes that died and were started again since the last step. Only with an "
-        "engine in other processes.",
+        "Engine processes that died and were started again since the last step. Logged only with "
+        "an engine in other processes.",
         "processes",
         MACHINE,
         healthy=(0, 0),
     ),
     "scoring/restarts": Metric(
-        "Scoring processes that were killed and replaced since the last step. Only if there were "
-        "any.",
+        "Scoring processes that were killed and replaced since the last step. Logged only if "
+        "there were any.",
         "processes",
         MACHINE,
         healthy=(0, 0),
@@ -223,13 +235,13 @@ METRICS: Mapping[str, Metric] = {
         open_instruct="time/training",
     ),
     "time/wait_rollouts": Metric(
-        "Seconds that training waited for rollouts. Only with overlap.mode = 'copy'.",
+        "Seconds that training waited for rollouts. Logged only with overlap.mode = 'copy'.",
         "seconds",
         MACHINE,
     ),
     "time/wait_training": Metric(
-        "Seconds that generation waited for training before it sampled for this step. Only with "
-        "overlap.mode = 'copy'.",
+        "Seconds that generation waited for training before it sampled for this step. Logged "
+        "only with overlap.mode = 'copy'.",
         "seconds",
         MACHINE,
     ),
@@ -245,13 +257,14 @@ METRICS: Mapping[str, Metric] = {
         MACHINE,
     ),
     "time/mfu": Metric(
-        "6 x weights x tokens (prompts and completions) of the optimizer steps, over time/update "
-        "and the peak bfloat16 rate of all GPUs that train. Only on GPUs whose rate is known.",
+        "Model FLOPs utilization: 6 x weights x tokens (prompts and completions) of the "
+        "optimizer steps, divided by time/update and by the peak bfloat16 rate of all GPUs that "
+        "train. Logged only on GPUs whose rate is known.",
         "share",
         MACHINE,
     ),
     "memory/peak": Metric(
-        "Peak GPU memory allocated so far by this process. Only on a GPU.", "GiB", MACHINE
+        "Peak GPU memory allocated so far by this process. Logged only on a GPU.", "GiB", MACHINE
     ),
     "time/tokens_per_second": Metric(
         "Sampled tokens of the step per second; in SFT, tokens of its solutions.",
@@ -260,25 +273,33 @@ METRICS: Mapping[str, Metric] = {
     ),
     # Curriculum and replay.
     "data/seen_prompts": Metric(
-        "Number of training prompts with results before this step. Only with a curriculum.",
+        "Number of training prompts that had results before this step. Logged only with a "
+        "curriculum.",
         "prompts",
     ),
-    "data/pass_rate": Metric("Mean running pass rate of these prompts.", "share"),
-    "data/drawn_pass_rate": Metric(
-        "Mean running pass rate, before this step, of its prompts; 0.5 for a new prompt.", "share"
+    "data/pass_rate": Metric(
+        "Mean running pass rate of the prompts that had results before this step.", "share"
     ),
-    "data/dropped_prompts": Metric("Prompts at or above curriculum.drop_above.", "prompts"),
+    "data/drawn_pass_rate": Metric(
+        "Mean running pass rate of this step's prompts before the step, with 0.5 for a new prompt.",
+        "share",
+    ),
+    "data/dropped_prompts": Metric(
+        "Prompts whose pass rate is at or above curriculum.drop_above.", "prompts"
+    ),
     "data/drawn_again": Metric(
-        "Prompts of this step that are at or above curriculum.drop_above, because too few others "
-        "are left.",
+        "Prompts of this step whose pass rate is at or above curriculum.drop_above, drawn "
+        "because too few others are left.",
         "prompts",
         healthy=(0.0, 0.0),
     ),
-    "data/parts/*": Metric("Share of a part of the mixed task in the draw of this step.", "share"),
+    "data/parts/*": Metric(
+        "Share of this step's prompts that come from one part of a mixed task.", "share"
+    ),
     "data/replayed_groups": Metric(
         "Groups of earlier steps that this step also trained on.", "groups"
     ),
-    "data/replay_size": Metric("Groups that could be replayed.", "groups"),
+    "data/replay_size": Metric("Groups in the replay buffer.", "groups"),
     "data/replay_age": Metric(
         "Mean optimizer steps since the replayed groups were sampled.", "optimizer steps"
     ),
@@ -288,7 +309,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "objective/kl": Metric(
         "Mean over completions of the sum over tokens of logp - ref_logp: the k1 estimate of "
-        "KL(policy, reference). Only with a reference.",
+        "KL(policy, reference). Logged only with a reference.",
         "nats",
         PASSES,
         healthy=(None, 15.0),
@@ -307,31 +328,32 @@ METRICS: Mapping[str, Metric] = {
         "objective/scores minus objective/non_score_reward.", "reward", PASSES
     ),
     "objective/kl_avg": Metric(
-        "Mean over tokens of the KL estimate in use, against the reference. Only with a reference.",
+        "Mean over tokens of the KL estimate that objective.kl selects, against the reference. "
+        "Logged only with a reference.",
         "nats",
         PASSES,
         trl="kl",
     ),
     "objective/teacher_kl": Metric(
-        "Mean over tokens of old_logp - teacher_logp: the KL from policy to teacher. Only with a "
-        "teacher.",
+        "Mean over tokens of old_logp - teacher_logp: the KL from policy to teacher. Logged only "
+        "with a teacher.",
         "nats",
         PASSES,
     ),
     "objective/teacher_floored": Metric(
-        "Share of tokens to which the teacher gives a probability below exp(-20), which is raised "
-        "to exp(-20). Only with a teacher.",
+        "Share of tokens to which the teacher gives a probability below exp(-20), which is "
+        "raised to exp(-20). Logged only with a teacher.",
         "share",
         PASSES,
     ),
     "objective/taught": Metric(
-        "Share of rollouts with privileged text, which the policy can teach itself from. Only with "
-        "a self-teacher (sdpo).",
+        "Share of rollouts with privileged text, from which the policy can teach itself. Logged "
+        "only with a self-teacher (sdpo).",
         "share",
         PASSES,
     ),
     "objective/beta": Metric(
-        "Weight of the KL in this step. Only with a reference.", source=OPTIMIZER
+        "Weight of the KL in this step. Logged only with a reference.", source=OPTIMIZER
     ),
     "policy/entropy_avg": Metric(
         "Mean entropy in nats of the next-token distribution.",
@@ -349,8 +371,8 @@ METRICS: Mapping[str, Metric] = {
     "policy/approxkl_k1": Metric("Mean of old_logp - logp; may be negative.", "nats", PASSES),
     "policy/approxkl_k2": Metric("Half the mean of (logp - old_logp)^2.", "nats", PASSES),
     "policy/clipfrac_avg": Metric(
-        "Share of tokens whose gradient the clip removed, or whose weight was truncated. With one "
-        "ratio per completion: share of completions.",
+        "Share of tokens whose gradient the clip removed or whose weight was truncated; with one "
+        "ratio per completion, the share of completions.",
         "share",
         PASSES,
         healthy=(0.0, 0.5),
@@ -369,77 +391,82 @@ METRICS: Mapping[str, Metric] = {
         trl="clip_ratio/high_mean",
     ),
     "policy/clipfrac_dual": Metric(
-        "Share of tokens with a negative advantage and a ratio above the dual clip. Only with a "
-        "dual clip.",
+        "Share of tokens with a negative advantage and a ratio above the dual clip. Logged only "
+        "with a dual clip.",
         "share",
         PASSES,
     ),
     "policy/ratio_overflow": Metric(
-        "Share of tokens with |logp - old_logp| above 20, where ratios are cut off. A value above "
-        "0 points to an error.",
+        "Share of tokens with |logp - old_logp| above 20, beyond which ratios are cut off. A "
+        "share above 0 points to an error.",
         "share",
         PASSES,
         healthy=(0.0, 0.0),
     ),
     "loss/policy_avg": Metric(
-        "Mean loss over optimizer steps. It does not measure progress.",
+        "Mean loss over optimizer steps, which does not measure progress.",
         source=OPTIMIZER,
         open_instruct="objective/loss",
         trl="loss",
     ),
     "loss/value": Metric(
-        "Mean loss of the critic over its optimizer steps. Only with a critic.", source=OPTIMIZER
+        "Mean loss of the critic over its optimizer steps. Logged only with a critic.",
+        source=OPTIMIZER,
     ),
     "critic/explained_variance": Metric(
-        "1 - Var(target - value) / Var(target) over tokens, before the critic is trained on them: "
-        "1 is a perfect critic, 0 one that knows the mean. Only with a critic.",
+        "1 - Var(target - value) / Var(target) over tokens, before the critic is trained on "
+        "them: 1 for a perfect critic, and 0 for one that predicts the mean target. Logged only "
+        "with a critic.",
         "share",
         PASSES,
     ),
     "critic/clipfrac": Metric(
-        "Share of tokens whose value has moved further than value_clip allows, and has no "
-        "gradient. Only with a critic.",
+        "Share of tokens whose value has moved further than value_clip allows, and which "
+        "therefore has no gradient. Logged only with a critic.",
         "share",
         PASSES,
     ),
     "critic/value_mean": Metric(
-        "Mean value over tokens before the critic is trained on them. Only with a critic.",
+        "Mean value over tokens before the critic is trained on them. Logged only with a critic.",
         "reward",
         PASSES,
     ),
     "critic/target_mean": Metric(
-        "Mean target of the critic over tokens. Only with a critic.", "reward", PASSES
+        "Mean target of the critic over tokens. Logged only with a critic.", "reward", PASSES
     ),
     "critic/grad_norm": Metric(
-        "Mean gradient norm of the critic before clipping, over optimizer steps not skipped.",
+        "Mean gradient norm of the critic before clipping, over optimizer steps that were not "
+        "skipped.",
         source=OPTIMIZER,
     ),
     "critic/skipped": Metric(
-        "Share of the critic's optimizer steps skipped because their gradient was not finite.",
+        "Share of the critic's optimizer steps that were skipped because their gradient was not "
+        "finite.",
         "share",
         OPTIMIZER,
         healthy=(0, 0),
     ),
     "pairs/count": Metric(
-        "Pairs of the step: groups whose best and worst completion differ in reward. Only with an "
-        "objective of pairs.",
+        "Pairs of the step: groups whose best and worst completion differ in reward. Logged only "
+        "with an objective of pairs.",
         "pairs",
         OPTIMIZER,
     ),
     "pairs/ties": Metric(
-        "Groups without a pair, since their rewards are equal. Only with such an objective.",
+        "Groups without a pair, because their rewards are equal. Logged only with an objective "
+        "of pairs.",
         "groups",
         OPTIMIZER,
     ),
     "pairs/margin": Metric(
         "Mean over pairs of the log-ratio to the reference, chosen minus rejected: sums over "
-        "tokens, or means with objective.average. Only with such an objective.",
+        "tokens, or means with objective.average. Logged only with an objective of pairs.",
         "nats",
         PASSES,
     ),
     "pairs/accuracy": Metric(
-        "Share of pairs with a margin above 0, before each optimizer step. Only with such an "
-        "objective.",
+        "Share of pairs with a margin above 0, before each optimizer step. Logged only with an "
+        "objective of pairs.",
         "share",
         PASSES,
         trl="rewards/accuracies",
@@ -464,20 +491,20 @@ METRICS: Mapping[str, Metric] = {
         trl="grad_norm",
     ),
     "optim/skipped": Metric(
-        "Optimizer steps skipped because their gradient was not finite.",
+        "Number of optimizer steps that were skipped because their gradient was not finite.",
         "optimizer steps",
         OPTIMIZER,
         healthy=(0, 0),
     ),
     "policy/ratio": Metric(
-        "Mean ratio r of the objective over tokens. With one ratio per completion: over "
-        "completions.",
+        "Mean of the objective's ratio r over tokens, or over completions with one ratio per "
+        "completion.",
         source=PASSES,
         healthy=(0.9, 1.1),
         open_instruct="val/ratio",
     ),
     "policy/ratio_var": Metric(
-        "Variance of r, over the same tokens or completions.",
+        "Variance of the objective's ratio r, over tokens or over completions like policy/ratio.",
         source=PASSES,
         open_instruct="val/ratio_var",
     ),
@@ -488,25 +515,26 @@ METRICS: Mapping[str, Metric] = {
     "reward/advantages_max": Metric("Largest advantage.", source=PASSES),
     "policy/off_policy_dropped": Metric(
         "Share of tokens dropped because their advantage is negative and their probability fell "
-        "too far. Only with off_policy_limit.",
+        "too far. Logged only with off_policy_limit.",
         "share",
         PASSES,
     ),
     "policy/correction_mean": Metric(
-        "Mean importance weight of the correction. Only with a correction.", source=PASSES
+        "Mean importance weight of the off-policy correction. Logged only with a correction.",
+        source=PASSES,
     ),
     "policy/correction_dropped": Metric(
-        "Share of tokens whose importance weight is 0.", "share", PASSES
+        "Share of tokens whose importance weight w is 0.", "share", PASSES
     ),
     "policy/correction_ess": Metric(
-        "Effective sample size, (mean w)^2 / mean w^2, as a share.",
+        "Effective sample size of the importance weights w, (mean w)^2 / mean w^2, as a share.",
         "share",
         PASSES,
         healthy=(0.3, 1.0),
     ),
     "other/packed_ratio": Metric(
         "Rows in the forward passes of the optimizer steps, divided by completions: 1 without "
-        "packing. With packing, a micro-batch is one row.",
+        "packing, and less with packing, where a micro-batch is one row.",
         "share",
         PASSES,
     ),
@@ -535,11 +563,15 @@ METRICS: Mapping[str, Metric] = {
         "Mean number of tokens that top_k, top_p and min_p kept, with rollout.mask_replay.",
         source=PASSES,
     ),
-    "debug/sampler_chi2": Metric("Mean of rho^2, minus 1.", source=PASSES),
+    "debug/sampler_chi2": Metric(
+        "Mean of rho^2, minus 1, with rho = exp(logp - sampler_logp).", source=PASSES
+    ),
     "debug/sampler_ppl_ratio": Metric(
         "Mean over completions of exp(mean_t (sampler_logp - logp)).", source=PASSES
     ),
-    "debug/rho_mean": Metric("Mean of rho, before the first optimizer step.", source=PASSES),
+    "debug/rho_mean": Metric(
+        "Mean of rho = exp(logp - sampler_logp), before the first optimizer step.", source=PASSES
+    ),
     "debug/rho_min": Metric("Smallest rho.", source=PASSES),
     "debug/rho_max": Metric("Largest rho.", source=PASSES),
 }

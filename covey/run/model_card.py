@@ -1,4 +1,4 @@
-"""Write the model card (README.md) of an exported model, without importing torch."""
+"""Writes the model card (README.md) of an exported model, without importing torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported model."""
+    """An exported model: where it came from, and in what form it was written."""
 
     name: str
     source: str

@@ -1,4 +1,4 @@
-"""Record what is needed to repeat a run: versions, machine, git state and command."""
+"""Records what is needed to repeat a run: versions, machine, git state and command."""
 
 from __future__ import annotations
 

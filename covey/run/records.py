@@ -1,15 +1,14 @@
-"""Read the files of a run folder, even if a crash, a disk or an editor damaged some lines.
+"""Reads the files of a run folder, even if a crash, a disk or an editor damaged some lines.
 
-Most functions skip unreadable lines, and report them to the user in one message per file. Code that
-needs every line calls `read_lines`, which raises an error for an unreadable line. The classes of
-this module list the fields that Covey reads from the files. This module does not import torch.
+Most functions skip unreadable lines, and report them to the user in one message per file; code that
+needs every line calls `read_lines`, which raises an error instead. The classes below list the
+fields that Covey reads from each file. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ class _Row(BaseModel):
 
 
 class _Step(_Row):
-    """A line of steps.jsonl. All fields are numbers, except the name of the reward."""
+    """A line of steps.jsonl, in which all fields except the name of the reward are numbers."""
 
     step: Count
     reward_id: str | None = None
@@ -74,7 +73,7 @@ class _Turn(_Row):
 
 
 class _Rollout(_Row):
-    """A line of rollouts/*.jsonl. Fields that old files lack have a default."""
+    """A line of rollouts/*.jsonl, with defaults for fields that old files lack."""
 
     prompt_id: str
     prompt: str
@@ -165,11 +164,6 @@ def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
     return [{names.get(name, name): value for name, value in row.items()} for row in rows]
 
 
-def to_stderr(text: str) -> None:
-    """Print a note for the user on stderr."""
-    print(f"covey: {text}", file=sys.stderr, flush=True)
-
-
 def unsaid(text: str) -> None:
     """Ignore a note about damaged lines."""
 
@@ -184,7 +178,7 @@ class Line:
 
 
 def is_missing(path: Path) -> bool:
-    """Whether a path does not exist. A broken symbolic link counts as existing."""
+    """Whether a path does not exist; a broken symbolic link counts as existing."""
     return not path.exists() and not path.is_symlink()
 
 
@@ -210,7 +204,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
-    """Read all JSON lines, both valid and invalid. An unfinished last line is left out."""
+    """Read all JSON lines, both valid and invalid, without an unfinished last line."""
     if is_missing(path):
         return []
     *whole, last = read_bytes(path).split(b"\n")
@@ -220,7 +214,7 @@ def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
 
 
 def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
-    """Parse and validate a JSON line; the result has the row or the reason of a failure."""
+    """Parse and validate a JSON line; the result has the row, or the reason why parsing failed."""
     try:
         return Line(raw, _checked(raw, shape))
     except ValueError as error:
@@ -287,9 +281,9 @@ def last_row(path: Path) -> Row:
 
 
 def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
-    """Sort rows by step; of rows with the same step, keep only the last row.
+    """Sort rows by step, and keep only the last row of each step.
 
-    If rows were unsorted or duplicated, `note` gets a message.
+    If rows were unsorted or duplicated, `note` is called with a message.
     """
     last = {row["step"]: row for row in rows}
     ordered = [last[step] for step in sorted(last)]
@@ -307,7 +301,7 @@ def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
         raise RunError(f"{path} cannot be read: {error}") from None
 
 
-# Write and read the episodes of rollouts in the records of a run, without importing torch.
+# Writes and reads the episodes of rollouts in the records of a run, without importing torch.
 
 
 def episode_row(rollout: Rollout) -> Row:
@@ -349,7 +343,7 @@ def _segment(row: Mapping[str, Any]) -> Segment:
 def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield the turns of a rollout as lines of text, each with True if the policy wrote it.
 
-    Yield nothing for a single-turn rollout.
+    A single-turn rollout has no such lines.
     """
     segment = 0
     for turn in row.get("turns", ()):

@@ -1,9 +1,9 @@
-"""Choose the checkpoint from which a run resumes, and move aside the files of later steps.
+"""Chooses the checkpoint from which a run resumes, and moves aside the files of later steps.
 
 By default, a run resumes from the newest checkpoint that it saved. If this checkpoint is missing or
 damaged, Covey stops and prints the command that resumes from an older one. Resuming deletes no logs
-and no complete checkpoints: the files of steps after the checkpoint are moved to the folder
-superseded/1, at the next resume to superseded/2, and so on. This module does not import torch.
+and no complete checkpoints: files of later steps are moved to the folder superseded/1, at the next
+resume to superseded/2, and so on. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from covey.run.records import (
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
            "checkpoints.jsonl": SAVED}  # fmt: skip
-"""JSON Lines files in which each line belongs to a step. When a run resumes, checkpoints.jsonl is
-trimmed last, because it determines the step from which the run resumes."""
+"""JSON Lines files in which each line belongs to a step. A resume trims checkpoints.jsonl last,
+because it determines the step from which the run resumes."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Maps each folder that has one entry per step to the file name suffix of its entries. The suffix
-is empty if the entries are folders. Only Covey 0.1 had the folder "review"."""
+"""Maps each folder with one entry per step to the suffix of its files, which is empty for folders.
+Only Covey 0.1 had the folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class Start:
 
     step: int = 0
     checkpoint: Path | None = None
-    """The checkpoint to load. None means that the run starts from its initial model."""
+    """The checkpoint to load; None means that the run starts from its initial model."""
 
 
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
     """Return the checkpoint to resume from: that of `step` if given, otherwise the newest.
 
-    If the checkpoint is missing or damaged, raise RunError with advice on what to do. `save_every`
-    is the number of steps between checkpoints; it is used only for runs of older versions of Covey,
-    which have no checkpoints.jsonl.
+    If the checkpoint is missing or damaged, raise RunError with advice on what to do. `save_every`,
+    the number of steps between checkpoints, is needed only for runs of older Covey versions, which
+    have no checkpoints.jsonl.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:
@@ -77,11 +77,10 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 
 
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
-    """Return a message if the last saved checkpoint is missing; otherwise return None.
+    """Return a message if the last saved checkpoint is missing, otherwise None.
 
-    A checkpoint may be missing because a disk is not mounted. checkpoints.jsonl lists the saved
-    checkpoints. Without this file, Covey infers from the logged steps and rollouts whether one is
-    missing.
+    A checkpoint listed in checkpoints.jsonl may be missing because a disk is not mounted. Runs
+    without this file are judged by the steps and rollouts that they logged.
     """
     saved = run.saved_steps()
     logged = [row["step"] for row in run.steps()]
@@ -102,9 +101,9 @@ def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
 
 
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
-    """Return the newest undamaged checkpoint; if `before` is given, only of earlier steps.
+    """Return the newest undamaged checkpoint, with `before` only of earlier steps.
 
-    If `note` is given, it is called with a message about each damaged checkpoint.
+    `note` is called with a message about each damaged checkpoint.
     """
     for step, folder in reversed(run.checkpoints()):
         if before is None or step < before:
@@ -136,13 +135,13 @@ def resume_command(run: RunFolder) -> str:
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:
     """Move the logs and checkpoints of steps after `start` to a new folder superseded/N.
 
-    Return this folder, or None if there was nothing to move. If the run starts again from step 0,
-    the evaluation of step 0 is also moved, because the run repeats it.
+    Return this folder, or None if there was nothing to move. A run that starts again from step 0
+    repeats the evaluation of step 0, which is therefore moved too.
     """
     keep = start.step if start.checkpoint is not None else -1
     numbered = (run.path / "superseded" / str(number) for number in itertools.count(1))
     aside = next(path for path in numbered if is_missing(path))
-    # All files are read first, so that nothing is moved if one cannot be read.
+    # All files are read first, so that nothing is moved if one of them cannot be read.
     trimmed = [_trimmed(run.path / name, shape, keep) for name, shape in RECORDS.items()]
     try:
         for folder, suffix in KEPT_BY_STEP.items():
@@ -169,8 +168,7 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
     """Return three byte strings: the whole file, the lines to keep, and the lines to move.
 
-    Keep unreadable lines and the lines of steps up to step `keep`. Move the lines of later steps
-    and an unfinished last line.
+    Lines of steps after `keep` and an unfinished last line are moved; unreadable lines stay.
     """
     lines = scan_lines(path, shape)
     kept: list[bytes] = []

@@ -1,9 +1,9 @@
 """The log of reward changes between runs: each change, its reason and its effect.
 
-When a run starts, Covey compares its reward with the reward of the previous run of the same task in
-the same folder. If the two differ, Covey writes reward_change.json, with the reason and the
-expected effect that the user states in the configuration. The observed effect is not in this file:
-Covey computes it from the evaluations of the two runs. This module does not import torch.
+When a run starts, its reward is compared with that of the previous run of the same task in the same
+folder. If they differ, reward_change.json records this, with the reason and the expected effect
+that the user states in the configuration. The observed effect is computed later, from the
+evaluations of the two runs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ class RewardChange:
 
 
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
-    """Compare the reward of a new run with the reward of the previous run.
-
-    If the two differ, write reward_change.json and return the change.
-    """
+    """Compare the reward of a new run with that of the previous run; record and return a change."""
     mine = run.environment(unsaid)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):
@@ -144,13 +141,10 @@ def reward_log(parent: Path) -> list[Logged]:
 
 
 def observed_effect(before: RunFolder, after: RunFolder) -> str:
-    """Compare the last evaluations of two runs.
+    """Compare the last evaluations of two runs, in the parts that both contain.
 
-    The accuracies differ only by noise if their confidence intervals overlap. Reward parts that
-    only one of the two evaluations contains are left out.
-
-    Accuracies are comparable only if both runs were evaluated with the same reward, which the
-    setting `evaluate.reward` ensures.
+    Accuracies whose confidence intervals overlap differ only by noise. They are comparable only if
+    both runs were evaluated with the same reward, which the setting `evaluate.reward` ensures.
     """
     old, new = (run.evaluations(unsaid)[-1:] for run in (before, after))
     if not old or not new:

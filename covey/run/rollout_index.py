@@ -1,8 +1,7 @@
-"""Index the rollout files for the web page: the offset and some fields of each line.
+"""Indexes the rollout files for the web page: the offset and some fields of each line.
 
-A rollout file may be a gigabyte in size. Each request of the web page indexes more lines for only a
-fraction of a second, so that the page answers fast. To show a rollout, the page reads it from its
-offset in the file.
+A rollout file may be a gigabyte in size. So that the page responds fast, each request indexes more
+lines for only a fraction of a second, and a rollout is read from its offset only when it is shown.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ KEPT = 4
 
 @with_config(ConfigDict(strict=True))
 class _Listed(TypedDict):
-    """The fields that the index reads from a line; log-probabilities, the largest, are skipped."""
+    """The fields that the index reads from a line, without the large log-probabilities."""
 
     prompt_id: str
     prompt: str
@@ -64,7 +63,7 @@ class Entry(NamedTuple):
     """Only the beginning of the prompt; `target` is cut in the same way."""
     target: str
     text: int
-    """Hash of the completion's text. Completions with the same hash count as identical."""
+    """Hash of the completion's text; completions with the same hash count as identical."""
     reward: float | None
     success: bool | None
     finish: str
@@ -73,7 +72,7 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The index of one rollout file, as far as the file has been read."""
+    """The index of one rollout file, up to where the file has been read."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
@@ -161,7 +160,7 @@ class RolloutIndex:
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
         """Return the line numbers of rollouts with `words` in prompt, target or completion.
 
-        Also return whether the search reached the end of the file in the given number of seconds.
+        The second result says whether the search reached the end of the file within `seconds`.
         """
         until = time.monotonic() + seconds
         found: set[int] = set()

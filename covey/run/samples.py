@@ -1,4 +1,4 @@
-"""Write Markdown pages with the completions of the highest and the lowest rewards.
+"""Writes Markdown pages with the completions of the highest and the lowest rewards.
 
 Training curves do not show reward hacking, but the completions with the highest rewards do.
 """

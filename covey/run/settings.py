@@ -1,4 +1,4 @@
-"""Compare the settings of two runs, or the settings of a run at its start and now."""
+"""Compares the settings of two runs, or the settings of a run at its start and now."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from covey.notices import notice
 from covey.run.folder import CHANGES, RunFolder
-from covey.run.records import ANY_OBJECT, to_stderr, usable_lines
+from covey.run.records import ANY_OBJECT, usable_lines
 
 MOST_NAMED = 8
 """Maximum number of edited settings that a message lists by name; it only counts the others."""
@@ -16,15 +17,15 @@ MOST_NAMED = 8
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a message about settings edited since the run started; None if none were edited.
 
-    Settings that the user changed when resuming the run do not count as edited. For runs of older
-    Covey versions, which did not record the settings at the start, the result is None.
+    Settings that the user changed in a resume do not count as edited. Runs of older Covey versions
+    did not record the settings at the start, so their result is None.
     """
     if environment.get("config") is None:
         return None
     try:
         then = tomllib.loads(environment["config"])
         now = tomllib.loads(run.config_file.read_text(encoding="utf-8"))
-        resumes = usable_lines(run.path / CHANGES, ANY_OBJECT, to_stderr)
+        resumes = usable_lines(run.path / CHANGES, ANY_OBJECT, notice)
     except (OSError, ValueError, RecursionError):
         return None  # loading the configuration reports the error
     known = {key for resume in resumes for key in resume.get("settings", ())}

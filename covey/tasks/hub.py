@@ -9,6 +9,7 @@ from typing import Any
 
 from covey.errors import ConfigError, DataError, nearest
 from covey.hub_access import offline_if_unreachable
+from covey.notices import is_quiet
 from covey.tasks.rows import NumberedRow, RowReader, check_share
 from covey.tasks.task import SplitTask, require_module
 from covey.types import Prompt
@@ -32,6 +33,8 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
     if kind == "":
         endings = ", ".join(FORMATS)
         raise DataError(f"task: cannot read {path}: the file name must end in one of {endings}")
+    if is_quiet():
+        datasets.disable_progress_bars()
     try:
         if kind is None:
             return dict(datasets.load_dataset(path, subset or None, revision=revision or None))

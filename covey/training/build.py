@@ -1,4 +1,4 @@
-"""Build the components of a run from its configuration: policy, objective, engine and scorer."""
+"""Builds the components of a run from its configuration: policy, objective, engine and scorer."""
 
 from __future__ import annotations
 
@@ -64,14 +64,15 @@ class Components:
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """The scorer for evaluations. This is the training scorer, unless evaluate.reward is set or a
-    comparison evaluates all its runs with one reward."""
+    """The scorer for evaluations: the training scorer, unless evaluate.reward is set or a
+    comparison evaluates all its runs with one reward.
+    """
     baselines: Baselines | None = None
     """Scores of simple baselines on the held-out prompts, for comparison with evaluations."""
     policy: Policy
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """A thread holds this lock while the engine loads weights and generates with them."""
+    """Held by a thread while the engine loads weights and generates with them."""
     sampling: Sampling
     interaction: Interaction | None = None
     """The environment and its limits; None for single-turn rollouts without an environment."""
@@ -269,7 +270,7 @@ def interaction_of(
 ) -> Interaction | None:
     """Build the settings of episodes; `factory` replaces the configured environment.
 
-    Return None if neither `factory` nor the configuration gives an environment.
+    Without either, the result is None.
     """
     section = config.environment
     if factory is None:

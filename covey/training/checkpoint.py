@@ -1,15 +1,14 @@
-"""Save and load checkpoints, and resume runs. A checkpoint is an ordinary Hugging Face folder:
+"""Saves and loads checkpoints, and resumes runs. A checkpoint is an ordinary Hugging Face folder:
 
     config.json, model.safetensors, tokenizer...   for AutoModelForCausalLM; float32 masters
     optimizer.safetensors                          AdamW's moments
     covey.json                                     the state of the run and the policy version
 
-With an adapter, the folder contains adapter_config.json and adapter_model.safetensors (peft's
-format) instead of the model's weights. If training updates the reference model, its weights are
-saved too. The file in_flight.jsonl contains rollouts that the engine has already generated for
-later steps. If the parameters are sharded, the optimizer state is in the subfolder `state`
-(`save_state`) instead of optimizer.safetensors. A run with any number of ranks, with or without
-sharding, can load any checkpoint.
+With an adapter, adapter_config.json and adapter_model.safetensors (peft's format) replace the
+model's weights. The weights of a reference that training updates are saved too, and so are rollouts
+that the engine has already generated for later steps (in_flight.jsonl). If the parameters are
+sharded, the optimizer state is in the subfolder `state` (`save_state`) instead of
+optimizer.safetensors. Any number of ranks, with or without sharding, can load any checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from covey.training.policy import Policy
 from covey.training.schedule import State
 
 if TYPE_CHECKING:
-    from covey.training.trainer import Trainer
+    from covey.training.loop import Trainer
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -52,7 +51,7 @@ class Saved(Protocol):
     """A model beside the policy whose state belongs to a checkpoint, such as a critic."""
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
-        """Add files to a checkpoint; all ranks call this method, but only one writes."""
+        """Add files to a checkpoint; all ranks call this method, but only one of them writes."""
 
     def load(self, folder: Path) -> None:
         """Restore the state from a checkpoint."""
@@ -61,8 +60,8 @@ class Saved(Protocol):
 def save(run: RunFolder, trainer: Trainer, state: State) -> None:
     """Write the checkpoint of a step atomically, and delete old checkpoints.
 
-    The best checkpoint and the newest `save.keep` checkpoints stay. Rank 0 writes the checkpoint;
-    with sharded parameters, each rank writes its own shards into the same folder.
+    The best checkpoint and the newest `save.keep` checkpoints stay. Rank 0 writes the checkpoint,
+    but sharded parameters are written by each rank into the same folder.
     """
     parts, policy, world = trainer.parts, trainer.parts.policy, trainer.parts.world
     with ExitStack() as stack:
@@ -129,7 +128,7 @@ def save_policy(
 ) -> None:
     """Write policy, optimizer and `state` into an existing folder.
 
-    If the policy is sharded, all ranks must call this function, but only the rank that passes
+    If the policy is sharded, all ranks must call this function, but only the rank with
     `writes=True` creates files. The state of a sharded optimizer must already be in the folder.
     """
     model = policy.whole or policy.model
@@ -160,7 +159,7 @@ def save_policy(
 def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Return the model's full state dict, with master weights for the trained parameters.
 
-    A rank that passes `keep=False` helps the other ranks to gather sharded weights, but returns {}.
+    A rank with `keep=False` helps the other ranks to gather sharded weights, but returns {}.
     """
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
     # A tied weight has two names, but only one master copy.
@@ -301,7 +300,7 @@ def _reader(folder: Path) -> Any:
         """Reads the pickle `.metadata` with `_Unpickler`."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-            """Read `.metadata`; refuse non-tensor entries, as torch would unpickle them."""
+            """Read `.metadata`; refuse non-tensor entries, which torch would unpickle."""
             try:
                 with (folder / STATE_FOLDER / METADATA_FILE).open("rb") as file:
                     found: Metadata = _Unpickler(file).load()

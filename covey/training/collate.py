@@ -1,4 +1,4 @@
-"""Collate groups into a batch of tensors."""
+"""Collates groups into a batch of tensors."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def collate(
 ) -> Batch:
     """Turn groups into a batch with one row per segment, in the order of groups and rollouts.
 
-    `parts` lists the reward parts (named components of the reward) that the batch includes; an
-    empty list means all of them, and None means none.
+    `parts` are the reward parts (named components of the reward) in the batch: an empty list means
+    all of them, and None means none.
     """
     numbered = enumerate(
         (n, rollout) for n, group in enumerate(groups) for rollout in group.rollouts
@@ -137,8 +137,8 @@ def _teacher_prompts(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
     """Return, for each sampled token, the tokens that top-k, top-p and min-p allowed.
 
-    Return None if the rollouts do not record these sets, and raise ModelError if a sampled token is
-    not in its own set.
+    The result is None if the rollouts do not record these sets. A sampled token that is not in its
+    own set is a ModelError.
     """
     if not any(row.segment.kept for row in rows):
         return None
@@ -163,7 +163,7 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
     """Raise ModelError if a log-prob from the engine is not finite.
 
-    The check runs on the CPU, before the batch is copied, so it need not wait for the GPU.
+    The check runs on the CPU before the batch is copied, so that it need not wait for the GPU.
     """
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():

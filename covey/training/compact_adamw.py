@@ -8,10 +8,11 @@
 
 Weights lose no precision, because the two 16-bit halves together store the exact float32 master
 weight. Float32 parameters, such as the shards of a sharded model, stay in float32, and only their
-moments are stored in bfloat16. The random bits for rounding depend only on the seed, the storage
-index, the optimizer step and the element index, so a resumed run gives the same results. Elements
-are numbered within the full parameter, not within a shard, so the number of ranks does not change
-the rounding.
+moments become bfloat16.
+
+The random bits for rounding depend only on the seed, the storage index, the optimizer step and the
+element index, so a resumed run gives the same results. Elements are numbered within the full
+parameter, so the number of ranks does not change the rounding either.
 """
 
 from __future__ import annotations
@@ -118,10 +119,7 @@ class CompactAdamW:
 
 
 class _Store:
-    """The parameters that lie in one storage, with their optimizer state.
-
-    `step` updates all of them at once.
-    """
+    """The parameters that share one storage, with their optimizer state, and updated together."""
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
         self.number, self.names, self.parameters = number, list(names), list(parameters)
@@ -131,9 +129,9 @@ class _Store:
         self.moments = torch.zeros_like(blank), torch.zeros_like(blank)
 
     def weight(self) -> torch.Tensor:
-        """Return all parameters as one tensor; bfloat16 parameters are returned as int16 bits.
+        """Return all parameters as one tensor, with bfloat16 parameters as int16 bits.
 
-        If a parameter is sharded, only this rank's rows are returned.
+        Of a sharded parameter, only this rank's rows are included.
         """
         found = fused_view([local_part(parameter) for parameter in self.parameters])
         assert found is not None, "parameters were moved apart"
@@ -256,7 +254,7 @@ class Numbers(NamedTuple):
     beta2: float
     rest2: float
     keep: float
-    """Weight decay multiplies each weight by this factor: 1 - rate * weight_decay."""
+    """The factor of weight decay: 1 - rate * weight_decay."""
     size: float
     """The learning rate, divided by the first moment's bias correction."""
     inverse_root: float
@@ -283,7 +281,7 @@ def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 values as two int16 halves: the nearest bfloat16, and the remaining bits.
 
-    Ties are rounded away from 0. A NaN stays a NaN, but its lower 16 bits are set to 0.
+    Ties are rounded away from 0; a NaN stays a NaN, but with lower bits of 0.
     """
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
@@ -328,9 +326,9 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    `random` has a number from 0 to 2 ** 16 - 1 for each value. It is added to the lower 16 bits of
-    the float32 value, and the lower 16 bits of the sum are dropped. A carry into the upper bits
-    rounds the value up; its probability is proportional to the lower bits, so rounding is unbiased.
+    `random` has a number from 0 to 2 ** 16 - 1 for each value, which is added to the lower 16 bits
+    of the float32 value before these are dropped. A carry into the upper bits rounds the value up,
+    with a probability proportional to the lower bits, so the rounding is unbiased.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -348,9 +346,9 @@ def adamw(
 ) -> None:
     """Take an AdamW step in place on flat tensors.
 
-    Moments are bfloat16 numbers, stored as int16 bits. `weight` and `low` are the two int16 halves
-    of the weights; if `low` is None, `weight` is float32. The update uses the new moments before
-    they are rounded to bfloat16. Element i uses the random bits with index `first_index` + i.
+    Moments are bfloat16 numbers, stored as int16 bits, and the update uses the new moments before
+    they are rounded. `weight` and `low` are the two int16 halves of the weights; if `low` is None,
+    `weight` is float32. Element i uses the random bits with index `first_index` + i.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

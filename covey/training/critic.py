@@ -1,9 +1,9 @@
 """The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
-The critic has its own backbone. A shared one would mix the gradients of policy and critic, whose
+The critic has its own backbone, at the price of the memory and time of a second trained model,
+which `covey plan` includes. A shared backbone would mix the gradients of policy and critic, whose
 scales are unrelated, and a value head on the policy's detached hidden states could use only
-information that the policy already represents. The price is the memory and time of a second trained
-model, which `covey plan` includes.
+information that the policy already represents.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def critic_step(
     if critic.sums is not None:
         critic.sums.finish()
     stepped = critic.optimizer.step(critic.learning_rate)
-    # Each rank has computed only a part of the loss.
+    # Each rank has computed only its part of the loss.
     loss = float(torch.stack(losses).sum()) if losses else 0.0
     meter.add("loss/value", loss, count=float(world.is_main))
     if world.is_main:

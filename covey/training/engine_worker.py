@@ -1,6 +1,6 @@
 """Entry point of an engine process, started as `python -m covey.training.engine_worker FD FD`.
 
-The two arguments are the file descriptors of the pipes to the trainer.
+The arguments are the file descriptors of the pipes to the trainer.
 """
 
 from covey.engines.process.worker import main

@@ -2,11 +2,12 @@
 
     resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
-After an error, the loop saves the last complete step.
+The two kinds of step are in rl.py and sft.py. After an error, the loop saves the last complete
+step.
 
-The two kinds of step are in rl.py and sft.py. Random numbers depend only on values such as (seed,
-step), so there is no generator state to save, and a run that is resumed from a checkpoint (the
-policy and the state of the loop) gives the same results as an uninterrupted one.
+A checkpoint consists of the policy and the state of the loop. Random numbers depend only on values
+such as (seed, step) and need no generator state, so a run that is resumed from a checkpoint gives
+the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from covey.errors import CoveyError, RunError
 from covey.run.folder import RunFolder
@@ -22,33 +24,42 @@ from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.external import make_trackers
 from covey.stopping import GivenUp, StopSignal, may_be_given_up
 from covey.training import checkpoint
-from covey.training.build import Parts
+from covey.training.build import Components
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.model_evaluation import measure
-from covey.training.rl import Reinforcement
 from covey.training.run_start import resume_hint
 from covey.training.schedule import Budget, State, Used
-from covey.training.trainer import Trainer
 from covey.training.watch import Watch
 
 
-def train(
-    parts: Parts,
-    run: RunFolder,
-    trackers: Sequence[Tracker],
-    stop: StopSignal,
-    start: Start | None = None,
-) -> int:
-    """Train with RL until the run ends or a signal arrives; return the last saved step."""
-    config = parts.config
-    trainer = Reinforcement(
-        parts=parts,
-        budget=Budget(settings=config.train),
-        rollouts=config.rollout.prompts_per_step * config.rollout.group_size,
-        evaluate_every=config.evaluate.every,
-        fresh=State(beta=parts.learner.objective.beta),
-    )
-    return run_loop(trainer, run, trackers, stop, start)
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """Runs the steps of a run; the default methods suit a trainer without state of its own."""
+
+    parts: Components
+    """The policy, engine, scorers and other components of the run."""
+    budget: Budget
+    """The length of the run in training steps, tokens or optimizer steps."""
+    rollouts: int
+    """Number of rollouts (RL) or solutions (SFT) per training step, without the additional rounds
+    of dynamic sampling."""
+    evaluate_every: int
+    """Number of steps between evaluations; 0 means no evaluations."""
+    fresh: State
+    """The state at the start of a new run."""
+
+    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
+        """Prepare the first step after `checkpoint`, which is None in a new run."""
+
+    def step(self, state: State, run: RunFolder, log: Tracker) -> None:
+        """Run training step number `state.step`, and log its metrics."""
+        raise NotImplementedError
+
+    def save(self, folder: Path, step: int) -> None:
+        """Add files to a step's checkpoint that this trainer needs to resume."""
+
+    def close(self) -> None:
+        """Stop all background work."""
 
 
 @freeze_garbage_collector()
@@ -110,8 +121,9 @@ class _Loop:
     saved: int
     """Number of the training step that was last saved as a checkpoint."""
     complete: State | None = None
-    """The run's state after the last complete step (its metrics are logged); None if the policy has
-    changed since then, so that the step can no longer be saved."""
+    """The run's state after the last complete step, whose metrics are logged; None if the policy
+    has changed since then, so that the step can no longer be saved.
+    """
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state

@@ -29,7 +29,7 @@ from covey.training.ray_actors import actors_of_a_rank, ray_engine, settings_of_
 
 
 def check_engine(config: Config) -> None:
-    """Raise an error, before loading a model, if the engine or Ray cluster is unavailable."""
+    """Raise an error, before a model is loaded, if the engine or Ray cluster is unavailable."""
     if config.engine.rounds:
         check_float8(config)
     if config.engine.kind == "vllm":
@@ -136,15 +136,15 @@ def _check_architecture(path: str, setting: str) -> None:
         ) from None
 
 
-# Keep a full copy of a sharded policy, for engines that have their own weights.
+# A full copy of a sharded policy, for engines that have their own weights.
 #
-# Checkpoints of a sharded policy are written from a full, unsharded copy of its weights. The native
-# engine generates with this copy, and therefore updates it; for other engines, `WholeCopy` does.
+# Checkpoints of a sharded policy are written from an unsharded copy of its weights. The native
+# engine updates this copy, because it generates with it; for other engines, `WholeCopy` does.
 
 
 @dataclass(slots=True)
 class WholeCopy:
-    """Wraps an engine; each weight update also updates a full copy of the sharded policy."""
+    """An engine whose weight updates also update a full copy of the sharded policy."""
 
     engine: Engine
     copy: NativeCopy

@@ -1,4 +1,4 @@
-"""Evaluate the model that a configuration names, without a training run."""
+"""Evaluates the model that a configuration names, without a training run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from covey.config import Config
 from covey.engines.native.engine import NativeEngine
 from covey.evaluation.evaluate import Evaluation, evaluate
+from covey.notices import notice
 from covey.rollout.collect import Collector
 from covey.run.trackers import Tracker
 from covey.training.build import Components, interaction_of, with_stops
@@ -29,7 +30,9 @@ def evaluate_model(config: Config, task: Task | None, reward: Reward | None) -> 
     """Evaluate a model on held-out prompts; `task` and `reward` override the configuration."""
     prompts = held_out_of(config, task or task_of(config))
     model = load_model(config)
-    prompts, _ = fitting_prompts(config, model, prompts, "held-out")
+    prompts, notes = fitting_prompts(config, model, prompts, "held-out")
+    for note in notes:
+        notice(note)
     scored_by = config if reward else evaluation_config(config)
     with closing(scorer_of(scored_by, reward)) as scorer:
         baselines = baselines_of(scored_by, scorer, prompts, reward)

@@ -1,4 +1,4 @@
-"""A run's models, and the policy with its optimizer, built from the configuration."""
+"""Builds a run's models, and the policy with its optimizer, from the configuration."""
 
 from __future__ import annotations
 

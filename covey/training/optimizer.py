@@ -1,13 +1,12 @@
 """AdamW over float32 master weights, with gradient clipping.
 
-The two implementations are MasterAdamW, in this module, and CompactAdamW (compact_adamw.py), which
-needs less memory.
+There are two implementations: MasterAdamW, below, and CompactAdamW (compact_adamw.py), which needs
+less memory.
 
-If the model computes in bfloat16, each bfloat16 parameter has a float32 copy, called its master.
-The engine and the forward pass use the bfloat16 parameters. Gradients are summed in float32 as soon
-as they are computed, so accumulation over micro-batches loses no precision. An optimizer step then
-rounds the masters into the bfloat16 parameters in place, so an engine that shares these parameters
-needs no weight transfer.
+If the model computes in bfloat16, each of its parameters has a float32 copy, called its master.
+Gradients are summed in float32 as soon as they are computed, so accumulation over micro-batches
+loses no precision. An optimizer step updates the masters and rounds them into the bfloat16
+parameters in place, so an engine that shares these parameters needs no weight transfer.
 """
 
 from __future__ import annotations
@@ -81,7 +80,8 @@ class MasterAdamW:
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self._masters = {name: _master(p) for name, p in self.parameters.items()}
-        # AdamW works on this rank's rows: operations on sharded tensors have a high overhead.
+        # AdamW works on this rank's rows, because operations on sharded tensors have a high
+        # overhead.
         self._rows = {n: m if local_part(m) is m else _rows(m) for n, m in self._masters.items()}
         attach_grad_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
         self.max_grad_norm = max_grad_norm
@@ -98,8 +98,8 @@ class MasterAdamW:
         """Clip the gradients, take an optimizer step, and clear the gradients."""
         total = total_norm([m.grad for m in self._masters.values() if m.grad is not None])
         if total.is_cuda:
-            # The device itself skips the step if the gradient is not finite, because it would
-            # otherwise wait until the host has read the norm.
+            # The device itself skips the step if the gradient is not finite; otherwise it would
+            # wait until the host has read the norm.
             self.adamw.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
             self._update(rate, total)
         norm = float(total)

@@ -1,4 +1,4 @@
-"""Check objects passed to the Python API: datasets, rewards, environments and models."""
+"""Checks objects passed to the Python API: datasets, rewards, environments and models."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ class Policy:
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature, which training also uses, so that the policy is the same
-    distribution in both."""
+    """The temperature of sampling and training, so that the policy is the same distribution in
+    both.
+    """
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken so far."""
@@ -52,8 +53,8 @@ class Policy:
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-prob and entropy of every trained token, with gradients if autograd is on.
 
-        Call `backward` before the next call of `logp`, because the CUDA graphs share memory
-        (train_graph.py). It writes gradients directly to the tensors that the optimizer
+        `backward` must be called before the next `logp`, because the CUDA graphs share memory
+        (train_graph.py); it writes gradients directly to the tensors that the optimizer
         reads.
         """
         if self.graphs and self.passes is None:
@@ -71,7 +72,7 @@ class Policy:
             if self.passes is None or self.passes.failed:
                 raise
             self.passes.give_up(error)
-        # Here nothing refers to the memory of the failed pass or of the graphs any more.
+        # At this point nothing refers to the memory of the failed pass or of the graphs any more.
         torch.cuda.empty_cache()
         return self.plain_logp(batch)
 
@@ -85,7 +86,7 @@ class Policy:
         )
 
     def expect_last_pass(self) -> None:
-        """Announce that the next backward pass is the last before an optimizer step."""
+        """Announce that the next backward pass is the last one before an optimizer step."""
         if self.sums is not None:
             self.sums.expect()
 

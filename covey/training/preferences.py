@@ -1,8 +1,8 @@
-"""Train on preference pairs from a file instead of sampled groups (offline DPO and IPO).
+"""Trains on preference pairs from a file instead of sampled groups (offline DPO and IPO).
 
-A row of the preference file has `prompt` (text or messages), `chosen` and `rejected`. Each pair
-becomes a group of two rollouts with rewards 1 and 0, which training treats like a sampled group.
-Completions are generated only in evaluations on the task's held-out prompts.
+A row of the file has `prompt` (text or messages), `chosen` and `rejected`. Each pair becomes a
+group of two rollouts with rewards 1 and 0, which training treats like a sampled group. Completions
+are generated only in evaluations on the task's held-out prompts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 def read_pairs(file: str) -> list[Prompt]:
-    """Read a preference file, and return one prompt per preference pair.
-
-    Each prompt has the chosen completion as its target, and the rejected completion in `info`.
-    """
+    """Read a preference file as prompts, with `chosen` as the target and `rejected` in `info`."""
     reader = RowReader(target="chosen", name="preferences")
     prompts = reader.read("train", json_lines(Path(file)), file)
     for prompt in prompts:

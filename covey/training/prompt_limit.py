@@ -1,8 +1,7 @@
-"""Limit the length of prompts: refuse, leave out or truncate prompts that are too long.
+"""Limits the length of prompts: refuses, leaves out or truncates prompts that are too long.
 
-Covey checks the lengths of prompts before a run begins. A task that generates its prompts on demand
-may have millions, so only those of the first steps are checked, unless rollout.long_prompts =
-'skip'.
+The lengths are checked before a run begins. A task that generates its prompts on demand may have
+millions, so only those of the first steps are checked, unless rollout.long_prompts = 'skip'.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _too_long(
 ) -> dict[int, int]:
     """Return the lengths of the prompts that have more than `limit` tokens, by index.
 
-    A token has at least one byte, so a prompt with few bytes need not be tokenized.
+    A prompt with at most `limit` bytes is not tokenized, because a token has at least one byte.
     """
     assert model.renderer is not None
     renderer, long = model.renderer, dict[int, int]()

@@ -1,6 +1,6 @@
 """The Ray actors of a run: trainer ranks, engines, scoring workers and references.
 
-Functions import what needs torch when they are called, because a plan only counts actors.
+What needs torch is imported inside functions, because a plan only counts actors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def actors_of_a_run(config: Config) -> list[Actors]:
 def needs_text(config: Config) -> str:
     """Return a text about the actors, CPUs and GPUs that a run needs on Ray.
 
-    It is empty if all settings of [cluster] are defaults.
+    The text is empty if all settings of [cluster] are defaults.
     """
     cluster = config.cluster
     if cluster == Cluster():

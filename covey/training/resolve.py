@@ -1,7 +1,7 @@
-"""Check the names and options of a configuration, and build task, reward, objective and sampling.
+"""Checks the names and options of a configuration; builds task, reward, objective and sampling.
 
-This module loads no model, and imports torch only to build an objective or a sampling distribution,
-so a misspelled name is reported within a second.
+No model is loaded, and torch is imported only to build an objective or a sampling distribution, so
+a misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ importance sampling, which amounts to decoupled PPO if old_logp is recomputed.""
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
     """Fill in the default options of the task, reward, length penalty and objective.
 
-    All names are checked first, before anything imports torch. If `imports` is false, no user code
-    is loaded, and the options of user-defined tasks, rewards, objectives and environments stay as
-    given. `passed` lists the config sections (task, reward) for which the caller passed a Python
-    object, so that their names are not looked up.
+    All names are checked before anything imports torch. Without `imports`, no user code is loaded,
+    and the options of user-defined tasks, rewards, objectives and environments stay as given.
+    `passed` lists the config sections (task, reward) for which the caller passed a Python object,
+    so that their names are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -83,7 +83,7 @@ def _is_user_code(config: Config, where: str) -> bool:
 def _check_engine(config: Config) -> None:
     """Raise ConfigError if the settings of [engine] and [overlap] do not fit together.
 
-    `check_float8` checks the engine's device later, when a run starts.
+    The engine's device is checked later, when a run starts (`check_float8`).
     """
     overlap, engine, rank = config.overlap, config.engine, config.adapter.rank
     float8 = f"config: engine.{engine.rounds} = 'float8'"
@@ -253,8 +253,9 @@ def _check_watching(config: Config) -> None:
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
     """Check that train.old_logp fits truncated sampling, float8, staleness and correction.
 
-    If the trainer computes old_logp, the ratio starts at 1 even for stale rollouts, so these need a
-    correction. Pairwise objectives such as DPO have no importance ratio, and are not checked.
+    If the trainer computes old_logp, the ratio starts at 1 even for stale rollouts, which therefore
+    need a correction. Pairwise objectives such as DPO have no importance ratio, and are not
+    checked.
     """
     if objective.pairs:
         return

@@ -19,25 +19,46 @@ import torch
 from covey.config.schema import Config
 from covey.engines.protocol import News
 from covey.objective.masked import row_sum
-from covey.rollout.curriculum import PromptChoice
 from covey.rollout.metrics import overlap_metrics, rollout_metrics, selection_metrics
 from covey.rollout.overlap import CopySource, RolloutQueue, read_in_flight, write_in_flight
+from covey.rollout.prompts import PromptChoice
 from covey.rollout.replay import ReplayBuffer
 from covey.rollout.source import RolloutSource, StepRollouts, SynchronousSource
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning, with_open_instruct_names
+from covey.run.resume import Start
 from covey.run.samples import SamplePage, read_samples
 from covey.run.trackers import Tracker
 from covey.scoring.baselines import REMEDY
+from covey.stopping import StopSignal
 from covey.training.build import Parts
+from covey.training.loop import Trainer, run_loop
 from covey.training.preferences import PairSource
-from covey.training.schedule import State
+from covey.training.schedule import Budget, State
 from covey.training.step import training_step
-from covey.training.trainer import Trainer
 from covey.types import Batch, Group
 
 EARLY = 3
 """Number of steps at the start of a run in which an empty replay buffer is normal."""
+
+
+def train(
+    parts: Parts,
+    run: RunFolder,
+    trackers: Sequence[Tracker],
+    stop: StopSignal,
+    start: Start | None = None,
+) -> int:
+    """Train with RL until the run ends or a signal arrives; return the last saved step."""
+    config = parts.config
+    trainer = Reinforcement(
+        parts=parts,
+        budget=Budget(settings=config.train),
+        rollouts=config.rollout.prompts_per_step * config.rollout.group_size,
+        evaluate_every=config.evaluate.every,
+        fresh=State(beta=parts.learner.objective.beta),
+    )
+    return run_loop(trainer, run, trackers, stop, start)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,12 +163,7 @@ class Reinforcement(Trainer):
             every = (*collected.groups, *replayed)
             means = _mean_advantages(every, groups, batch)
             log.table("rollouts", state.step, run.rollout_rows(every, means, len(replayed)))
-        every_steps = parts.config.save.samples_every
-        if parts.world.is_main and every_steps:
-            self.samples.add(state.step, collected.groups)
-            if state.step % every_steps == 0:
-                run.write_samples(state.step, self.samples.text(state.step))
-                self.samples = SamplePage(self.samples.count)
+        self._write_samples(run, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
         if state.step == 1 and parts.config.engine.rounds and parts.learner.settings.sampled:
             log.note(lost_note(parts.config, metrics))
@@ -163,6 +179,16 @@ class Reinforcement(Trainer):
         for note in data_notes(self.parts.config, step, data):
             log.note(note)
         return drawn, data
+
+    def _write_samples(self, run: RunFolder, step: int, groups: Sequence[Group]) -> None:
+        """Add a step's completions to the sample page; write the page every few steps."""
+        every = self.parts.config.save.samples_every
+        if not self.parts.world.is_main or not every:
+            return
+        self.samples.add(step, groups)
+        if step % every == 0:
+            run.write_samples(step, self.samples.text(step))
+            self.samples = SamplePage(self.samples.count)
 
     def _so_far(self, run: RunFolder, seconds: float) -> float:
         """Add the duration of a step to the run's total duration, and return the total."""

@@ -1,4 +1,4 @@
-"""Start or resume a run: join the ranks, build the components, create or lock the run folder."""
+"""Starts or resumes a run: joins the ranks, builds the components, creates or locks the folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 
 from covey.config import Config, load_config, to_toml
 from covey.errors import ConfigError
+from covey.notices import notice
 from covey.run.files import append_line, write_text
 from covey.run.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
 from covey.run.provenance import describe_environment
-from covey.run.records import to_stderr
 from covey.run.resume import Start, resume_command, start_of
 from covey.run.reward_changes import record_change
 from covey.run.settings import changed_settings
@@ -57,9 +57,9 @@ def opened_run(
 ) -> Iterator[OpenRun[P]]:
     """Join the other ranks, build the components of a run, and create or lock its folder.
 
-    `target` is the run to resume, or the folder of a new run. If `target` is a text, the folder of
-    the new run is runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, by
-    default from the newest checkpoint, and `changed` are the settings that changed.
+    `target` is the run to resume, or the folder of a new run; a text stands for the folder
+    runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, by default the
+    newest, and `changed` are the settings that changed.
     """
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(config, say))
@@ -102,7 +102,7 @@ def created_run(parts: Components, path: Path) -> RunFolder:
             **parts.facts,
         }
         if note := set_aside_failed(path):
-            to_stderr(note)
+            notice(note)
         run = RunFolder.create(path, to_toml(parts.config), environment)
         if not run.is_sft:
             record_change(run, **parts.config.reward_change.model_dump())
@@ -128,7 +128,7 @@ def locked_by_main(folder: RunFolder, world: World) -> AbstractContextManager[No
 # Settings that determine the data, the model or the algorithm of a run may not change. Settings
 # of run length, learning rate, limits, evaluations and saving may change.
 
-OTHER_RUN = "start a new run from the checkpoint, with --model"
+OTHER_RUN = "start a new run with the checkpoint as model.path"
 FIXED: Mapping[str, str] = {
     "seed": f"the seed decides the prompts and random numbers of all steps; {OTHER_RUN}",
     "model.path": "a resumed run uses the weights of its checkpoint",
@@ -172,11 +172,12 @@ def resumed_config(
     for key in changed:
         why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
         if why is not None:
-            raise ConfigError(f"--resume {run.path} cannot change {key}: {why}")
+            raise ConfigError(f"the resumed run {run.path} cannot change {key}: {why}")
     if "train.steps" in changed and now.train.stop_after.epochs:
         raise ConfigError(
-            f"--resume {run.path} cannot change train.steps, because train.stop_after.epochs = "
-            f"{now.train.stop_after.epochs:g} determines it; change train.stop_after"
+            f"the resumed run {run.path} cannot change train.steps, because "
+            f"train.stop_after.epochs = {now.train.stop_after.epochs:g} determines it; change "
+            "train.stop_after"
         )
     return now, changed
 
@@ -186,7 +187,7 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
     if not sft and config.train.budget == "steps" and config.train.steps < step:
         raise ConfigError(
             f"train.steps = {config.train.steps}, but the run is already at step {step}; raise "
-            "train.steps, or resume an earlier checkpoint with --step"
+            "train.steps, or resume from an earlier checkpoint"
         )
 
 

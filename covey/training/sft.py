@@ -32,7 +32,7 @@ from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.build import Components
 from covey.training.collate import collate
-from covey.training.loop import run_loop
+from covey.training.loop import Trainer, run_loop
 from covey.training.make_engine import native_engine
 from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
@@ -42,7 +42,6 @@ from covey.training.schedule import Budget, Schedule, State, sft_schedule
 from covey.training.scorers import scorers_of
 from covey.training.sft_data import Solutions, encode_example, solutions_of
 from covey.training.step import Learner, StepSettings, backward_passes
-from covey.training.trainer import Trainer
 from covey.types import Batch, Group, Prompt, Rollout
 from covey.world import ALONE, World
 

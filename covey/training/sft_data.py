@@ -49,8 +49,8 @@ class Solutions:
 def write_solution(prompt: Prompt, template: str) -> str:
     """Fill in a template's fields {worked} (reasoning), {solution} and {answer} (target).
 
-    {solution} is a correct answer from the dataset, or the target if the dataset has none. If the
-    template has {worked} but the dataset has no reasoning, raise DataError.
+    {solution} is a correct answer from the dataset, or the target if the dataset has none. A
+    template with {worked} raises DataError if the dataset has no reasoning.
     """
 
     def filled(match: re.Match[str]) -> str:
@@ -91,8 +91,8 @@ def encode_example(
 ) -> Rollout:
     """Return a written completion as a rollout, in the token format of sampled rollouts.
 
-    The rollout has the completion without the prefill, and its tokens end with an end token, so
-    that the model learns to stop. `fields` are fields of the rollout, such as its reward.
+    It ends with an end token, so that the model learns to stop. `fields` are fields of the rollout,
+    such as its reward.
     """
     assert model.renderer is not None
     text = model.renderer.template.without_prefill(text)

@@ -1,18 +1,18 @@
 """CUDA graphs for training: a single launch runs a whole forward or backward pass.
 
-A forward pass of a small model runs thousands of short kernels. Python takes several times longer
-to launch the kernels than the GPU takes to run them. A CUDA graph launches all kernels at once. A
-graph is captured for a bucket: a size to which micro-batches are padded. All data that a graph
-reads or writes stays at fixed addresses: the packed micro-batch (accel/static_buffers.py), the
-parameters, and the gradient sums.
+A forward pass of a small model runs thousands of short kernels, and Python takes several times
+longer to launch them than the GPU takes to run them. A CUDA graph launches them all at once. It is
+captured for a bucket: a size to which micro-batches are padded. All data that it reads or writes
+stays at fixed addresses: the packed micro-batch (accel/static_buffers.py), the parameters, and the
+gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
-capture. The second micro-batch of a bucket runs on the bucket's static buffers, so that all kernels
-are compiled before the capture. At the third micro-batch of a bucket, the forward and backward pass
-are captured as CUDA graphs. Later micro-batches that have the captured size, or are slightly
-smaller, replay the graphs. A micro-batch with long rows runs eagerly if the fastest attention
-kernel cannot be captured (accel/attention_kernels.py). Without a CUDA device, passes run on the
-bucket's buffers and are not captured.
+capture. The second runs on the bucket's static buffers, so that all kernels are compiled before the
+capture. At the third, the forward and backward pass are captured as CUDA graphs. Later
+micro-batches that have the captured size, or are slightly smaller, replay the graphs. A micro-batch
+with long rows runs eagerly if the fastest attention kernel cannot be captured
+(accel/attention_kernels.py). Without a CUDA device, passes run on the bucket's buffers and are not
+captured.
 
 All graphs share one memory pool, mostly for activations. Therefore no other pass may run between a
 forward pass and its backward pass, and each forward pass has at most one backward pass.
@@ -23,7 +23,6 @@ micro-batch).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from covey.accel.head import token_logp
 from covey.accel.packing import MaxLengths, PackedTables, varlen_tables
 from covey.accel.static_buffers import Size, StaticBuffers
 from covey.models.language_model import LanguageModel
+from covey.notices import notice
 from covey.types import HostRows
 
 MAX_BUCKETS = 64
@@ -62,7 +62,7 @@ class GradientSums:
     """Buffers at fixed addresses that accumulate the gradients of the parameters.
 
     An optimizer step clears gradients by setting them to None. Before the next backward pass,
-    `attach` sets the cleared gradient sums to zero and assigns them to `.grad` again.
+    `attach` sets the cleared sums to zero and assigns them to `.grad` again.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -88,8 +88,8 @@ class GradientSums:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add one gradient per parameter to the gradient sums.
 
-        A gradient is None if the parameter has no gradient, or if the backward pass already added
-        it to a GradSink.
+        It is None if the parameter has no gradient, or if the backward pass already added it to a
+        GradSink.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
@@ -118,7 +118,7 @@ class _Pass:
         """Gradients of the loss with respect to log-probability and entropy."""
         self.backward = backward
         self.has_run = False
-        """Whether the passes have run once. Then all kernels are compiled, and the gradient sums
+        """Whether the passes have run once, so that all kernels are compiled and the gradient sums
         exist."""
         self.values: Values | None = None
         self.forward_graph: torch.cuda.CUDAGraph | None = None
@@ -272,7 +272,7 @@ class TrainGraphs:
         self.buckets.clear()
         self._pool_keeper = None
         line = str(error).strip().splitlines()[0][:200]
-        warnings.warn(f"training does not use CUDA graphs: {line}", stacklevel=2)
+        notice(f"training does not use CUDA graphs: {line}")
 
     def captured(self) -> list[_Pass]:
         """Return the passes that have a captured graph."""
@@ -309,8 +309,7 @@ class TrainGraphs:
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
         """Return the key of the smallest captured bucket that fits, with limited padding.
 
-        If no captured bucket fits, return the key of a bucket with exactly the needed number of
-        tokens.
+        If none fits, return the key of a bucket with exactly the needed number of tokens.
         """
         sizes = [one.rows.size for one in self.captured() if one.backward is backward]
         fitting = [
@@ -332,9 +331,9 @@ class TrainGraphs:
             one.capture(self._pool)
         except RuntimeError as error:
             one.values = None
-            # A reference to an eager pass's autograd graph may still exist. Parameters then
-            # remember its stream, and a capture on another stream fails. By the next attempt the
-            # reference may be gone.
+            # While a reference to an eager pass's autograd graph exists, parameters remember its
+            # stream, and a capture on another stream fails. By the next attempt, the reference may
+            # be gone.
             self.failures += 1
             if self.failures == MAX_FAILURES:
                 self.give_up(error)

@@ -67,7 +67,7 @@ class Watch(Tracker):
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
     def _counts(self, step: int) -> bool:
-        """Return whether a step may count as the best step.
+        """Whether a step may count as the best step.
 
         If `save.best` is a metric of training steps, only a step with a checkpoint may.
         """

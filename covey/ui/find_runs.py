@@ -1,4 +1,4 @@
-"""Find runs and comparisons in the user's folders, and summarize each run in one row.
+"""Finds runs and comparisons in the user's folders, and summarizes each run in one row.
 
 A folder that has only some files of a run is listed too, with the names of the missing files.
 """
@@ -20,14 +20,13 @@ from covey.run.metrics import current_name
 from covey.run.records import ENVIRONMENT, last_row, read_object
 
 DEPTH = 4
-"""Maximum number of folder levels to search. Four levels lead from `comparisons` to
-NAME/runs/ARM/seed-0."""
+"""Maximum number of folder levels to search; four lead from `comparisons` to NAME/runs/ARM/seed-0.
+"""
 MOST = 2000
-"""Maximum number of runs and comparisons in the list. To see others, start `covey ui` with a
+"""Maximum number of runs and comparisons in the list; to see others, start `covey ui` with a
 subfolder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Files that identify a run folder. A folder with at least one of them is listed as a run, even if
-the others are missing."""
+"""Files that identify a run folder: one of them is enough for a folder to be listed as a run."""
 COMPARISON = "comparison.toml"
 
 
@@ -125,7 +124,7 @@ def _comparison_of(place: Place) -> str | None:
 def _last(path: Path, stamp: str) -> dict[str, Any]:
     """Return the metrics that the list of runs shows, from the last line of steps.jsonl.
 
-    The cache avoids reading the file again if it has not changed.
+    Results are cached by `stamp`, so that an unchanged file is not read again.
     """
     last = {current_name(name): value for name, value in last_row(path).items()}
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}
@@ -170,13 +169,13 @@ def problems(place: Place) -> list[str]:
     found = []
     run = RunFolder(place.path)
     if not run.config_file.is_file():
-        found.append("config.toml is missing: settings are unknown")
+        found.append("config.toml is missing, so settings are unknown")
     elif not settings_cached(run):
-        found.append("config.toml cannot be read as TOML: settings are unknown")
+        found.append("config.toml cannot be read as TOML, so settings are unknown")
     try:
         read_object(place.path / "environment.json", ENVIRONMENT)
     except RunError as error:
         found.append(str(error))
     if not (place.path / "steps.jsonl").is_file():
-        found.append("steps.jsonl is missing: there are no curves")
+        found.append("steps.jsonl is missing, so there are no curves")
     return found

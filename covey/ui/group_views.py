@@ -1,4 +1,4 @@
-"""Build the API responses that show the groups, rollouts and tokens of a step."""
+"""Builds the API responses that show the groups, rollouts and tokens of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run slow work, and work that needs torch, in separate processes.
+"""Runs slow work, and work that needs torch, in separate processes.
 
 The web server starts the following commands:
 
@@ -21,8 +21,8 @@ from typing import Any
 from covey.errors import CoveyError
 
 PYTHON = (sys.executable, "-P", "-m")
-"""Start of a command line that runs a Python module. The option -P keeps Python from importing
-modules in the current folder."""
+"""Start of a command line that runs a Python module; -P keeps Python from importing modules of the
+current folder."""
 TIME_LIMIT = 900.0
 KEPT = 32
 """Number of finished jobs whose results stay in memory."""
@@ -95,7 +95,7 @@ class Explorer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send a request to the process; return its answer, or raise ProcessError."""
+        """Return the process's response to a request; raise ProcessError if the process fails."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None
@@ -108,7 +108,9 @@ class Explorer:
                 line = ""
             if not line:
                 self._end()
-                raise ProcessError("the step explorer's process ended; ask again to start another")
+                raise ProcessError(
+                    "the process of the step explorer ended; the next request starts another"
+                )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ProcessError(answer["error"])
@@ -124,7 +126,7 @@ class Explorer:
         return self._process
 
     def close(self) -> None:
-        """End the process. Later requests raise ProcessError."""
+        """End the process; later requests raise ProcessError."""
         self._closed = True
         if self._process is not None:
             self._process.kill()  # a thread that waits for an answer gets an error

@@ -1,9 +1,9 @@
-"""Serve the web page of `covey ui` over HTTP, for one user.
+"""Serves the web page of `covey ui` over HTTP, for one user.
 
-The server listens on the loopback address; on any other address, it requires a token. A web page of
-another site can send requests to the loopback address, and an attacker can make the domain name of
-a site resolve to it (DNS rebinding). To refuse requests from other sites, the server checks the
-Host header, and requires a custom header in every POST request.
+The server listens on the loopback address; on any other address, it requires a token. Even on the
+loopback address, pages of other sites can send requests, some under a domain name that an attacker
+made to resolve to it (DNS rebinding). The server therefore checks the Host header, and requires a
+custom header in every POST request.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
-"""Content security policy for the HTML report of a comparison. The directive `sandbox` gives the
-report no access to other pages."""
+"""Content security policy for the HTML report of a comparison, in which `sandbox` denies the report
+access to other pages."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -97,14 +97,14 @@ class Server(ThreadingHTTPServer):
         return name == "localhost" or (_is_address(name) and is_loopback(name))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a request in a new thread; close the connection if too many are open."""
+        """Handle a request in a new thread; close the connection if too many are open."""
         if not self.room.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a request, and then allow one more open connection."""
+        """Handle a request, and then allow one more open connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -135,7 +135,7 @@ def own_names() -> set[str]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Handles the requests of one connection."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -157,13 +157,13 @@ class Handler(BaseHTTPRequestHandler):
             self._file(address.path.removeprefix("/") or "index.html")
 
     def do_POST(self) -> None:
-        """Start a job. The request body is not read, because the URL contains all arguments."""
+        """Start a job; the request has no body, because all arguments are in the URL."""
         self.close_connection = True
         address = urlsplit(self.path)
         if not self._welcome(address.path, {}):
             return
         if self.headers.get(ASKED) is None or address.path not in POST:
-            self._text(403, f"a request without the header {ASKED}, or for nothing")
+            self._text(403, f"the request has no header {ASKED}, or names no job")
             return
         self._data(POST[address.path], dict(parse_qsl(address.query, max_num_fields=50)))
 
@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
         """Check the Host header and the token; if one is wrong, send an error and return False."""
         server = self.server
         if not server.answers_to(self.headers.get("Host", "")):
-            self._text(421, "this server does not answer to that host name")
+            self._text(421, "this server does not serve this host name")
             return False
         if not server.token or _equal(self._cookie(), server.token):
             return True
@@ -179,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
             cookie = f"{COOKIE}={server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._send(303, "text/plain", b"", {"Location": "/", "Set-Cookie": cookie})
         else:
-            self._text(401, "open the address that covey ui printed: it has the token")
+            self._text(401, "open the address that covey ui printed, which contains the token")
         return False
 
     def _cookie(self) -> str:
@@ -240,8 +240,7 @@ def _equal(given: str, token: str) -> bool:
 def static_file(name: str) -> bytes | None:
     """Return the content of a file of the page; None if there is no such file.
 
-    The name must equal the name of a file in the page's folder, so a request cannot open other
-    files.
+    Only names of files in the page's own folder are accepted, so a request cannot open other files.
     """
     if name == "report.css":  # reports and the page share this file, so that they look alike
         return files("covey.analysis.page").joinpath(name).read_bytes()

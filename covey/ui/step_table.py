@@ -1,9 +1,9 @@
 """Tables of the metrics of runs, which are read from steps.jsonl as the file grows.
 
-A request reads steps.jsonl for a fraction of a second, and the next request continues at the same
-position. If the file is long, the first request also reads a sample of the remaining steps, so that
-the page can draw whole curves at once. A run has more than a hundred metrics, but a page shows only
-a dozen, so a table stores only the metrics that requests ask for.
+A request reads steps.jsonl for a fraction of a second, and the next one continues at the same
+position. If the file is long, the first request also samples the remaining steps, so that the page
+can draw whole curves at once. Of a run's more than a hundred metrics, a table stores only the dozen
+or so that requests ask for.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ CHUNK = 2**20
 SAMPLED = 200
 """Number of steps to sample from the unread part of a file."""
 AXES = ("step", "tokens", "time/from_scratch")
-"""Metrics that a table always stores, because most pages show them. A table also stores the metrics
-of all reward components (`objective/parts/`)."""
+"""Metrics that a table always stores, because most pages show them; the metrics of all reward
+components (`objective/parts/`) are stored as well."""
 PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
-"""For each metric name, a float32 array with one value per step; NaN if a value is missing. The
-column `step` is float64."""
+"""Maps each metric name to a float32 array with one value per step, or NaN if it is missing; `step`
+is float64."""
 name_now = lru_cache(maxsize=4096)(current_name)
 
 
 @dataclass(slots=True)
 class StepTable:
-    """The metrics of all steps of one run. All methods are safe to call from several threads."""
+    """The metrics of all steps of one run; its methods can be called from several threads."""
 
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-    """The metrics of all steps read so far, as a list of tables in order. Earlier tables are
-    larger, so adding steps rarely copies a large one."""
+    """The metrics of all steps read so far, in several tables in order. Earlier tables are larger,
+    so that adding steps rarely copies a large one.
+    """
     names: set[str] = field(default_factory=set)
     """The names of all metrics in steps.jsonl, also of those that the table does not store."""
     notes: list[str] = field(default_factory=list)
@@ -71,8 +72,8 @@ class StepTable:
     ) -> list[Columns]:
         """Read new lines of steps.jsonl for up to `seconds` seconds.
 
-        Return all steps read so far, and a sample of the unread steps. If `metrics` has one that
-        the table does not store, read the file again from the start.
+        Return all steps read so far, and a sample of the unread steps. A metric that the table does
+        not store yet makes it read the file again from the start.
         """
         with self._lock:
             try:
@@ -130,7 +131,7 @@ class StepTable:
         new = self._columns(rows)
         before = self.pieces[-1]["step"][-1:] if self.pieces else new["step"][:0]
         if (np.diff(np.concatenate([before, new["step"]])) <= 0).any():
-            # Steps out of order are rare. Read the whole file as other commands do.
+            # Steps out of order are rare, so the whole file is then read as other commands do.
             self.notes = []
             self.pieces = [self._columns(RunFolder(self.path.parent).steps(self._note))]
             return
@@ -169,7 +170,7 @@ def step_row(raw: bytes) -> Row | None:
 
 
 def numbers(values: Sequence[Any]) -> np.ndarray:
-    """Return values as float32. Values that are not numbers become NaN."""
+    """Return values as float32, with NaN for values that are not numbers."""
     try:
         return np.frombuffer(array("f", values), dtype=np.float32)
     except (TypeError, OverflowError):
@@ -181,7 +182,7 @@ def _is_number(value: Any) -> bool:
 
 
 def joined(first: Columns, then: Columns) -> Columns:
-    """Join two tables. If one table lacks a metric, its rows get NaN for this metric."""
+    """Join two tables; a metric that only one of them has is NaN in the rows of the other."""
     return {name: column([first, then], name) for name in {**first, **then}}
 
 
@@ -217,7 +218,7 @@ def curve(
 ) -> dict[str, Any]:
     """Return the curve of a metric with at most `points` points.
 
-    Each point has the mean, the lowest and the highest value of an interval of steps.
+    Each point is the mean, the lowest and the highest value of an interval of steps.
     """
     steps, values = (column(pieces, each).astype(np.float64) for each in (axis, name))
     keep = ~np.isnan(values) & (steps >= between[0]) & (steps <= between[1])
@@ -249,10 +250,7 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 class StepTables:
-    """A cache of the metric tables of many runs.
-
-    If they exceed a memory limit, the least recently used tables are dropped.
-    """
+    """A cache of the metric tables of many runs, which drops the least recently used tables."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes

@@ -29,8 +29,9 @@ from covey.ui.processes import Explorer, Jobs, covey_json
 from covey.ui.step_table import SAMPLED, StepTables, curve
 
 READ_SECONDS = 0.04
-"""Seconds that a request may spend reading a file. The page repeats the request until the whole
-file is read."""
+"""Seconds that a request may spend reading a file; the page repeats it until the whole file is
+read.
+"""
 LEAST_SAMPLED = 40
 """Minimum number of steps to sample from each run's file, even if a chart shows many runs."""
 TABLE_BYTES = 100 * 2**20
@@ -40,7 +41,7 @@ FIND_SECONDS = 1.0
 HEALTH_SECONDS = 15
 """Seconds between health checks of a run that is still training."""
 LONGEST = 20_000
-"""The server cuts texts to this number of characters; the page of a single rollout shows more."""
+"""The server cuts texts to this number of characters, except on the page of a single rollout."""
 EVALUATION = (
     "step", "prompts", "greedy", "reward", "mean_tokens", "best_constant", "distinct_answers",
 )  # fmt: skip
@@ -63,7 +64,7 @@ class Site:
     _found: tuple[float, dict[str, Place]] = (0.0, {})
 
     def places(self) -> dict[str, Place]:
-        """Return runs and comparisons by id. Search the folders at most once per second."""
+        """Return runs and comparisons by id, from a search at most once per second."""
         when, found = self._found
         if time.monotonic() - when > FIND_SECONDS:
             found = find(self.roots)
@@ -71,10 +72,7 @@ class Site:
         return found
 
     def place(self, query: Query, kind: str = "run", key: str = "run") -> Place:
-        """Return the run or comparison that a request names.
-
-        The id in a request is never used as part of a path.
-        """
+        """Return the run or comparison that a request names by its id (never used as a path)."""
         place = self.places().get(query.get(key, ""))
         if place is None or place.kind != kind:
             raise NotFound(f"there is no {kind} {query.get(key, '')!r}")
@@ -116,8 +114,8 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 def series(site: Site, query: Query) -> dict[str, Any]:
     """Return the curves of the runs in a request; NUL characters separate the run ids.
 
-    The time limit for reading applies to all runs together. The page repeats the request until the
-    files of all runs are read.
+    All runs together have one time limit for reading, and the page repeats the request until their
+    files are read.
     """
     ids = query.get("run", "").split("\0")
     until = time.monotonic() + READ_SECONDS
@@ -200,7 +198,7 @@ def rollouts_file(site: Site, query: Query) -> Path:
 
 
 def report(site: Site, query: Query) -> str:
-    """Return the report of a comparison as HTML, computed from the current state of its runs."""
+    """Return the report of a comparison as HTML, from the current state of its runs."""
     place = site.place(query, "comparison", "comparison")
     from covey.analysis.compare.comparison_folder import load_comparison
     from covey.analysis.compare.report_contents import report_contents

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from covey.analysis.page.render import embedded_json, script, security_policy
-from covey.escape import finite
+from covey.run.files import finite
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>&\""
 

@@ -429,16 +429,18 @@ def test_naming_an_algorithm_drops_the_pieces_of_one_that_had_no_name(
 @pytest.mark.parametrize("override", ["train.steps", "=1", " =1", "", "train.steps:1"])
 def test_an_override_that_is_not_key_and_value_says_what_one_is(override: str) -> None:
     message = error_of(override)
-    assert message == f"--set {override!r}: write a setting as key=value, such as train.steps=100"
+    assert (
+        message == f"the setting {override!r} is not of the form key=value, such as train.steps=100"
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["seed=1", "seed.x=1"], "--set seed.x: 'seed' is a single value"),
-        (["train.steps=1", "train.steps.x=1"], "--set train.steps.x: 'steps' is a single value"),
+        (["seed=1", "seed.x=1"], "config: seed.x: 'seed' is a single value"),
+        (["train.steps=1", "train.steps.x=1"], "config: train.steps.x: 'steps' is a single value"),
         (["seed.x=1"], "config: seed = {'x': 1}: input should be a valid integer"),
-        (["train=5"], "config: train is a table: write [train], or --set train.KEY=VALUE"),
+        (["train=5"], "config: train is a table: write [train], or train.KEY=VALUE"),
         (["train.=5"], "config: train. is not a setting"),
     ],
 )

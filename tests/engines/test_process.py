@@ -26,9 +26,9 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks.arithmetic import Arithmetic
 from covey.training.build import Parts, assemble
-from covey.training.loop import train
 from covey.training.models import load_model
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.types import Group
 from tests.trackers import Notes
 

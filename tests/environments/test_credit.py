@@ -9,7 +9,7 @@ import torch
 
 from covey.objective import build, policy_loss, with_advantage, with_weight
 from covey.objective.advantage import group_standardized
-from covey.objective.joined_rows import joined
+from covey.objective.masked import joined
 from covey.objective.turns import by_state, by_turn, turn_table
 from covey.types import Batch
 

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,9 @@ def weights_of(batch: Batch) -> torch.Tensor:
     return torch.cos(batch.tokens.double())
 
 
-def gradients(model: LanguageModel, batch: Batch, **layout: Any) -> dict[str, torch.Tensor]:
+def gradients(model: LanguageModel, batch: Batch) -> dict[str, torch.Tensor]:
     model.model.zero_grad()
-    (batch_logp(model, batch, **layout).logp * weights_of(batch)).sum().backward()
+    (batch_logp(model, batch).logp * weights_of(batch)).sum().backward()
     frozen = [n for n, p in model.model.named_parameters() if p.grad is not None]
     assert frozen == list(trained(model))
     return {name: p.grad.clone() for name, p in trained(model).items()}
@@ -169,8 +170,8 @@ def test_gradients_equal_autograd_on_the_peft_model(
     model = adapted(name, torch.float64, **ours)
     expected = reference_gradients(model, build(name, torch.float64), batch, **theirs)
     assert min(float(g.abs().max()) for g in expected.values()) > 1e-4
-    for side in ("packed", "right", "left"):
-        got = gradients(model, batch, side=side)
+    for packs in (True, False):
+        got = gradients(replace(model, packs=packs), batch)
         assert got.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(got[key], value, atol=1e-11, rtol=1e-9)
@@ -182,12 +183,14 @@ def test_packing_and_gradient_checkpointing_change_nothing_in_float32(
 ) -> None:
     model, batch = adapted(name), make_batch(rows=7, longest=11)
     assert model.packs
-    packed, padded = (batch_logp(model, batch, side=side).logp for side in ("packed", "right"))
+    packed, padded = (
+        batch_logp(replace(model, packs=packs), batch).logp for packs in (True, False)
+    )
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0)
-    plain = gradients(model, batch, side="packed")
+    plain = gradients(model, batch)
     model.model.gradient_checkpointing_enable({"use_reentrant": False})
     model.model.train()
-    for key, value in gradients(model, batch, side="packed").items():
+    for key, value in gradients(model, batch).items():
         torch.testing.assert_close(value, plain[key], atol=1e-5, rtol=1e-5)
 
 

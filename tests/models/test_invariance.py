@@ -1,6 +1,7 @@
-"""Gradients do not depend on micro-batches, padding width or padding side."""
+"""Gradients do not depend on micro-batches or padding."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,6 @@ from covey.objective import ALGORITHMS, Objective, policy_loss, with_advantage, 
 from covey.types import Batch
 from tests.conftest import ARCHITECTURES, build, make_batch
 
-LAYOUTS = (
-    {"side": "packed"},
-    {"side": "right"},
-    {"side": "right", "width": 64},
-    {"side": "left"},
-    {"side": "left", "width": 50},
-)
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -26,12 +20,11 @@ def gradients(
     objective: Objective,
     batch: Batch,
     splits: list[list[int]],
-    **layout: object,
 ) -> list[torch.Tensor]:
     model.model.zero_grad()
     for rows in splits:
         part = batch.rows(torch.tensor(rows))
-        logp = batch_logp(model, part, **layout).logp
+        logp = batch_logp(model, part).logp
         policy_loss(objective, part, logp).loss.backward()
     return [p.grad.clone() for p in model.model.parameters()]
 
@@ -51,14 +44,13 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_padding(
     batch = make_batch(rows=7, longest=11, seed=8)
     batch = with_weight(objective, with_advantage(objective, batch))
     assert model.packs
-    whole = gradients(model, objective, batch, [list(range(7))], side="right")
+    padded = replace(model, packs=False)
+    whole = gradients(padded, objective, batch, [list(range(7))])
     scale = max(float(g.abs().max()) for g in whole)
     assert scale > 1e-3
     for splits in ([[0, 1, 2], [3, 4, 5, 6]], [[i] for i in range(7)], [[6, 0], [5, 3, 1], [2, 4]]):
-        for layout in LAYOUTS:
-            for a, b in zip(
-                gradients(model, objective, batch, splits, **layout), whole, strict=True
-            ):
+        for each in (model, padded):
+            for a, b in zip(gradients(each, objective, batch, splits), whole, strict=True):
                 assert float((a - b).abs().max()) <= TOLERANCE[dtype] * max(1.0, scale)
 
 

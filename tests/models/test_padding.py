@@ -13,23 +13,13 @@ from tests.conftest import make_batch
 
 def test_every_completion_token_is_predicted_by_the_column_before_it() -> None:
     batch = make_batch(rows=8, seed=1)
-    for side in ("right", "left"):
-        for width in (0, 40):
-            layout = pad_batch(batch, side=side, width=width)
-            after = layout.input_ids.gather(
-                1, (layout.predictor + 1).clamp(max=layout.input_ids.shape[1] - 1)
-            )
-            assert torch.equal(after[batch.mask], batch.tokens[batch.mask])
-
-
-def test_left_padding_keeps_order_and_positions() -> None:
-    batch = make_batch(rows=5, seed=2)
-    right, left = pad_batch(batch), pad_batch(batch, side="left")
-    for row in range(5):
-        length = int(batch.prompt_lengths[row] + batch.lengths[row])
-        assert left.input_ids[row, -length:].tolist() == right.input_ids[row, :length].tolist()
-        assert left.position_ids[row, -length:].tolist() == list(range(length))
-        assert left.attention_mask[row].sum() == length
+    ids, predictor = pad_batch(batch)
+    assert ids.shape[1] == int((batch.prompt_lengths + batch.lengths).max())
+    after = ids.gather(1, (predictor + 1).clamp(max=ids.shape[1] - 1))
+    assert torch.equal(after[batch.mask], batch.tokens[batch.mask])
+    for row, (p, n) in enumerate(zip(batch.prompt_lengths, batch.lengths, strict=True)):
+        whole = torch.cat([batch.prompt_tokens[row, :p], batch.tokens[row, :n]])
+        assert torch.equal(ids[row, : p + n], whole)
 
 
 @given(st.integers(1, 12), st.integers(1, 400), st.integers(0, 999))

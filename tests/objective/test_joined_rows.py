@@ -17,7 +17,7 @@ from covey.objective import (
     with_weight,
 )
 from covey.objective.diagnostics import Meter, observe_reference, summary
-from covey.objective.joined_rows import joined
+from covey.objective.masked import joined
 from covey.training.step import RowFacts
 from covey.types import Batch, Totals
 from tests.conftest import make_batch

@@ -19,11 +19,12 @@ from covey.models.load_model import load_language_model
 from covey.reference.frozen import FrozenReference
 from covey.reference.wire import SLACK, encode_reply, reply_bytes
 from covey.run.folder import RunFolder
+from covey.stopping import StopSignal
 from covey.training.build import assemble
 from covey.training.collate import collate
-from covey.training.loop import StopSignal, train
 from covey.training.policy import LogProbs
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.training.step import check_finite
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch

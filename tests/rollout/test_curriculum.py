@@ -13,7 +13,7 @@ import pytest
 from covey.config.schema import Curriculum, Replay
 from covey.errors import ConfigError, RunError
 from covey.rng import weighted_order
-from covey.rollout.curriculum import PromptChoice, PromptRecord
+from covey.rollout.prompts import PromptChoice, PromptRecord
 from covey.rollout.replay import ReplayBuffer
 from covey.tasks.registry import make_task
 from covey.types import Group, Prompt, Rollout

@@ -24,9 +24,9 @@ from covey.run.resume import start_of
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
-from covey.training.loop import train
 from covey.training.models import load_model
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from tests.trackers import Notes
 
 STEPS = 5

@@ -24,9 +24,9 @@ from covey.run.trackers.console import ConsoleTracker
 from covey.scoring import InlineScorer
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
-from covey.training.loop import train
 from covey.training.policy import Policy
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.training.schedule import State
 from covey.training.step import Learner, optimize, training_step
 from covey.types import Batch, Group, Prompt, Rollout

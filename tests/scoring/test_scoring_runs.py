@@ -31,8 +31,8 @@ from covey.run.resume import start_of
 from covey.scoring import Job, Pool, ScoreResult, make_scorer
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
-from covey.training.loop import train
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.types import Prompt
 from tests.processes import wait_until
 from tests.trackers import Notes

@@ -19,9 +19,9 @@ from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import assemble
 from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE, critic_of
-from covey.training.loop import train
 from covey.training.preferences import read_pairs
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.training.step import RowFacts, optimize, prepare
 from tests.conftest import build, make_batch
 from tests.trackers import Notes

@@ -17,10 +17,10 @@ from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training import garbage
 from covey.training.build import assemble
-from covey.training.loop import train
 from covey.training.optimizer import Stepped
 from covey.training.parallel import passes
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.training.step import Learner, RowFacts, optimize, prepare
 from covey.types import Batch, HostRows, Totals
 from tests.analysis.plan.runs import SHORT

@@ -19,8 +19,8 @@ from covey.run.folder import RunFolder
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.training.build import assemble
-from covey.training.loop import train
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.types import Prompt
 from tests.trackers import Notes
 

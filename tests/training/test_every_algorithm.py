@@ -14,8 +14,8 @@ from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.stopping import StopSignal
 from covey.training.build import assemble
-from covey.training.loop import train
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from tests.trackers import Notes
 
 QUICK = [

@@ -14,10 +14,9 @@ from covey.errors import ConfigError
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import assemble
-from covey.training.loop import train
 from covey.training.make_engine import check_float8
 from covey.training.resolve import resolve
-from covey.training.rl import lost_note
+from covey.training.rl import lost_note, train
 from covey.training.schedule import State
 from tests.conftest import build
 from tests.trackers import Notes

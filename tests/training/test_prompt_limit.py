@@ -19,9 +19,9 @@ from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.tasks.task import Generated
 from covey.training.build import Parts, assemble
-from covey.training.loop import train
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.types import Prompt
 from tests.trackers import Notes
 

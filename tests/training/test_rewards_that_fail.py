@@ -14,8 +14,8 @@ from covey.rewards import Score, ThinkAnswer
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
-from covey.training.loop import train
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from covey.types import Prompt
 from tests.trackers import Notes
 

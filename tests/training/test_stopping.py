@@ -17,8 +17,8 @@ from covey.run.folder import RunFolder
 from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import GivenUp, may_be_given_up, stop_signal
 from covey.training.build import assemble
-from covey.training.loop import train
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from tests.processes import forked, wait_until
 from tests.trackers import Notes
 from tests.training.test_resume import wait

@@ -1,9 +1,9 @@
 """In-place GPU AdamW with bfloat16 moments; float32 weights may be stored as 16-bit halves.
 
-This kernel and covey/training/compact_adamw.py on a CPU give bit-identical results. To match the
-CPU, the kernel uses no fused multiply-add, and rounds divisions and square roots correctly. The CPU
-and GPU implementations compute their random numbers from the same counters. The exact arithmetic
-takes no extra time, because memory bandwidth limits the kernel.
+The results are bit-identical to those of covey/training/compact_adamw.py on a CPU. To match the
+CPU, the kernel uses no fused multiply-add, rounds divisions and square roots correctly, and
+computes its random numbers from the same counters. The exact arithmetic takes no extra time,
+because memory bandwidth limits the kernel.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def adamw(
     keys: tuple[int, int],
     first_index: int = 0,
 ) -> None:
-    """Do the same as covey.training.compact_adamw.adamw, and take the same arguments."""
+    """Run an AdamW step on a GPU, with the arguments of covey.training.compact_adamw.adamw."""
     count = weight.numel()
     _adamw[(triton.cdiv(count, BLOCK),)](
         weight, weight if low is None else low, grad, *moments, count, *keys, first_index, *numbers,

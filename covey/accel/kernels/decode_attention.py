@@ -1,21 +1,20 @@
 """Decode attention of Llama-like models, fused with RoPE and the write to the KV cache.
 
-When each sequence decodes one token, matrix products are small, and the operations between the
-matrix products take most of the time. One kernel therefore computes everything between the QKV
-projection and the output projection.
+When each sequence decodes one token, matrix products are small, and the operations between them
+take most of the time. One kernel therefore computes everything between the QKV projection and the
+output projection.
 
-A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows of a
-matrix product with the query heads of several sequences that share a prompt, and reads the prompt's
-keys and values only once. After the prompt, the Triton program reads the completions of these
-sequences one after another. While the Triton program reads one sequence's completion, it masks the
-rows of the other sequences. If there are few sequences with long completions, each sequence is
-split into parts, and one Triton program processes each part. For each sequence and key head, one
-Triton program combines the results of all parts. The result of a sequence never depends on the
-other sequences in the batch.
+A matrix product on tensor cores has at least 16 rows. A Triton program fills them with the query
+heads of several sequences that share a prompt, so that it reads the prompt's keys and values only
+once. It then reads the completions of these sequences one after another, and masks the rows of all
+other sequences meanwhile. If there are few sequences with long completions, each sequence is split
+into parts. One Triton program processes each part, and the program of part 0 combines the results
+of a sequence and key head. The result of a sequence never depends on the other sequences in the
+batch.
 
-A slot holds one sequence of the batch. The dimensions in tensor shapes are W (slots in use), S (all
-slots), P (prompts), H (heads), K (key-value heads), C (positions per page), B (pages), T (pages per
-slot) and D (head size).
+A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
+use), S (all slots), P (prompts), H (heads), K (key-value heads), C (positions per page), B (pages),
+T (pages per slot) and D (head size).
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from covey.accel.kernels.early_start import starts_early
 from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
-"""Minimum number of rows of a matrix product on tensor cores. The query heads that share a key head
-are padded to LEAST_ROWS rows."""
+"""Minimum number of rows of a matrix product on tensor cores, to which the query heads that share a
+key head are padded."""
 LEAST = tl.constexpr(-1e30)
 """Initial value of a running maximum, finite so that differences are never NaN."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Settings of a Triton program: positions per iteration, number of warps, number of stages. If few
-Triton programs run, large tiles are faster, because each program has many loads in flight. If many
-Triton programs run, small tiles are faster. EXACT is for float32: the compiler unrolls float32
-products, and would need four seconds to compile larger tiles."""
+"""Settings of a Triton program: positions per iteration, number of warps, number of stages. Large
+tiles (WIDE) are faster if few programs run, because each program then has many loads in flight, and
+small tiles (NARROW) if many run. EXACT is for float32, whose products the compiler unrolls: larger
+tiles would take four seconds to compile."""
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
-"""The fastest tile settings on an H200. A dict key is the minimum number of Triton programs, at
-head size 64, for which the tile settings are used."""
+"""The fastest tile settings on an H200, by the minimum number of Triton programs (at head size 64)
+for which they are used."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
-"""Maximum number of bytes of keys and values that a Triton program loads at the same time.
-STAGE_BYTES limits the bytes of one pipeline stage. On Hopper and later GPUs, HOPPER_BYTES limits
-the bytes of all pipeline stages together. Large heads are read in smaller tiles, because larger
-tiles would not fit in a multiprocessor's shared memory."""
+"""Maximum number of bytes of keys and values that a Triton program loads at the same time:
+STAGE_BYTES in one pipeline stage, and on Hopper and later GPUs, HOPPER_BYTES in all stages
+together. Large heads are therefore read in smaller tiles, because larger tiles would not fit in a
+multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
 """One Triton program handles several sequences if sequences * key heads is at least this."""
 SPLIT_PROGRAMS = 256
@@ -57,9 +56,9 @@ SPLIT_POSITIONS = 512
 SPLIT_POSITIONS positions."""
 SMALLEST_HEAD = 32
 """The smallest head size for which the engine uses this kernel with 16-bit dtypes. Tensor cores
-also support a head size of 16. But with a head size of 16 in bfloat16, the log-probs of engine and
-trainer differed by 3.6 nats on an H200, although the kernel is correct in Triton's interpreter.
-With head sizes of 64 and 128, the log-probs of engine and trainer differ only by rounding."""
+also support a head size of 16, but in bfloat16 the log-probs of engine and trainer then differed by
+3.6 nats on an H200, although the kernel is correct in Triton's interpreter. With head sizes of 64
+and 128, they differ only by rounding."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -82,7 +81,7 @@ class LayerCache(NamedTuple):
     values: torch.Tensor
     """[B, K, C, D]: values of completions, in pages of C positions; written by the kernel."""
     pages: torch.Tensor
-    """[S, T] int32: the pages that hold each sequence's completion, in order of positions."""
+    """[S, T] int32: the pages that contain each sequence's completion, in order of positions."""
     place: torch.Tensor
     """[S] int64: the position in a completion at which the new key and value are written."""
     active: torch.Tensor
@@ -117,8 +116,8 @@ def _rotated(
 ):
     """Load heads [rows, D] from the addresses `line`, normalize them and apply RoPE.
 
-    The function returns the first and the second half of each head as separate tensors. The results
-    are rounded once, to the dtype in which the kernel multiplies matrices.
+    Return the first and the second half of each head as separate tensors, rounded once, to the
+    dtype in which the kernel multiplies matrices.
     """
     half = tl.arange(0, size // 2)
     first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)
@@ -308,8 +307,8 @@ def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, i
 def tiling_for(slots: int, cache: LayerCache, *, hopper: bool | None = None) -> Tiling:
     """Return the fastest tiling, which depends only on tensor shapes and the device.
 
-    `hopper` says whether the GPU is a Hopper or later. If `hopper` is None, the function checks the
-    device of `cache`.
+    `hopper` says whether the GPU is a Hopper or later; if it is None, the device of `cache`
+    decides.
     """
     _, key_heads, page, head = cache.keys.shape
     hopper = starts_early(cache.keys.device) if hopper is None else hopper
@@ -372,10 +371,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """Apply RoPE, write the KV cache and compute attention for one new token per sequence.
 
-    The result is [W, H * D].
-
-    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product. `rope` contains
-    cosine and sine [positions, D / 2].
+    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product, and `rope` is
+    cosine and sine [positions, D / 2]. The result is [W, H * D].
     """
     tiling = tiling_for(len(heads), cache) if tiling is None else tiling
     attended, programs, arguments, known = launch(

@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel starts up while the kernel before it still runs.
 
-A kernel that starts early calls `gdc_wait` before it reads or writes memory. `gdc_wait` waits for
-the previous kernel. In a CUDA graph of small kernels, an early start saves about 0.6 microseconds
-per kernel on an H200.
+A kernel that starts early calls `gdc_wait`, which waits for the previous kernel, before it reads or
+writes memory. In a CUDA graph of small kernels, this saves about 0.6 microseconds per kernel on an
+H200.
 """
 
 from __future__ import annotations

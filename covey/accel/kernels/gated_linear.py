@@ -1,9 +1,9 @@
 """The MLP's gate and up projections, fused with SwiGLU into one kernel for few tokens.
 
 In a decode step of a small model, a separate SwiGLU kernel takes as long as the matrix product,
-because the SwiGLU kernel reads `gate` and `up` from memory. In this kernel, one Triton program
-computes matching columns of `gate` and `up`, so that they need not be stored. The kernel still
-rounds `gate` and `up` to the weight's dtype, as if it wrote them to memory.
+because it reads `gate` and `up` from memory. In this kernel, one Triton program computes matching
+columns of `gate` and `up`, so that they need not be stored. It still rounds them to the weight's
+dtype, as if it wrote them to memory.
 
 The dimensions in tensor shapes are N (tokens), D (hidden size) and M (MLP size).
 """
@@ -21,14 +21,13 @@ from covey.accel.kernels.early_start import early_start
 
 MOST_WEIGHTS = 4 * 2**20
 """Up to this number of weights, this kernel is faster than a library's matrix product followed by a
-SwiGLU kernel. On an H200 with D = 576 and M = 1,536, this kernel took 4.9 to 9.4 microseconds, and
-two separate kernels for product and SwiGLU took 6.0 to 11.4 microseconds. With D = 1,536 and M =
-8,960, this kernel took 25 microseconds, and two separate kernels for product and SwiGLU took 22
-microseconds."""
+SwiGLU kernel. On an H200 with D = 576 and M = 1,536, it took 4.9 to 9.4 microseconds, and the two
+kernels took 6.0 to 11.4 microseconds. With D = 1,536 and M = 8,960, it took 25 microseconds, and
+the two kernels took 22."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
-"""Maximum number of tokens if the dtype is float32, which only parity checks use. The compiler
-unrolls float32 products, so only small tiles compile quickly."""
+"""Maximum number of tokens in float32, which only parity checks use: the compiler unrolls float32
+products, so only small tiles compile quickly."""
 
 
 class Tile(NamedTuple):
@@ -69,8 +68,8 @@ def _gated_linear(
     row = (tl.program_id(0) % tall) * rows + tl.arange(0, rows)
     column = tl.program_id(0) // tall * columns + tl.arange(0, columns)
     real, kept = row < count, column < width
-    # Rows and columns past the end read those at 0. The results have indices of their own, because
-    # with these the compiler would not see that addresses are consecutive.
+    # Rows and columns past the end read row and column 0. The results use the original indices,
+    # because the compiler would not see that the replaced ones are consecutive.
     line = tl.where(real, row, 0).to(tl.int64) * size
     cells = tl.where(kept, column, 0).to(tl.int64) * size
     gate = tl.zeros((rows, columns), tl.float32)

@@ -1,12 +1,13 @@
 """Attention over packed rows for training: forward and backward.
 
-Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
-all keys of the row (varlen_attention.py). The backward pass sums gradients in a fixed order, so
-results are deterministic. One kernel computes the gradient of queries, and another kernel computes
-the gradients of keys and values. For each key head, the kernel for keys and values first sums over
-the query heads that share the key head, and then writes the gradients. Because attention is causal,
-the last queries of a row see the most keys, and the first keys are seen by the most queries. Triton
-programs with the most work start first, so that all multiprocessors end at about the same time.
+Attention is causal, with the causal mask aligned at the end of a row, so that the last query of a
+row sees all keys of the row (varlen_attention.py). The last queries of a row therefore see the most
+keys, and the first keys are seen by the most queries. Triton programs with the most work start
+first, so that all multiprocessors end at about the same time.
+
+In the backward pass, one kernel computes the gradient of queries, and another the gradients of keys
+and values. For each key head, the latter first sums over the query heads that share it, and then
+writes the gradients. All sums have a fixed order, so results are deterministic.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).
@@ -28,8 +29,8 @@ from covey.accel.varlen_attention import VarlenRows
 SIZES = (16, 32, 64, 128)
 """Head sizes that the kernels support."""
 PROGRAMS = 500
-"""Desired minimum number of Triton programs that compute the gradients of keys and values. An H200
-runs about 260 Triton programs at a time."""
+"""Desired minimum number of Triton programs that compute the gradients of keys and values; an H200
+runs about 260 at a time."""
 
 
 class Tile(NamedTuple):
@@ -66,7 +67,7 @@ def _forward_keys(
 ):  # fmt: skip
     """Update the running softmax of each query with keys `low` to `high` - 1.
 
-    If `masked` is true, each query sees only keys up to the index that `last` gives for the query.
+    If `masked` is true, each query sees only keys up to its index in `last`.
     """
     for start in range(low, high, keys):
         k = _tile(key, start, length, key_stride, size, keys)
@@ -216,8 +217,7 @@ def _key_grad(
 ):  # fmt: skip
     """Compute the gradients of keys and values from one part of the query heads.
 
-    The query heads that share a key head are divided into parts; different Triton programs process
-    different parts.
+    The query heads that share a key head are divided into parts, one for each Triton program.
     """
     key_number, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
@@ -284,7 +284,7 @@ def tiles_for(size: int, *, large: bool = True) -> Tiles:
 def _has_large_shared_memory(device: torch.device) -> bool:
     """Return whether a Triton program can use at least 160 KiB of shared memory.
 
-    Data center GPUs since Ampere have at least 160 KiB of shared memory per Triton program.
+    Data center GPUs since Ampere have this much.
     """
     if device.type != "cuda":
         return False
@@ -369,7 +369,7 @@ def attention_backward(
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
     """Return into how many parts to divide the query heads that share a key head.
 
-    With few Triton programs, the GPU would wait for the slowest program. The function therefore
+    With few Triton programs, the GPU would wait for the slowest one. The function therefore
     increases the number of parts until there are at least PROGRAMS Triton programs, or until each
     part is a single query head.
     """

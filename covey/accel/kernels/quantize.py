@@ -1,17 +1,16 @@
 """Float8 matrix products with row-wise scales, and kernels that quantize and rescale.
 
-A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. Each row of
-activations belongs to one token, and the scale of the row is s = max |x| / 448. Each row of a
-weight belongs to one output of the layer, and the scale s of the row is rounded up to a power of
-two. The scale of a weight's row is stored as a one-byte exponent to save bandwidth, because every
-kernel that reads a product also reads the scales of all outputs. The relative error of a float8
-number does not depend on the scale, so rounding the scale loses no precision.
+A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. A row of
+activations belongs to one token, and its scale is s = max |x| / 448. A row of a weight belongs to
+one output of the layer, and its scale is rounded up to a power of two. This scale is stored as a
+one-byte exponent to save bandwidth, because every kernel that reads a product also reads the scales
+of all outputs. Rounding it loses no precision, because the relative error of a float8 number does
+not depend on the scale.
 
-Libraries multiply float8 matrices much faster without row-wise scales. On an H200 with 128 tokens,
-the matrix products of a 7B model take 81 us per layer in float8 without row-wise scales, 120 us in
-float8 with row-wise scales, and 140 us in bfloat16. Therefore the library only multiplies the
-float8 matrices, without the scales. The kernel that reads the product applies the scales of tokens
-and outputs.
+Libraries multiply float8 matrices much faster without row-wise scales: on an H200 with 128 tokens,
+the matrix products of a 7B model take 81 us per layer without and 120 us with these scales, and 140
+us in bfloat16. Therefore the library multiplies the float8 matrices without the scales, and the
+kernel that reads the product applies the scales of tokens and outputs.
 
 All arithmetic between products is float32. Numbers are rounded to bfloat16 after a product, and to
 float8 before the next product.
@@ -34,8 +33,7 @@ LARGEST = torch.finfo(FLOAT8).max
 LEAST = 1e-30
 """Lower limit of a row's maximum, so that a row of zeros has a positive scale."""
 TILE = 4096
-"""Number of elements per Triton program. A row with more than TILE elements gets a program of its
-own."""
+"""Number of elements per Triton program; a row with more elements gets a program of its own."""
 
 
 class Quantized(NamedTuple):
@@ -280,10 +278,7 @@ def add_norm_quantized(
 
 
 def silu_mul_quantized(gate_up: Product) -> Quantized:
-    """Return silu(gate) * up [N, D], quantized.
-
-    `gate` and `up` are the two halves of the columns of `gate_up` [N, 2 D].
-    """
+    """Return silu(gate) * up [N, D], quantized; `gate_up` [N, 2 D] contains gate, then up."""
     count, size = len(gate_up.values), gate_up.values.shape[1] // 2
     out = Quantized.empty(count, size, gate_up.values.device)
     block = 1 << (size.bit_length() - 1)

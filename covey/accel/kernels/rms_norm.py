@@ -1,10 +1,10 @@
 """Residual addition fused with RMSNorm: forward and backward kernels.
 
-The residual stream is float32; the RMSNorm has the dtype of the next matrix product. The kernel
+The residual stream is float32, and the RMSNorm has the dtype of the next matrix product. The kernel
 computes in float32 and rounds its result once.
 
-The dimensions in tensor shapes are N (tokens) and D (hidden size). A Triton program processes
-several rows, so that all threads have work even if rows are short.
+A Triton program processes several rows, so that all threads have work even if rows are short. The
+dimensions in tensor shapes are N (tokens) and D (hidden size).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from covey.accel.kernels.early_start import early_start
 from covey.accel.skip_autograd import call
 
 PROGRAMS = 512
-"""Maximum number of Triton programs in the backward pass. Each Triton program sums the gradient of
-`gain` (the norm's weight) over the rows that the program processes."""
+"""Maximum number of Triton programs in the backward pass, each of which sums the gradient of `gain`
+(the norm's weight) over its rows."""
 SHORT, MORE = 1024, 4
 """For hidden sizes of at most SHORT, the number of programs is multiplied by MORE, because each
 program takes little time."""
@@ -172,7 +172,7 @@ def _gain_grad(
 ) -> torch.Tensor | None:
     """Return the gradient of `gain`, which is the sum of the rows of `parts`.
 
-    If `sink` is given, add the sum to the gradient in `sink` and return None.
+    With `sink`, add the sum to it and return None.
     """
     count, size = parts.shape
     former = None if sink is None else sink.total
@@ -200,8 +200,8 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum hidden + delta [N, D], and RMSNorm(sum) * gain.
 
-    If `delta` is None, the sum is `hidden`. In the backward pass, one kernel combines the gradient
-    of the sum with the gradient of the RMSNorm, even if `delta` is None.
+    Without `delta`, the sum is `hidden`. In the backward pass, one kernel combines the gradient of
+    the sum with the gradient of the RMSNorm.
     """
     total: torch.Tensor
     normed: torch.Tensor
@@ -215,8 +215,8 @@ def add_norm_in_place(
 ) -> torch.Tensor:
     """Add `delta` to `hidden` [N, D] in place, and return the RMSNorm of the sum.
 
-    Records no gradient. This kernel is meant for few tokens, because it starts a Triton program for
-    each token.
+    No gradient is recorded. The function is meant for few tokens, because it starts a Triton
+    program for each token.
     """
     count, size = hidden.shape
     normed = torch.empty_like(hidden, dtype=gain.dtype)

@@ -1,8 +1,8 @@
 """Apply RoPE to queries and keys, and copy a shared prompt's keys and values to every row.
 
-Each packed token has one query. Attention needs the keys and values of a row to be consecutive in
-memory. The kernel therefore copies the keys and values of a prompt to every row that shares the
-prompt. The backward pass sums the gradients of shared keys and values in float32, in a fixed order.
+Each packed token has one query, but attention needs the keys and values of a row to be consecutive
+in memory, so the kernel copies those of a prompt to every row that shares it. The backward pass
+sums the gradients of shared keys and values in float32, in a fixed order.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).
@@ -182,7 +182,7 @@ def apply_rope(
     """Return queries [N, H, D], keys and values [R, K, D], with RoPE applied to queries and keys.
 
     `products` is either one QKV product [N, (H + 2 K) * D], or three products for queries, keys and
-    values. `rope` contains cosine and sine [N, D / 2] in float32. `shape` is (H, K, D). If `shared`
+    values. `rope` is cosine and sine [N, D / 2] in float32, and `shape` is (H, K, D). If `shared`
     is None, every token has exactly one key position.
     """
     query: torch.Tensor

@@ -23,7 +23,7 @@ def _add_part(part, largest, total, result, rows: tl.constexpr, size: tl.constex
     """Add the partial softmax that is stored at `part` to a running softmax."""
     row = tl.arange(0, rows)
     cell = row[:, None] * size + tl.arange(0, size)
-    # Another multiprocessor may have written the part, so this one's L1 cache is bypassed.
+    # Another multiprocessor may have written the part, so the loads bypass the L1 cache.
     new = tl.load(part + cell, cache_modifier=".cg")
     other = tl.load(part + rows * size + row, cache_modifier=".cg")
     weight = tl.load(part + rows * size + rows + row, cache_modifier=".cg")

@@ -1,11 +1,11 @@
 """Kernels that sample each sequence's next token from logits and update the decoding state.
 
-The sampling kernels read all logits only once. A first kernel computes the maximum and the sum of
-exponentials of each block of the vocabulary. A second kernel finds the block that contains the
-sampled token and reads only that block again.
+The logits are read only once: a first kernel computes the maximum and the sum of exponentials of
+each block of the vocabulary, and a second kernel finds the block that contains the sampled token
+and reads only that block again.
 
-A slot holds one sequence of the batch. The dimensions in tensor shapes are W (slots in use), S (all
-slots), V (vocabulary size) and R (maximum length of a completion).
+A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
+use), S (all slots), V (vocabulary size) and R (maximum length of a completion).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from covey.accel.sizes import VOCABULARY_BLOCK
 
 
 class SlotState(NamedTuple):
-    """State of the sequences being decoded; the kernels update the state in place."""
+    """State of the sequences being decoded, which the kernels update in place."""
 
     tokens: torch.Tensor
     """[S, R] int64."""
@@ -122,8 +122,8 @@ def sample_tokens(
 ) -> None:
     """Sample the next token of the first W sequences from `logits` [W, V].
 
-    Temperature 0 takes the most likely token. A completion ends with a stop token or when its
-    maximum length is reached. If logits are NaN, the log-probability of the sampled token is NaN.
+    With temperature 0, it is the most likely token. A completion ends with a stop token or at its
+    maximum length. If logits are NaN, so is the log-probability of the sampled token.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, VOCABULARY_BLOCK)

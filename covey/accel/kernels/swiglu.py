@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 BLOCK = 1024
-"""Number of columns that a Triton program processes. A row of at most 2 * BLOCK columns is
-processed by one program."""
+"""Number of columns that a Triton program processes; one program processes a whole row of at most
+2 * BLOCK columns."""
 
 
 @triton.jit
@@ -77,9 +77,9 @@ def silu_mul_backward(
 ) -> torch.Tensor:
     """Return gradients of `gate` and `up` in [N, 2 M]; write silu(gate) * up to `product`.
 
-    The gradient of the down projection's weight needs silu(gate) * up. This kernel recomputes
-    silu(gate) * up at no extra cost, so the forward pass does not save it. `product` may be the
-    same tensor as `product_grad`, because the kernel reads each gradient before it writes.
+    The gradient of the down projection's weight needs silu(gate) * up, which this kernel recomputes
+    at no extra cost, so that the forward pass need not save it. `product` may be the same tensor as
+    `product_grad`, because the kernel reads each gradient before it writes.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

@@ -1,9 +1,10 @@
 """Kernels for token log-probabilities and entropies from logits, and for the gradients.
 
-The dimensions in tensor shapes are R (rows) and V (vocabulary size). The softmax input is scale *
-(logits + bias), optionally soft-capped. The forward pass keeps a running maximum, so that it reads
-the logits only once. The backward pass uses the saved normalizer, so that it reads the logits only
-once.
+The softmax input is scale * (logits + bias), optionally soft-capped. Both passes read the logits
+only once: the forward pass keeps a running maximum, and the backward pass uses the saved
+normalizer.
+
+The dimensions in tensor shapes are R (rows) and V (vocabulary size).
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def logp_backward(
 ) -> None:
     """Write the gradient of logits [R, V] to `grad`, which may be the same tensor as the logits.
 
-    `kept` has the normalizer and entropy from the forward pass; `grads` has the gradients of
-    log-probability and entropy. Each is [R].
+    `kept` is the normalizer and entropy from the forward pass, and `grads` the gradients of
+    log-probability and entropy; each is [R].
     """
     count, size = logits.shape
     block = min(BLOCK, triton.next_power_of_2(size))

@@ -36,9 +36,10 @@ from covey.analysis.compare.comparison import (
 from covey.config import parse_config, to_toml, toml_lines, toml_value
 from covey.config.other_names import check_names, new_setting, translated
 from covey.errors import RunError
+from covey.notices import notice
 from covey.run.files import write_text
 from covey.run.folder import RunFolder
-from covey.run.records import Shape, is_missing, read_object, to_stderr
+from covey.run.records import Shape, is_missing, read_object
 
 DESIGN_FILE, OUTCOME_FILE = "comparison.toml", "outcome.json"
 FIRST_ROLLOUTS_FILE = "first_rollouts.json"
@@ -90,7 +91,7 @@ def read_outcome(run: Path) -> RunOutcome | None:
     try:
         row = read_object(file, OUTCOME)
     except RunError as error:
-        to_stderr(f"{error}; the run counts as unfinished")
+        notice(f"{error}; the run counts as unfinished")
         return None
     if "first_answers" in row:  # its name in 0.1
         row = {**row, "first_rollouts": row["first_answers"]}
@@ -212,7 +213,7 @@ def _points(run: RunFolder) -> tuple[Point, ...]:
         if len(items) == row["prompts"]:
             points.append(_point(row, steps, items))
         else:
-            to_stderr(
+            notice(
                 f"{run.path}: the evaluation of step {row['step']} is left out, because only "
                 f"{len(items)} of its {row['prompts']} prompts can be read"
             )

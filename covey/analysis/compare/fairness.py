@@ -35,8 +35,8 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
         expected = expected or digest  # that of the first arm
         if digest != expected:
             raise ConfigError(
-                f"--arm {name}: the held-out prompts differ from the held-out prompts of arm "
-                f"{first}, so accuracies cannot be compared; change [task] for all arms with --set"
+                f"arm {name}: the held-out prompts differ from the held-out prompts of arm "
+                f"{first}, so accuracies cannot be compared; change [task] for all arms"
             )
         section = config.task.model_dump()
         if section in seen:
@@ -96,15 +96,14 @@ def _differing_arms(design: Design) -> Iterator[Row]:
         title="some arms are trained on a different reward than the one that evaluates them",
         why="The common reward scores the held-out completions of all arms, so that accuracies "
         "mean the same; an arm that is not trained on it may be at a disadvantage.",
-        remedy=f"choose it with --set evaluate.reward.name=NAME; now it is {reward}",
+        remedy=f"choose it with evaluate.reward.name; now it is {reward}",
     )
     yield from _finding(
         [arm for arm in arms if any(key in GENERATION for key in arm.differences)],
         title="some arms generate the held-out completions with their own settings",
         why="Their prompt format, stop strings or length limit also apply in evaluations, so a "
         "difference may come from these settings, without any learning.",
-        remedy="compare the first evaluations, before training; or change the setting for all "
-        "arms with --set",
+        remedy="compare the first evaluations, before training; or change the setting for all arms",
     )
 
 
@@ -120,7 +119,8 @@ def _kept_options(design: Design) -> Iterator[Row]:
             [arm],
             title=f"options of the recipe are kept: {values}",
             why=f"The recipe sets them for {recipe}; {arm.name}'s own defaults are {own}.",
-            remedy=f"for the defaults of {arm.name}: --arm '{arm.name}-default: {arm.settings[0]}'",
+            remedy=f"for the defaults of {arm.name}, add the arm "
+            f"'{arm.name}-default: {arm.settings[0]}'",
         )
 
 

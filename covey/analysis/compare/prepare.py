@@ -23,6 +23,9 @@ from covey.analysis.compare.fairness import check_prompts, known_beforehand
 from covey.config import Config, parse_config
 from covey.errors import ConfigError, RunError
 
+PARENT = Path("comparisons")
+"""The folder of comparisons that get no folder of their own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -34,15 +37,18 @@ class Prepared:
     """The design of an earlier comparison in the folder, if there is one."""
 
 
-def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepared:
-    """Choose the folder of a comparison; resume an earlier comparison of the same design."""
+def prepare(request: Request, folder: Path | None = None) -> Prepared:
+    """Choose the folder of a comparison, and resume an earlier comparison of the same design.
+
+    Without `folder`, the comparison gets the next free folder comparisons/NAME-N.
+    """
     design = design_comparison(request)
     if len(design.arms) < 2:
         raise ConfigError(
-            "nothing to compare: give at least two arms, such as --algorithms grpo,dr_grpo,gspo"
+            "nothing to compare: give at least two arms, such as the algorithms grpo and gspo"
         )
     stem = Path(request.source).stem
-    numbered = (parent / f"{stem}-{number}" for number in itertools.count(1))
+    numbered = (PARENT / f"{stem}-{number}" for number in itertools.count(1))
     for path in numbered if folder is None else [folder]:
         if (path / DESIGN_FILE).is_file():
             if same_comparison(read_design(path), design):
@@ -52,11 +58,11 @@ def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepa
         elif folder is not None:
             raise RunError(
                 f"{path} already contains files that do not belong to a comparison; choose another "
-                "--folder"
+                "folder"
             )
     raise ConfigError(
         f"{folder} already contains a comparison with different settings, arms or budget; choose "
-        "another --folder, or pass only --folder, --add, --arm and --seeds to extend it"
+        f"another folder, or extend it: covey compare --folder {folder} --add ALGORITHM"
     )
 
 

@@ -37,8 +37,8 @@ from covey.analysis.page.render import (
     security_policy,
     style_sheet,
 )
-from covey.escape import finite, printable
-from covey.run.files import write_text
+from covey.escape import printable
+from covey.run.files import finite, write_text
 
 SCHEMA = 3
 """Format version of report.json; it increases when a field is renamed, removed or redefined."""

@@ -36,7 +36,7 @@ from covey.run.provenance import describe_environment
 from covey.run.trackers import Tracker
 from covey.stopping import stop_signal
 from covey.training.build import Parts, assemble
-from covey.training.loop import train
+from covey.training.rl import train
 from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3

@@ -28,8 +28,8 @@ from covey.sandbox.program import run_program
 from covey.scoring import Pool
 from covey.stopping import StopSignal
 from covey.training.build import assemble
-from covey.training.loop import train
 from covey.training.resolve import reward_of, task_of
+from covey.training.rl import train
 
 PROMPTS = 8
 """The number of held-out prompts on which the reward is tested."""

@@ -17,9 +17,10 @@ from covey.analysis.exact_logp import recorded_exact_logp
 from covey.analysis.explain.effect import Effect, effect
 from covey.config import Config, load_config
 from covey.errors import RunError
-from covey.objective.joined_rows import joined
+from covey.notices import notice
+from covey.objective.masked import joined
 from covey.run.folder import RunFolder
-from covey.run.records import read_episode, to_stderr
+from covey.run.records import read_episode
 from covey.run.resume import last_good
 from covey.training.build import learner_of, reference_of
 from covey.training.checkpoint import restore
@@ -188,7 +189,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     takes as long as the original updates, and gives the same weights.
     """
     config = load_config(str(run.config_file))
-    found = last_good(run, before=step, note=to_stderr)
+    found = last_good(run, before=step, note=notice)
     model, objective = load_model(config), objective_of(config)
     learner = learner_of(
         config,

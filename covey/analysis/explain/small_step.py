@@ -17,9 +17,9 @@ import torch
 
 from covey.analysis.explain.effect import CLIPPED, whole_effect
 from covey.errors import ConfigError, CoveyError
-from covey.escape import finite
 from covey.models.logp import LogProbs
 from covey.objective import ALGORITHMS, algorithm, build, with_advantage
+from covey.run.files import finite
 from covey.types import Batch
 
 MOST_COMPLETIONS, MOST_TOKENS = 16, 16

@@ -80,7 +80,7 @@ def log_kept(
     )
 
     def kept(rows: Batch) -> LogProbs:
-        hidden, predictor = padded_hidden(policy.model, rows, "right", 0)
+        hidden, predictor = padded_hidden(policy.model, rows)
         chosen, mass = predictor[rows.mask], []
         for at in range(0, len(chosen), chunk):
             logits = policy.model.head.logits(hidden.index_select(0, chosen[at : at + chunk]))

@@ -192,7 +192,7 @@ def duration(seconds: float) -> str:
 def measure_time(config: Config) -> TimeForecast:
     """Time a few training steps in a temporary folder, and forecast the time of the run."""
     from covey.training.build import assemble
-    from covey.training.loop import train
+    from covey.training.rl import train
 
     short = shortened(config)
     parts = assemble(short)

@@ -11,7 +11,6 @@ In tensor shapes, N is the number of packed tokens of a bucket, and n is the num
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from covey.accel.packing import PackedTables, prompt_tables, to_device
 from covey.accel.static_buffers import Size, StaticBuffers
 from covey.engines.native.sizes import PREFILL_FLOPS
 from covey.models.logp import packed_hidden
+from covey.notices import notice
 
 if TYPE_CHECKING:
     from covey.engines.native.shared_prompt_cache import SharedPromptCache
@@ -90,7 +90,7 @@ class PrefillGraphs:
         except RuntimeError as error:
             self.failed = True
             line = str(error).strip().splitlines()[0][:200]
-            warnings.warn(f"prefill does not use CUDA graphs: {line}", stacklevel=2)
+            notice(f"prefill does not use CUDA graphs: {line}")
         else:
             one.graph = graph
 

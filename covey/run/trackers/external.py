@@ -1,6 +1,6 @@
 """Trackers that send metrics to other packages: TensorBoard, Weights & Biases and trackio.
 
-The base classes decide which data a tracker logs, and when. Each package is imported when its
+The base classes decide what a tracker logs, and when. Each package is imported only when its
 tracker opens.
 """
 
@@ -30,12 +30,13 @@ SHOWN = 8
 """A table shows this many completions with the highest rewards, and as many with the lowest
 rewards."""
 LONGEST = 4000
-"""Tables cut longer texts to this many characters. The run folder contains the whole texts."""
+"""Tables cut longer texts to this many characters, and the run folder contains the whole texts."""
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 SAVED_BYTES = 255
-"""Size in bytes of a tracker's file NAME.json, such as wandb.json. The JSON text is padded with
-spaces to this size, so that every write replaces the whole file."""
+"""Size in bytes of a tracker's file NAME.json, such as wandb.json, which is padded with spaces to
+this size so that every write replaces the whole file.
+"""
 
 
 class ExternalTracker(Tracker):
@@ -88,18 +89,12 @@ class ExternalTracker(Tracker):
 
 
 class TensorBoardTracker(ExternalTracker):
-    """Writes completions as text, and metrics as scalars.
-
-    Event files store scalars in single precision.
-    """
+    """Writes metrics as scalars, in single precision, and completions as text."""
 
     writer: Any = None
 
     def open(self, done: int) -> None:
-        """Open a new event file.
-
-        If a resumed run logs a step again, TensorBoard drops the earlier events of the step.
-        """
+        """Open a new event file, which drops the earlier events of steps that are logged again."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(self.run.path / "tensorboard")
@@ -130,11 +125,11 @@ class TensorBoardTracker(ExternalTracker):
 
 
 class RememberingTracker(ExternalTracker):
-    """A tracker for append-only logs, such as W&B; it logs no step twice.
+    """A tracker for append-only logs, such as W&B, which logs no step twice.
 
-    A resumed run repeats the steps after its checkpoint and gets the same numbers. The file
-    NAME.json in the run folder, such as wandb.json, contains the tracking package's run id and the
-    last logged steps.
+    A resumed run repeats the steps after its checkpoint, with the same numbers. The file NAME.json
+    in the run folder, such as wandb.json, therefore stores the package's run id and the last logged
+    steps.
     """
 
     name: str
@@ -161,8 +156,8 @@ class RememberingTracker(ExternalTracker):
     def remember(self) -> None:
         """After each log entry, save the last logged step of each event in NAME.json.
 
-        The file is overwritten in place with a single write. Replacing it by a rename would be
-        slow, because some file systems then wait for the disk.
+        The file is overwritten in place with a single write, because on some file systems,
+        replacing it by a rename would wait for the disk.
         """
         text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -172,10 +167,7 @@ class RememberingTracker(ExternalTracker):
             os.close(handle)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a training step, or of the evaluation after the step.
-
-        The tracking package merges both into one row of its log.
-        """
+        """Log the metrics of a training step or evaluation; both become one row of the log."""
         self.session.log(dict(values), step=step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
@@ -196,17 +188,16 @@ class RememberingTracker(ExternalTracker):
 
 
 class WandbTracker(RememberingTracker):
-    """Logs metrics and completions to W&B. A resumed run continues the same W&B run.
+    """Logs metrics and completions to W&B; a resumed run continues the same W&B run.
 
     With WANDB_MODE=offline, W&B writes to the run folder, and `wandb sync` uploads the data later.
-    The environment variables of wandb, such as WANDB_PROJECT and WANDB_ENTITY, have their usual
-    effect.
+    WANDB_PROJECT, WANDB_ENTITY and the other variables of wandb have their usual effect.
     """
 
     name = "wandb"
 
     def open(self, done: int) -> None:
-        """Start or continue the W&B run. If W&B fails, raise an error that says what to do."""
+        """Start or continue the W&B run; if W&B fails, raise an error that says what to do."""
         import wandb
 
         try:
@@ -232,9 +223,9 @@ class WandbTracker(RememberingTracker):
 class TrackioTracker(RememberingTracker):
     """Logs metrics and tables of completions to a local database, which `trackio show` opens.
 
-    A resumed run continues the same trackio run. The environment variable TRACKIO_DIR sets the
-    folder of the database, and TRACKIO_PROJECT sets the project name. If TRACKIO_SPACE_ID names a
-    Hugging Face Space, trackio sends the data to this Space.
+    A resumed run continues the same trackio run. The environment variable TRACKIO_DIR is the folder
+    of the database, and TRACKIO_PROJECT the project name. With TRACKIO_SPACE_ID, the data goes to
+    this Hugging Face Space.
     """
 
     name = "trackio"
@@ -260,8 +251,8 @@ TRACKERS: Mapping[str, type[ExternalTracker]] = {
     "wandb": WandbTracker,
     "trackio": TrackioTracker,
 }
-"""The trackers that a configuration can name. The name of a tracker is also that of the Python
-package that it needs, and of the pip extra."""
+"""The trackers that a configuration can name, each by the name of the Python package that it needs,
+which is also the name of the pip extra."""
 
 
 def check_trackers(names: Iterable[str]) -> None:

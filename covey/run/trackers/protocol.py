@@ -1,9 +1,8 @@
 """The tracker interface, and the tracker that writes metrics and rollouts to the run folder.
 
-A tracker receives metrics, evaluations, tables and notes.
-
-To add a tracker, subclass `Tracker` and override the methods of the events that it needs.
-The training loop reports every event to all trackers of a run, in order.
+A tracker receives metrics, evaluations, tables and notes: the training loop reports every event to
+all trackers of a run, in order. To add one, subclass `Tracker` and override the methods of the
+events that it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """Receives the events of a run. By default, every method does nothing."""
+    """Receives the events of a run; by default, every method does nothing."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
         """Training begins.
@@ -45,7 +44,7 @@ class Tracker:
 
 
 class Trackers(Tracker):
-    """Several trackers combined into one. Every event is passed to each tracker, in order."""
+    """Several trackers combined into one, each of which receives every event, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)

@@ -1,9 +1,9 @@
-"""Sum gradients over ranks, once per optimizer step, before clipping.
+"""Sums gradients over ranks, once per optimizer step, before clipping.
 
-Large gradients are all-reduced in place, and small ones in buckets. In the last backward pass of an
-optimizer step, the all-reduce of a bucket starts as soon as all its gradients are computed, and
-overlaps with the rest of the pass. If CUDA graphs or fused kernels compute the gradients, every
-all-reduce starts after the pass.
+Large gradients are all-reduced in place, and small ones in buckets. The all-reduce of a bucket
+starts as soon as all its gradients are complete, so that it overlaps with the rest of the last
+backward pass of an optimizer step. Gradients from CUDA graphs or fused kernels are all-reduced only
+after the pass.
 """
 
 from __future__ import annotations

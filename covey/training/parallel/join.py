@@ -1,4 +1,4 @@
-"""Join and leave the process group of a run."""
+"""Joins and leaves the process group of a run."""
 
 from __future__ import annotations
 

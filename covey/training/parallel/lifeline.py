@@ -1,10 +1,10 @@
 """Failure detection: each rank notices within seconds that another rank has failed or died.
 
-A collective call waits for all ranks, so without further measures it may take minutes to notice
-that one has failed. To notice it fast, every rank keeps a TCP connection to rank 0, which closes
-when the rank's process ends, even after a crash. A rank that fails sends the reason before it ends,
-and rank 0 forwards it to the others. The main thread of each rank then raises the error at its next
-collective call; if it makes none within a few seconds, a background thread ends the process.
+A collective call waits for all ranks, and may take minutes to notice that one of them has failed.
+Every rank therefore keeps a TCP connection to rank 0, which closes when the rank's process ends,
+even after a crash. A rank that fails sends the reason before it ends, and rank 0 forwards it to the
+others. The main thread of each rank then raises the error at its next collective call; if it makes
+none within a few seconds, a background thread ends the process.
 """
 
 from __future__ import annotations

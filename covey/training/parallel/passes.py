@@ -1,4 +1,4 @@
-"""The rows of a batch that this rank processes, divided into passes."""
+"""Divides the rows of a batch that this rank processes into passes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """One pass through the model."""
+    """One pass through the model, with the rows that it processes."""
 
     rows: torch.Tensor
     counts: bool
-    """False for a placeholder pass, whose results are discarded. Placeholders give all ranks the
-    same number of passes, because a pass through a sharded model involves all ranks."""
+    """False for a placeholder pass, whose results are discarded. With placeholders, all ranks have
+    the same number of passes, as a sharded model requires.
+    """
 
 
 def without_weight(rows: Batch) -> Batch:

@@ -1,7 +1,7 @@
 """The ranks of a run over torch.distributed, and the rank of this process.
 
 Every rank builds the same batch and makes the same decisions; only the generation of rollouts and
-the passes through the model are divided among ranks. They communicate only to gather rollouts and
+the passes through the model are divided among ranks. Ranks communicate to gather rollouts and
 log-probabilities, to sum gradients and metrics, and to agree on a stop signal.
 """
 

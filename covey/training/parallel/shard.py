@@ -1,12 +1,13 @@
 """Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
 
-FSDP2 gathers the weights of a transformer block when a pass reaches the block; the backward pass
-sums the gradients of each block over ranks, and shards the sums. The sharded parameters are the
-optimizer's float32 masters, even if the model computes in bfloat16. The weights of embedding, head
-and final norm are gathered when a method of the root module is called, and stay gathered during the
-pass, so each pass is a single method call, which runs `batch_logp`. If each rank has a complete
-copy of the model, passes with fused kernels use weights that are gathered once per optimizer step
-(GatheredSteps).
+FSDP2 gathers the weights of a transformer block when a pass reaches the block; in the backward
+pass, it sums the gradients of each block over ranks and shards the sums. The sharded parameters are
+the optimizer's float32 masters, even if the model computes in bfloat16.
+
+Embedding, head and final norm belong to the root module. Their weights are gathered when one of its
+methods is called, and stay gathered until the method ends, so each pass is a single method call,
+which runs `batch_logp`. If each rank has a complete copy of the model, passes with fused kernels
+use weights that are gathered once per optimizer step (GatheredSteps).
 """
 
 from __future__ import annotations
@@ -104,9 +105,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    They do only if the model has a single shard, so that each rank has a complete copy of it. The
-    gradients of gathered weights then take no more memory than sharded ones, and only the gathered
-    weights need additional memory.
+    They do if each rank has a complete copy of the model (a single shard), because the gradients of
+    gathered weights then take no more memory than sharded ones, and only the gathered weights are
+    additional.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
@@ -117,8 +118,8 @@ def _stays_gathered(model: LanguageModel) -> bool:
 class GatheredSteps:
     """Gathers the weights and sums the gradients once per optimizer step, not once per pass.
 
-    Passes run on the gathered weights without FSDP2's hooks. Gradients of bfloat16 weights are
-    added to float32 sums, as in an unsharded model.
+    Passes run on the gathered weights without FSDP2's hooks, and add the gradients of bfloat16
+    weights to float32 sums, as in an unsharded model.
     """
 
     def __init__(self, model: LanguageModel, world: World) -> None:

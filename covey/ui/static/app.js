@@ -1,4 +1,4 @@
-// The page: the list of runs, the views, keys, and asking for news every two seconds.
+// The page: the list of runs, the views, the keys, and a request for news every two seconds.
 import { ago, api, byId, colour, debounce, el, fill, number, percent, state } from "./dom.js";
 import { Config } from "./config.js";
 import { Curves } from "./curves.js";
@@ -41,13 +41,13 @@ class App {
       this.runs = found.runs.map((run) => ({ ...run, place: known.get(run.id) ?? next++ }));
       this.comparisons = found.comparisons; this.roots = found.roots;
       byId("live").textContent = this.runs.some((run) => run.age !== null && run.age < LIVE) ? "● live" : "";
-    } catch { byId("live").textContent = "the server is away"; }
+    } catch { byId("live").textContent = "no connection to the server"; }
     this.list();
   }
 
   get view() { return this.views[state.get("view", "curves")] ?? this.views.curves; }
 
-  // The runs that are overlaid; the newest, if none is chosen.
+  // The runs that the charts show; the newest if none is chosen.
   selected() {
     const byId = new Map(this.runs.map((run) => [run.id, run])), found = [...new Set(state.all("run"))].map((id) => byId.get(id)).filter(Boolean);
     return found.length ? found : this.runs.slice(0, 1);
@@ -66,7 +66,7 @@ class App {
   list() {
     const chosen = new Set(this.selected().map((run) => run.id)), shown = this.shown();
     byId("runs-summary").textContent = `${this.runs.length === 1 ? "1 run" : `${this.runs.length} runs`}, ${chosen.size} shown`;
-    if (!this.runs.length) { fill(byId("runs"), el("li", { class: "quiet", text: `There are no runs in ${(this.roots ?? []).join(", ")}. covey train makes one.` })); return; }
+    if (!this.runs.length) { fill(byId("runs"), el("li", { class: "quiet", text: `There are no runs in ${(this.roots ?? []).join(", ")}. Start one with covey train.` })); return; }
     const focus = document.activeElement?.closest?.("#runs li")?.dataset.id;
     fill(byId("runs"), shown.map((run) => this.row(run, chosen.has(run.id))));
     if (focus) [...byId("runs").children].find((row) => row.dataset.id === focus)?.querySelector("input").focus();

@@ -47,7 +47,7 @@ export class Chart {
     charts.set(this.canvas, this);
   }
 
-  // Charts are drawn once a frame, and only those in sight: the others wait until they are scrolled to.
+  // Charts are drawn once a frame, and only those in sight; the others are drawn when they are scrolled to.
   later() {
     this.stale = true;
     if (!waiting.size) requestAnimationFrame(() => { const due = [...waiting]; waiting.clear(); for (const chart of due) chart.drawNow(); });
@@ -82,8 +82,8 @@ export class Chart {
     }
     if (this.between) [x0, x1] = [Math.max(x0, this.between[0]), Math.min(x1, this.between[1])];
     if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
-    const flat = y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)); // rounding errors of a smoothed constant are no range
-    if (flat && y1 === 0 && !this.log) return { x0, x1, y0: -0.06, y1: 1.06 }; // of a zero, only larger values are of interest
+    const flat = y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)); // a smoothed constant varies by rounding errors
+    if (flat && y1 === 0 && !this.log) return { x0, x1, y0: -0.06, y1: 1.06 }; // around zero, only larger values matter
     const gap = flat ? Math.abs(y1) * 0.1 || 0.5 : 0.06 * (y1 - y0);
     return { x0, x1, y0: y0 - gap, y1: y1 + gap };
   }
@@ -121,7 +121,7 @@ export class Chart {
       g.fillText(this.shown(this.log ? 10 ** y : Number(y.toPrecision(12))), PAD.left - 6, p);
     }
     g.textAlign = "center"; g.textBaseline = "top";
-    const whole = this.lines.every((line) => [line.x[0], line.x[line.x.length - 1]].every(Number.isInteger)); // there is no step 1.5
+    const whole = this.lines.every((line) => [line.x[0], line.x[line.x.length - 1]].every(Number.isInteger)); // so that no tick is at step 1.5
     for (const x of ticks(x0, x1, Math.max(2, this.inner().width / 90), whole ? 1 : 0)) {
       g.fillText(x >= 1e5 ? number(x, 3) : Number(x.toPrecision(12)).toLocaleString("en"), this.px(x), this.size.height - PAD.bottom + 6);
     }

@@ -1,4 +1,4 @@
-// The view of settings: those of one run, or where several runs differ; and where each was made.
+// The view of settings: those of one run, or the differences of several; and the environment of each run.
 import { api, el, fill, state } from "./dom.js";
 
 const MOST = 12;

@@ -7,9 +7,9 @@ const USUAL = ["objective/scores", "objective/success", "policy/entropy_avg", "r
   "rollout/stop_rate", "time/total"];
 const SHARES = new Set(["objective/success", "policy/clipfrac_avg", "rollout/zero_variance_groups", "rollout/stop_rate"]);
 const AXES = { step: "steps", tokens: "sampled tokens", "time/from_scratch": "seconds" };
-const POINTS = 400; // one for each pixel of a panel; more would be drawn over each other
-const ASKED = 100; // runs of one request
-const POLLED = 4; // runs that are read further at a time
+const POINTS = 400; // a panel has no more pixels
+const ASKED = 100; // runs in one request
+const POLLED = 4; // partly read runs that one request continues to read
 const HELD_OUT = "held-out accuracy", HELD_OUT_REWARD = "held-out reward";
 const ESTIMATES = { [HELD_OUT]: "greedy", [HELD_OUT_REWARD]: "reward" };
 
@@ -23,7 +23,7 @@ export class Curves {
     this.node = el("div", {}, this.controls, this.legend, this.panels, this.evaluations);
   }
 
-  // The controls are made once: a slider that is replaced while it is dragged stops moving.
+  // The controls are made only once, because a slider that is replaced while it is dragged stops moving.
   bar() {
     const add = el("input", { list: "metric-names", placeholder: "Add a metric", "aria-label": "Add a metric", on: { change: (event) => {
       if (event.target.value) state.set({ metric: [...new Set([...state.all("metric"), event.target.value])] });
@@ -158,14 +158,14 @@ export class Curves {
   }
 }
 
-// An exponential moving average that starts without bias.
+// An exponential moving average, corrected for the bias of its first values.
 export function smoothed(values, weight) {
   if (!weight) return values;
   let sum = 0, count = 0;
   return values.map((value) => { sum = weight * sum + (1 - weight) * value; count = weight * count + (1 - weight); return sum / count; });
 }
 
-// Mean, lowest and highest over several curves, at the points of the one that has most.
+// The mean, lowest and highest value of several curves, at the points of the curve that has the most.
 export function across(curves) {
   const x = curves.reduce((a, b) => (b.x.length > a.x.length ? b : a)).x;
   const rows = x.map((at) => curves.filter((c) => at >= c.x[0] && at <= c.x[c.x.length - 1]).map((c) => valueAt(c, at)));

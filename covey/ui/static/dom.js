@@ -28,7 +28,7 @@ export async function api(path, query = {}, options = {}) {
 }
 export const start = (path, query) => api(path, query, { method: "POST", headers: { "X-Covey": "1" } });
 
-// The address after # holds everything that a link should bring back.
+// The part of the address after # stores the state of the page, so that a link restores it.
 export const state = {
   read: () => new URLSearchParams(location.hash.slice(1)),
   get: (name, usual = "") => state.read().get(name) ?? usual,
@@ -62,7 +62,7 @@ export function ago(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
 }
 
-// Colours are asked for hundreds of times while charts are drawn; they change with the scheme only.
+// Charts read colours hundreds of times, so they are cached until the colour scheme changes.
 const styles = new Map();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => styles.clear());
 export function style(name) {
@@ -79,13 +79,13 @@ export function debounce(act, wait = 120) {
   return (...given) => { clearTimeout(timer); timer = setTimeout(() => act(...given), wait); };
 }
 
-// A text that may be cut: its beginning, and how much follows.
+// A text that may be cut off, with the number of characters that are left out.
 export function textBlock(cut, props = {}) {
   const more = cut.more ? `\n… ${cut.more.toLocaleString("en")} more characters` : "";
   return el("pre", { class: "text", dir: "auto", ...props, text: (cut.text || "(nothing)") + more });
 }
 
-// Choices are { value: text }, or pairs where values look like numbers, which objects would sort.
+// Choices are { value: text }, or pairs if values look like numbers, which an object would sort.
 export function select(label, choices, value, act) {
   const options = (Array.isArray(choices) ? choices : Object.entries(choices)).map(([key, text]) => el("option", { value: key, selected: key === value, text }));
   return el("label", { class: "field" }, el("span", { text: label }), el("select", { on: { change: (event) => act(event.target.value) } }, options));

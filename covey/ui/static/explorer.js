@@ -6,7 +6,7 @@ const MOST = 16, LONGEST = 16;
 const CLIP = { low: "clipped at the low bound", high: "clipped at the high bound", dual: "clipped by the dual bound" };
 const WORDS = { clip_low: "Clip below 1 −", clip_high: "Clip above 1 +", beta: "KL coefficient β", drift: "Policy moved since sampling" };
 
-// `fixed` lists the choices of a page whose answers are a table: name -> label and pairs.
+// `fixed` lists the choices of a page with precomputed results: name -> label and pairs.
 export class Explorer {
   constructor(compute = (query) => api("explore", query), fixed = null) {
     this.compute = compute; this.fixed = fixed; this.asked = structuredClone(START); this.given = {};
@@ -14,9 +14,9 @@ export class Explorer {
     this.controls = el("div", { class: "controls" }); this.picture = el("div", { class: "step-picture" });
     this.status = el("p", { class: "quiet", role: "status" });
     this.node = el("div", { class: "explorer" },
-      el("p", { text: "One prompt, one group of completions, one optimizer step. Change a reward, the clip or the algorithm, and see what becomes of each token's gradient." }),
+      el("p", { text: "One optimizer step on one group of completions. Change a reward, the clip range or the algorithm to see how the gradient of each token changes." }),
       this.controls, this.status, this.picture,
-      el("p", { class: "quiet", text: "Bars in a token: how much the step makes it likelier (up, blue) or less likely (down, orange): minus the slope of the loss in the token's log-probability. A striped token is clipped." }));
+      el("p", { class: "quiet", text: "The bar in a token shows how much the step makes it likelier (up, blue) or less likely (down, orange): minus the gradient of the loss with respect to its log-probability. A striped token is clipped." }));
     this.changed = debounce(() => this.ask(), 15);
   }
 

@@ -33,7 +33,7 @@ export class Groups {
     this.bar(run, step);
     const line = state.get("line");
     this.columns.hidden = Boolean(line) || !this.steps.length; this.tokens.node.hidden = !line;
-    if (!this.steps.length) { this.app.notes([...this.details.notes, "This run kept no rollouts: save.rollouts is false, or it has not finished a step."]); return; }
+    if (!this.steps.length) { this.app.notes([...this.details.notes, "This run has no saved rollouts: save.rollouts is false, or no step has ended yet."]); return; }
     if (line) { this.tokens.show(run.id, step, Number(line)); return; }
     this.load();
     if (state.get("group")) this.open(state.get("group")); else fill(this.detail, el("p", { class: "quiet", text: "Choose a group to read its completions." }));

@@ -1,4 +1,4 @@
-// The view of health: what the checks found in each selected run, and from which step to which.
+// The view of health: the findings of the checks in each selected run, and the steps that they span.
 import { api, el, fill } from "./dom.js";
 
 const MOST = 8;

@@ -1,4 +1,4 @@
-// The view of comparisons: a report for each, made from its runs when it is opened.
+// The view of comparisons: a report for each, which is written from its runs when it is opened.
 import { el, fill, state } from "./dom.js";
 
 export class Reports {
@@ -12,7 +12,7 @@ export class Reports {
     this.shown = key;
     fill(this.node, el("h2", { text: "Comparisons" }),
       found.length ? el("ul", { class: "reports" }, found.map((each) => el("li", {}, el("a", { href: `/report?comparison=${encodeURIComponent(each.id)}`, target: "_blank", rel: "noopener", text: each.id }), el("span", { class: "quiet", text: ` ${each.runs} runs ` }),
-        el("button", { type: "button", class: "small", text: "Overlay its runs", on: { click: () => state.set({ view: "curves", seeds: "1", run: this.app.runs.filter((run) => run.id.startsWith(`${each.id}/`)).map((run) => run.id) }) } }))))
-        : el("p", { class: "quiet", text: "There is no comparison in these folders. covey compare makes one." }));
+        el("button", { type: "button", class: "small", text: "Show its runs together", on: { click: () => state.set({ view: "curves", seeds: "1", run: this.app.runs.filter((run) => run.id.startsWith(`${each.id}/`)).map((run) => run.id) }) } }))))
+        : el("p", { class: "quiet", text: "There is no comparison in these folders. Start one with covey compare." }));
   }
 }

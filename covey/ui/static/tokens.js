@@ -1,4 +1,4 @@
-// The view of tokens: one rollout, each token coloured by what training saw of it.
+// The view of tokens: one rollout, whose tokens are coloured by a value such as advantage or ratio.
 import { api, el, fill, number, select, start, state, style, textBlock } from "./dom.js";
 import { parts } from "./groups.js";
 
@@ -80,7 +80,7 @@ export class Tokens {
   }
 }
 
-// Blue for above the middle, orange for below it; one hue for what has no middle.
+// Blue above the middle value, orange below it; a single hue for values without a middle.
 function painter(by, values, trained) {
   const known = values.filter((value, i) => typeof value === "number" && trained[i]);
   const mark = `color-mix(in srgb, ${style("--arm-3")} 55%, transparent)`;

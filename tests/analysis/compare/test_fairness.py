@@ -37,7 +37,7 @@ def test_arms_are_measured_on_the_same_prompts(tmp_path: Path) -> None:
     train = prompts(tmp_path / "train.jsonl", "1+0?")
     one, two = (config_of(train, prompts(tmp_path / f"{n}.jsonl", f"{n}-2?")) for n in (3, 4))
     with pytest.raises(
-        ConfigError, match="--arm b: the held-out prompts differ from the held-out prompts of arm a"
+        ConfigError, match="arm b: the held-out prompts differ from the held-out prompts of arm a"
     ):
         check_prompts({"a": one, "b": two})
 
@@ -48,7 +48,7 @@ def test_arms_are_scored_with_the_same_targets(tmp_path: Path) -> None:
     check_prompts({"a": one, "b": two})
     (tmp_path / "b.jsonl").write_text('{"question": "3-2?", "answer": "2"}\n')
     with pytest.raises(
-        ConfigError, match="--arm b: the held-out prompts differ from the held-out prompts of arm a"
+        ConfigError, match="arm b: the held-out prompts differ from the held-out prompts of arm a"
     ):
         check_prompts({"a": one, "b": two})
 
@@ -136,7 +136,7 @@ def test_an_arm_that_keeps_the_clip_range_of_another_algorithm_is_a_finding() ->
         "The recipe sets them for grpo; gspo's own defaults are clip_low = 0.0003, "
         "clip_high = 0.0004."
     )
-    arm = parse_arm(kept[0]["remedy"].partition("--arm '")[2].removesuffix("'"))
+    arm = parse_arm(kept[0]["remedy"].partition("the arm '")[2].removesuffix("'"))
     options = config_of_arm(design, arm).objective.options
     assert (options["clip_low"], options["clip_high"]) == (3e-4, 4e-4)
 

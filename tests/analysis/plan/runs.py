@@ -13,8 +13,8 @@ from covey.config import load_config
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import assemble
-from covey.training.loop import train
 from covey.training.resolve import resolve
+from covey.training.rl import train
 from tests.trackers import Notes
 
 SHORT = (
