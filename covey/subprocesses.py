@@ -83,8 +83,8 @@ class PipedProcess:
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
     """Start a thread that kills this process and its children once the process `parent` has ended.
 
-    Otherwise the processes of a killed trainer would run on and occupy memory and GPUs. This
-    process must lead a session, because the whole process group is killed.
+    Without this thread, the processes of a killed trainer would run on and occupy memory and GPUs.
+    This process must lead a session, because the whole process group is killed.
     """
 
     def watch() -> None:

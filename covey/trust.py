@@ -23,7 +23,8 @@ from typing import Any
 from covey.errors import ConfigError, users_error
 
 VARIABLE = "COVEY_TRUST"
-"""The environment variable with trusted module names. Trusting a package trusts all its modules."""
+"""The environment variable with trusted module names. A trusted package makes all its modules
+trusted."""
 
 
 def trust(modules: Iterable[str]) -> None:

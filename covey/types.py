@@ -211,11 +211,10 @@ class Batch:
     other statistics count the rollout once in both cases.
 
     `collate` fills the fields from `prompt_tokens` to `state`. Forward passes fill the fields from
-    `old_logp` to `entropy`, but only those that the objective needs. The objective then fills the
-    fields from `token_penalty` to `marked`: `token_penalty`, `advantage` and `targets` over the
-    whole batch, because they may depend on all rollouts, but `weight`, `correction` and `marked`
-    over one mini-batch, which has its own loss and optimizer step. A micro-batch contains some rows
-    of the batch, with unchanged values.
+    `old_logp` to `entropy`, but only those that the objective needs. The objective then computes
+    `token_penalty`, `advantage` and `targets` over the whole batch, because these fields may depend
+    on all rollouts, and `weight`, `correction` and `marked` over one mini-batch, which has its own
+    loss and optimizer step. A micro-batch contains some rows of the batch, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor
@@ -518,7 +517,7 @@ class Episode:
 class EpisodeText(str):
     """The text of the policy's last turn, a `str` with the whole episode as an attribute.
 
-    A reward function can use it like any string, or call `episode_of(text)` to get the whole
+    A reward function can use the text like any string, or call `episode_of(text)` to get the whole
     episode.
     """
 

@@ -4,10 +4,10 @@ A transformers model with standard attention needs no change, because it calls t
 function that this module registers.
 
 With packing, the model sees all tokens of a batch as one long row without padding, in which a
-prompt that several completions share occurs only once. All other layers process each token on its
-own, but attention needs to know which packed tokens belong to the same sequence. Flash attention
-reads the packed tokens without padding (VarlenRows, in varlen_attention.py); without it, they are
-gathered into padded rows (PaddedRows).
+prompt that several completions share occurs only once. All layers except attention process each
+token on its own. Attention needs to know which packed tokens belong to the same sequence. Flash
+attention reads the packed tokens without padding (VarlenRows, in varlen_attention.py). Other
+attention gathers them into padded rows (PaddedRows).
 
 The dimensions in tensor shapes are N (packed tokens), B (rows), S (columns), H (heads), K
 (key-value heads) and D (head size).

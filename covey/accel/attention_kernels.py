@@ -5,11 +5,11 @@ row sees all keys of the row (varlen_attention.py). Flash attention and the Trit
 (kernels/packed_attention.py) process all rows in one call and support rows with fewer queries than
 keys. The Triton kernels are made for short rows.
 
-cuDNN aligns the causal mask at the start of a row, so that query i sees keys 0 to i. It therefore
-needs the prompt's queries in every row, and rows that lack them get copies. The outputs for copied
-queries are discarded, and their gradients are zero. One cuDNN call processes all rows of similar
-length. cuDNN's operator for rows of different lengths is not used, because it reads invalid
-addresses in torch 2.11.
+cuDNN aligns the causal mask at the start of a row, so that query i sees keys 0 to i. cuDNN
+therefore needs the prompt's queries in every row, and rows that lack these queries get copies. The
+outputs for copied queries are discarded, and their gradients are zero. One cuDNN call processes all
+rows of similar length. cuDNN's operator for rows of different lengths is not used, because it reads
+invalid addresses in torch 2.11.
 
 The functions `chosen` and `measured` measure the kernels on the device and choose the fastest one.
 
@@ -201,8 +201,8 @@ def _query_rows(
 ) -> torch.Tensor:
     """Copy queries, or tensors of the same shape [N, H, D], into padded rows [rows, H, S, D].
 
-    `tokens` gives the index of the packed token at each key position. With `tokens`, queries that
-    belong to another row are copied from that row; without, they are zero.
+    `tokens` gives the index of the packed token at each key position. Queries that belong to
+    another row are copied from that row if `tokens` is given, and are zero otherwise.
     """
     if not any(row.missing for row in rows):
         return _key_rows(values, [row._replace(key=row.query) for row in rows])
@@ -295,7 +295,8 @@ the results of correct kernels by less than 1 % of their norm."""
 REPEATS = 3
 CYCLES = 10_000_000
 """Number of clock cycles (a few milliseconds) for which the device is kept busy before each
-measurement. Meanwhile the host launches the kernels, so that the launch time is not measured."""
+measurement. The host launches the kernels while the device is busy, so that the launch time is not
+measured."""
 FLASH3 = "FlashAttention 3"
 
 

@@ -38,8 +38,8 @@ Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
 """Called for each layer in order, with its keys after RoPE and its values, both [N, K, D]."""
 
 LAYER_ENTRY = "covey_layer"
-"""Name of a method that is added to every layer of a model that FSDP shards. It gathers the layer's
-weights, runs `fused_layer` and frees the gathered weights."""
+"""Name of a method that is added to every layer of a model that FSDP shards. The method gathers the
+layer's weights, runs `fused_layer` and frees the gathered weights."""
 
 
 class _Place(NamedTuple):
@@ -138,8 +138,8 @@ def _layer(
     """Return the residual stream after attention, and the output of the MLP.
 
     A checkpointed layer stores its attention output in `kept`, so that recomputing the layer skips
-    attention. This output takes longer to compute than any other tensor of the same size. `keep` is
-    called with the layer's input, from which the backward pass recomputes the layer.
+    attention. The attention output takes longer to compute than any other tensor of the same size.
+    `keep` is called with the layer's input, from which the backward pass recomputes the layer.
     """
     hidden, normed = add_norm(hidden, delta, *gain(layer.input_layernorm))
     if keep is not None:

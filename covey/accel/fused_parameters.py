@@ -1,8 +1,8 @@
 """Fused parameters: several weights in one storage, so that one matrix product uses all of them.
 
 Fused parameters keep their names and shapes, but are views of one shared tensor. An optimizer step
-changes them in place, so the fused product uses the new values without a copy. Parameters count as
-fused if they are consecutive in memory.
+changes the parameters in place, so the fused product uses the new values without a copy. Parameters
+count as fused if they are consecutive in memory.
 """
 
 from __future__ import annotations

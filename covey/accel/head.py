@@ -1,7 +1,7 @@
 """Output head: log-probabilities of given tokens, and entropies, computed in chunks.
 
-Only the logits of one chunk of tokens are in memory at a time, and the backward pass recomputes
-them.
+Only the logits of one chunk of tokens are in memory at a time. The backward pass recomputes the
+logits.
 
 The dimensions in tensor shapes are M (tokens), D (hidden size) and V (vocabulary size).
 """
@@ -64,7 +64,7 @@ def token_logp(
 
     Logits are divided by `temperature` before the softmax. With `kept`, the distribution contains
     only the tokens that top-k and top-p kept, and the logits of all other tokens get no gradient.
-    Both results are differentiable.
+    Log-probabilities and entropies are differentiable.
     """
     weight = head.linear.weight
     function: type[torch.autograd.Function] = _TokenLogp
@@ -109,8 +109,8 @@ def _chunks(
 
     Tokens that top-k or top-p removed get a very negative but finite logit, because the product of
     probability and logit must be 0, not NaN. All chunks reuse the same two buffers, because new
-    tensors for every chunk would fragment the heap: in a measurement, they took 343 MB instead of
-    63 MB.
+    tensors for every chunk would fragment the heap, which took 343 MB instead of 63 MB in a
+    measurement.
     """
     scale, softcap, chunk = settings
     precision = torch.promote_types(weight.dtype, torch.float32)

@@ -5,7 +5,8 @@
     plain    the messages' contents, joined by newlines
     a text   with {question}, and with {system} if the task has a system message
 
-The prefill is text with which every completion begins. It is part of the prompt and never trained.
+The prefill is text with which every completion begins. The prefill is part of the prompt and never
+trained.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class Renderer:
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the prompt's tokens.
 
-        A chat template contains its own BOS token; without a chat template, this method adds one.
+        A chat template contains its own BOS token. Without a chat template, this method adds the
+        BOS token.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)

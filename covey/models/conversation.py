@@ -6,9 +6,9 @@ new text, and appends the new tokens to the earlier tokens. Some templates chang
 they remove thinking, trim whitespace or change the end of a turn. The rendered conversation then
 becomes the prompt of a new segment, which is trained as a separate row.
 
-The text of a message never becomes a special token. If it contains the text of one, such as
-`<|im_end|>`, Covey splits that text, so that it becomes ordinary tokens. In tool results, Covey
-also splits the text of other control tokens, such as `<think>`.
+The text of a message never becomes a special token. If a message contains the text of a special
+token, such as `<|im_end|>`, Covey splits this text, so that it becomes ordinary tokens. In tool
+results, Covey also splits the text of other control tokens, such as `<think>`.
 """
 
 from __future__ import annotations

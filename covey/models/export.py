@@ -70,7 +70,8 @@ COPIED = f".modules_to_save.{NAME}."
 def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
     """Return the merged weights W + (alpha / rank) B A under the base model's parameter names.
 
-    They are computed in float32 or a more precise type; the model itself is not changed.
+    The merged weights are computed in float32 or a more precise type. The model itself is not
+    changed.
     """
     layers = dict(_adapted_weights(model))
     merged: dict[str, torch.Tensor] = {}

@@ -67,7 +67,8 @@ def read_tokenizer(source: str, **more: str) -> Any:
 def make_savable(model: Any) -> None:
     """Reset generation settings that transformers refuses to save; keep special tokens.
 
-    One example is a temperature without do_sample. Covey does not sample with these settings.
+    For example, transformers refuses to save a temperature if do_sample is not set. Covey does not
+    use these settings for sampling.
     """
     settings = model.generation_config
     try:

@@ -1,8 +1,8 @@
 """A language model: backbone and head of a Hugging Face causal model, and a tokenizer.
 
-The backbone returns hidden states; the head turns selected hidden states into logits. Thanks to
-this split, the engine and the trainer never compute all logits of a batch at once: with a
-vocabulary of 150,000 tokens, they would be by far the largest tensor.
+The backbone returns hidden states; the head turns selected hidden states into logits. The engine
+and the trainer never compute all logits of a batch at once, because with a vocabulary of 150,000
+tokens, these logits would be by far the largest tensor.
 """
 
 from __future__ import annotations

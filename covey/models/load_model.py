@@ -209,8 +209,8 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
 
     Return two flags: whether packed rows give the same hidden states as the model's own attention,
     and whether packed rows with flash attention do so too. The parity check runs the model on three
-    rows of different lengths. It is necessary because a model's configuration does not say whether
-    its attention is standard, or whether its other layers process each token separately.
+    rows of different lengths. The check is necessary because a model's configuration does not say
+    whether its attention is standard, or whether its other layers process each token separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")

@@ -44,7 +44,7 @@ def batch_logp(
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
     The batch is packed if the model supports packing, and padded otherwise. The results of the two
-    layouts differ only by rounding errors.
+    layouts differ only by rounding.
     """
     if model.sharded:
         options = {"temperature": temperature, "logits_megabytes": logits_megabytes}

@@ -55,7 +55,7 @@ def check_model_path(path: str) -> None:
 def prepare_hub(path: str) -> bool:
     """Return whether `path` is a hub model name and the Hub cannot be reached.
 
-    If so, Hugging Face libraries are limited to their local cache.
+    If the result is true, Hugging Face libraries use only their local cache from now on.
     """
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     return bool(path) and "\0" not in path and not known and offline_if_unreachable()

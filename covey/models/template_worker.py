@@ -2,7 +2,7 @@
 
 The command is `python -m covey.models.template_worker FD SECONDS MB`, with the file descriptor of
 the worker's connection, the CPU time limit of a request, and the memory limit. The worker reads one
-JSON request after another, and ends when the connection closes. It compiles templates as
+JSON request after another, and ends when the connection closes. The worker compiles templates as
 transformers does, but does not import transformers or torch, which would take a second.
 """
 

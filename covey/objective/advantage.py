@@ -132,8 +132,8 @@ def sum_of_standardized(
 ) -> torch.Tensor:
     """Standardize each reward part [K, B] per group, and then standardize their weighted sum.
 
-    The K parts are separate scores, such as correctness and format. With equal weights, they have
-    the same influence, even if their spreads differ (GDPO, arXiv 2601.05242).
+    The K parts are separate scores, such as correctness and format. With equal weights, all parts
+    have the same influence, even if their spreads differ (GDPO, arXiv 2601.05242).
     """
     scored = ~parts.isnan().any(dim=0)
     alone = [standardized(p.where(scored, torch.nan), group, ddof=ddof, eps=eps) for p in parts]

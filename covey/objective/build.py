@@ -88,9 +88,9 @@ def extended(
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
     """Return a callable that builds the objective of the named algorithm.
 
-    Its parameters are the algorithm's own options and the shared options. For the algorithm
-    `composed`, `pieces` names the advantage, ratio, surrogate and weights functions to combine, and
-    the options of these functions are parameters too.
+    The callable's parameters are the algorithm's own options and the shared options. For the
+    algorithm `composed`, `pieces` names the advantage, ratio, surrogate and weights functions to
+    combine, and the options of these functions are parameters too.
     """
     if name == COMPOSED:
         own = composer(pieces or {})

@@ -77,7 +77,8 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
     `names` lists the options in the order in which the algorithm's page shows them. An option is a
     parameter of a component function (such as the advantage), of the KL penalty, or of the
-    algorithm's function itself. Its value is set in every component function that has this option.
+    algorithm's function itself. The value of an option is set in every component function that has
+    the option.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:

@@ -7,10 +7,11 @@ optimizer step smaller. The default is no correction, because the native engine 
 trainer's weights.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
-over a completion is unbiased, but for a long completion it is often extremely large or small:
-truncating the factor then shrinks the gradient of such completions, and masking drops most of them.
-The geometric mean of token ratios has the same scale for short and long completions. It is not an
-importance weight, but it is a good criterion for dropping completions.
+over a completion is unbiased, but for a long completion, the product is often extremely large or
+small. Truncating the factor then shrinks the gradient of long completions, and masking drops most
+long completions. The geometric mean of token ratios has the same scale for short and long
+completions. The geometric mean is not an importance weight, but it is a good criterion for dropping
+completions.
 """
 
 from __future__ import annotations

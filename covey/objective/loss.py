@@ -5,8 +5,8 @@
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
 computed over the batch of a training step, and token weights, corrections and the objective's
-`marks` over an optimizer step. Once they are known, the loss of a micro-batch is a plain sum over
-its tokens.
+`marks` over an optimizer step. Once advantages, weights, corrections and marks are known, the loss
+of a micro-batch is a plain sum over its tokens.
 """
 
 from __future__ import annotations

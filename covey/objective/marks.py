@@ -5,10 +5,10 @@ tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22
 
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
-M2PO selects the tokens to drop, and BAPO selects the clip bounds. Both train on stale data, so
-their ratio r is relative to the policy that generated the data: sampler_logp is used instead of
-old_logp. All functions of this module need the log-probabilities of the whole step at once, which
-takes one more forward pass.
+M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
+data, so their ratio r is relative to the policy that generated the data, and uses sampler_logp
+instead of old_logp. All functions of this module need the log-probabilities of the whole step at
+once, which takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def random_within_bounds(
 ) -> torch.Tensor:  # fmt: skip
     """Select random tokens whose covariance is between cov_low and cov_high. Clip-Cov.
 
-    They are the fraction `share` of all scored tokens, and at least one token if there are
-    candidates. Tokens that are already clipped are not candidates.
+    The function selects the fraction `share` of all scored tokens, and at least one token if there
+    are candidates. Tokens that are already clipped are not candidates.
     """
     mask, advantage, ratio = scored_tokens(batch), _advantage(batch), _log_ratio(batch, logp).exp()
     cut = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
@@ -51,8 +51,8 @@ def random_within_bounds(
 def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
     """Select the tokens with the largest positive covariance. KL-Cov.
 
-    They are the fraction `share` of all scored tokens, and at least one token. If all advantages of
-    an optimizer step are 0, every covariance is 0 and no token is selected.
+    The function selects the fraction `share` of all scored tokens, and at least one token. If all
+    advantages of an optimizer step are 0, every covariance is 0 and no token is selected.
     """
     mask = scored_tokens(batch)
     cov = covariance(_advantage(batch), logp, mask)
@@ -90,7 +90,7 @@ def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04)
 
     The mean is over the remaining tokens whose ratio r the optimizer step would move further from
     1: those with A > 0 and r > 1, or A < 0 and r < 1. The tokens with the largest (log r)^2 are
-    dropped first, and among equals the earlier ones.
+    dropped first. Among tokens with equal (log r)^2, earlier tokens are dropped first.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -119,7 +119,7 @@ def balanced_bounds(
     """Return the clip bound of each token's ratio: the upper bound if A > 0, else the lower.
 
     Algorithm 1 of BAPO (arXiv 2510.18927) raises the upper clip bound to its maximum first, and
-    then the lower clip bound. It stops when tokens with A > 0 make up at least the fraction
+    then the lower clip bound. The search stops when tokens with A > 0 make up at least the fraction
     `target` of the step's surrogate, or when both clip bounds are at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()

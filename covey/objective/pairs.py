@@ -34,9 +34,9 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
     """Return the advantage c for the best completion of a group, -c for the worst, else 0.
 
     Among completions with equal rewards, the shortest is taken; among equally short completions,
-    the first. A group whose rewards are all equal has no pair. c is the number of groups divided by
-    the number of pairs, so that a mean over all groups becomes a mean over the groups that have a
-    pair.
+    the first. A group whose rewards are all equal has no pair. The value c is the number of groups
+    divided by the number of pairs, so that a mean over all groups becomes a mean over the groups
+    that have a pair.
     """
     rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
     able = ~rewards.isnan() & (lengths > 0)

@@ -1,8 +1,8 @@
 """Advantages that depend on token entropies or token ids, not only on rewards.
 
-They are the entropy-shaped advantages of GTPO and GRPO-S (arXiv 2508.04349, v5), and the advantage
-of a different algorithm that is called GTPO too (arXiv 2508.03772). The entropy H is the entropy of
-the policy that collected the batch.
+This module contains the entropy-shaped advantages of GTPO and GRPO-S (arXiv 2508.04349, v5), and
+the advantage of a different algorithm that is called GTPO too (arXiv 2508.03772). The entropy H is
+the entropy of the policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. A group whose
 completions are all correct or all wrong has advantage 0 and is left out of all statistics, because
@@ -120,9 +120,9 @@ def without_conflicts(
 
     The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, where mean_g R is the
     group's mean reward and H_i is the completion's mean entropy, or 0 if H_i exceeds max_entropy.
-    It is divided by the completion's number of conflict tokens: tokens in a prefix or suffix that a
-    good and a bad completion of the group have in common. At these tokens, it is also multiplied by
-    `bonus` in good completions and by 0 in bad completions.
+    The advantage is divided by the completion's number of conflict tokens, which are in a prefix or
+    suffix that a good and a bad completion of the group have in common. The advantage of a conflict
+    token is also multiplied by `bonus` in good completions and by 0 in bad completions.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)
@@ -136,7 +136,7 @@ def without_conflicts(
 def _conflicts(
     batch: Batch, advantage: torch.Tensor, bonus: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a factor for each token's advantage and each row's number of conflict tokens."""
+    """Return a factor for each token's advantage, and the number of conflict tokens in each row."""
     forward = _conflict_run(batch.tokens, batch.mask, batch.group, advantage)
     # The columns in an order that reverses the trained tokens; other tokens are last.
     columns = torch.arange(batch.mask.shape[1], device=batch.mask.device)

@@ -1,7 +1,7 @@
 """Advantages for the turns of multi-turn rollouts.
 
 The reward R of a rollout is the total of its turn rewards r_k, which the environment may give to
-individual turns. If they do not sum to R, the last turn gets the difference:
+individual turns. If the turn rewards do not sum to R, the last turn gets the difference:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 

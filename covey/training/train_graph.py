@@ -1,16 +1,16 @@
 """CUDA graphs for training: a single launch runs a whole forward or backward pass.
 
-A forward pass of a small model runs thousands of short kernels, and Python takes several times
-longer to launch them than the GPU takes to run them. A CUDA graph launches them all at once. It is
-captured for a bucket: a size to which micro-batches are padded. All data that it reads or writes
-stays at fixed addresses: the packed micro-batch (accel/static_buffers.py), the parameters, and the
-gradient sums.
+A forward pass of a small model runs thousands of short kernels, which Python takes several times
+longer to launch than the GPU takes to run. A CUDA graph launches all kernels at once. A graph is
+captured for a bucket, which is a size to which micro-batches are padded. All data that a graph
+reads or writes stays at fixed addresses: the packed micro-batch (accel/static_buffers.py), the
+parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
-capture. The second runs on the bucket's static buffers, so that all kernels are compiled before the
-capture. At the third, the forward and backward pass are captured as CUDA graphs. Later
-micro-batches that have the captured size, or are slightly smaller, replay the graphs. A micro-batch
-with long rows runs eagerly if the fastest attention kernel cannot be captured
+capture. The second micro-batch runs on the bucket's static buffers, so that all kernels are
+compiled before the capture. At the third micro-batch, the forward and backward pass are captured as
+CUDA graphs. Later micro-batches that have the captured size, or are slightly smaller, replay the
+graphs. A micro-batch with long rows runs eagerly if the fastest attention kernel cannot be captured
 (accel/attention_kernels.py). Without a CUDA device, passes run on the bucket's buffers and are not
 captured.
 
@@ -88,7 +88,7 @@ class GradientSums:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add one gradient per parameter to the gradient sums.
 
-        It is None if the parameter has no gradient, or if the backward pass already added it to a
+        A gradient is None if the parameter has none, or if the backward pass already added it to a
         GradSink.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):

@@ -4,13 +4,13 @@ When each sequence decodes one token, matrix products are small, and the operati
 take most of the time. One kernel therefore computes everything between the QKV projection and the
 output projection.
 
-A matrix product on tensor cores has at least 16 rows. A Triton program fills them with the query
-heads of several sequences that share a prompt, so that it reads the prompt's keys and values only
-once. It then reads the completions of these sequences one after another, and masks the rows of all
-other sequences meanwhile. If there are few sequences with long completions, each sequence is split
-into parts. One Triton program processes each part, and the program of part 0 combines the results
-of a sequence and key head. The result of a sequence never depends on the other sequences in the
-batch.
+A matrix product on tensor cores has at least 16 rows. A Triton program fills these rows with the
+query heads of several sequences that share a prompt, so that it reads the prompt's keys and values
+only once. The program then reads the completions of these sequences one after another; while it
+reads one completion, it masks the rows of the other sequences. If there are few sequences with long
+completions, each sequence is split into parts. One Triton program processes each part, and the
+program of part 0 combines the results of a sequence and key head. The result of a sequence never
+depends on the other sequences in the batch.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), P (prompts), H (heads), K (key-value heads), C (positions per page), B (pages),
@@ -58,7 +58,7 @@ SMALLEST_HEAD = 32
 """The smallest head size for which the engine uses this kernel with 16-bit dtypes. Tensor cores
 also support a head size of 16, but in bfloat16 the log-probs of engine and trainer then differed by
 3.6 nats on an H200, although the kernel is correct in Triton's interpreter. With head sizes of 64
-and 128, they differ only by rounding."""
+and 128, the log-probs differ only by rounding."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -6,8 +6,9 @@ keys, and the first keys are seen by the most queries. Triton programs with the 
 first, so that all multiprocessors end at about the same time.
 
 In the backward pass, one kernel computes the gradient of queries, and another the gradients of keys
-and values. For each key head, the latter first sums over the query heads that share it, and then
-writes the gradients. All sums have a fixed order, so results are deterministic.
+and values. For each key head, the kernel for keys and values sums over the query heads that share
+the key head before it writes the gradients. All sums have a fixed order, so results are
+deterministic.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).
@@ -367,7 +368,7 @@ def attention_backward(
 
 
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
-    """Return into how many parts to divide the query heads that share a key head.
+    """Return the number of parts into which to divide the query heads that share a key head.
 
     With few Triton programs, the GPU would wait for the slowest one. The function therefore
     increases the number of parts until there are at least PROGRAMS Triton programs, or until each

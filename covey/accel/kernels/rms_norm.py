@@ -172,7 +172,7 @@ def _gain_grad(
 ) -> torch.Tensor | None:
     """Return the gradient of `gain`, which is the sum of the rows of `parts`.
 
-    With `sink`, add the sum to it and return None.
+    If `sink` is given, add the sum to the gradient in `sink` and return None.
     """
     count, size = parts.shape
     former = None if sink is None else sink.total

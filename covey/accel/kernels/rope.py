@@ -1,8 +1,8 @@
 """Apply RoPE to queries and keys, and copy a shared prompt's keys and values to every row.
 
-Each packed token has one query, but attention needs the keys and values of a row to be consecutive
-in memory, so the kernel copies those of a prompt to every row that shares it. The backward pass
-sums the gradients of shared keys and values in float32, in a fixed order.
+Attention needs the keys and values of a row to be consecutive in memory, so the kernel copies the
+keys and values of a prompt to every row that shares the prompt. Each packed token has only one
+query. The backward pass sums the gradients of shared keys and values in float32, in a fixed order.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).

@@ -122,7 +122,7 @@ def sample_tokens(
 ) -> None:
     """Sample the next token of the first W sequences from `logits` [W, V].
 
-    With temperature 0, it is the most likely token. A completion ends with a stop token or at its
+    Temperature 0 chooses the most likely token. A completion ends with a stop token or at its
     maximum length. If logits are NaN, so is the log-probability of the sampled token.
     """
     rows, vocabulary = logits.shape

@@ -2,7 +2,7 @@
 
 The model's own code applies RoPE and norms before this kernel. The kernel stores the new key and
 value, and then attends to each sequence's prompt, which several sequences may share, and to its own
-completion. It supports sliding windows and soft caps.
+completion. The kernel supports sliding windows and soft caps.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), P (prompts), H (heads), K (key-value heads), C (positions per page) and D (head

@@ -46,9 +46,8 @@ def dr_grpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant: the maximum number of tokens that a completion may have. In a training
-    run it defaults to rollout.max_tokens, but if you call `dr_grpo` from Python, you must pass it.
-    Some libraries divide by the padded width of the batch instead, which changes from batch to
-    batch.
+    run, `length` defaults to rollout.max_tokens; a call of `dr_grpo` from Python must pass it. Some
+    libraries divide by the padded width of the batch instead, which changes from batch to batch.
 
     Worth knowing: in other libraries, `dr_grpo` often keeps the division by the standard deviation
     (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` divides by
@@ -70,10 +69,9 @@ def dapo(
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
-    This is only the loss of DAPO, with its clip range and its mean over tokens. The rest of DAPO
-    consists of separate settings, which work with any algorithm: dynamic sampling
+    `dapo` is only the loss of DAPO, with its clip range and its mean over tokens. Dynamic sampling
     (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
-    punishment (length_penalty.name = "soft").
+    punishment (length_penalty.name = "soft") are separate settings, which work with any algorithm.
 
     Where paper and released code differ: equation 8 of the paper first averages over the tokens of
     each group (`aggregation = "group_mean_token_mean"`), whereas the authors' released code
@@ -111,8 +109,8 @@ def opo() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The baseline is the mean reward of a group, weighted by completion length, so every token counts
-    equally. It minimizes the variance of the gradient if the squared norm of a completion's
-    gradient is proportional to the completion's length.
+    equally. OPO's baseline minimizes the variance of the gradient if the squared norm of a
+    completion's gradient is proportional to the completion's length.
 
     Departure: the paper takes one optimizer step per batch, so a clip range would have no effect.
     Covey's `opo` has a clip for runs with several optimizer steps per batch.
@@ -155,9 +153,9 @@ def reinforce_pp_baseline() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
-    ms-swift over completions. Covey computes it over completions, because the mean of C over
-    completions is 0, whatever their lengths; with `weighting = "token"`, it is over tokens. The KL
-    estimator in the loss is k2, as the paper recommends.
+    ms-swift over completions. Covey computes the standard deviation over completions, over which
+    the mean of C is 0, whatever their lengths. With `weighting = "token"`, it is computed over
+    tokens. The KL estimator in the loss is k2, as the paper recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

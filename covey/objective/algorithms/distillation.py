@@ -29,8 +29,8 @@ def opd(*, task: float = 0.0) -> Objective:
     only the sampled token's log-probability.
 
     Choice: the student's log-probability is old_logp, which does not change between the optimizer
-    steps of a batch. Other libraries take it from the engine or from the current policy; on
-    policy, all three are equal.
+    steps of a batch. Other libraries take the student's log-probability from the engine or from the
+    current policy. On policy, all three are equal.
     """
     return Objective(
         advantage=distill.towards_teacher,
@@ -55,7 +55,7 @@ def sdpo(*, task: float = 0.0) -> Objective:
 
     `task` is the weight of GRPO's advantage A_i. With `task = 0`, completions without privileged
     text are not trained on, and the token count T leaves out their tokens, as in the authors' code.
-    With `task` above 0, they are trained with GRPO's advantage only.
+    With `task` above 0, completions without privileged text are trained with GRPO's advantage only.
 
     Departure: the authors differentiate a Jensen-Shannon divergence over the 100 likeliest tokens.
     Covey instead uses a KL estimate from the sampled token as part of the advantage, as in `opd`

@@ -56,11 +56,12 @@ def ipo() -> Objective:
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
-    `ipo` chooses pairs as `dpo` does. Its loss moves the margin D towards 1 / (2 beta), while the
-    loss of `dpo` increases D without limit. With `ipo`, the policy therefore stays near the
-    reference, even if it already prefers the chosen completion in every pair.
+    `ipo` chooses pairs as `dpo` does. The loss of `ipo` moves the margin D towards 1 / (2 beta),
+    while the loss of `dpo` increases D without limit. With `ipo`, the policy therefore stays near
+    the reference, even if it already prefers the chosen completion in every pair.
 
     Choice: the margin D uses means over tokens, as in TRL's DPO trainer, whose developers asked the
-    authors of IPO. The paper's formula and OpenRLHF use sums, as Covey does with `average = false`.
+    authors of IPO whether to use means or sums. The paper's formula and OpenRLHF use sums, as Covey
+    does with `average = false`.
     """
     return _of_pairs(pairs.squared)

@@ -28,9 +28,9 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     one that is not meant as a reward.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
-    TRL. In verl, they are standardized over tokens, so long completions count more. If one part of
-    a completion's reward could not be computed, the completion is left out of all means and
-    standard deviations.
+    TRL. In verl, the summed advantages are standardized over tokens, so long completions count
+    more. If one part of a completion's reward could not be computed, the completion is left out of
+    all means and standard deviations.
 
     Worth knowing: if the reward has only one part, the loss is that of GRPO times a factor that is
     the same for the whole step. `gdpo` refuses a KL penalty in the reward, because it normalizes
@@ -79,14 +79,14 @@ def pkpo() -> Objective:
 
     The expected gradient is the gradient of max@k, which is pass@k for binary rewards, and every
     choice of `baseline` keeps it unbiased. Among the baselines in the paper, the default `loo1` has
-    the least variance. Its advantage is never negative: it measures how much the completion raises
-    the best reward of k - 1 other completions. With `centred`, the advantages of a group add up to
-    0. With `loo`, the baseline is equation 29 of the paper.
+    the least variance. With `loo1`, the advantage is never negative: it measures how much the
+    completion raises the best reward of k - 1 other completions. With `centred`, the advantages of
+    a group add up to 0. With `loo`, the baseline is equation 29 of the paper.
 
     Choices: to keep the gradient unbiased, Covey divides by a constant length and does not divide
-    by a standard deviation. If all rewards of a group are equal, its advantages are 0. For `loo1`
-    and `centred`, this follows from the formula. For `loo`, it does not, so setting the advantages
-    to 0 makes the gradient biased.
+    by a standard deviation. If all rewards of a group are equal, its advantages are 0. The
+    baselines `loo1` and `centred` give this result by themselves. With `loo`, setting the
+    advantages to 0 makes the gradient biased.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
     completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
@@ -133,8 +133,8 @@ def scalerl() -> Objective:
     A mixed group is a group whose rewards are not all equal. The paper does not say over which
     completions the standard deviation is computed; Covey uses all completions of mixed groups.
 
-    The ScaleRL recipe contains more than this loss. It drops groups with equal rewards and samples
-    no replacements (filter.drop_flat), stops drawing prompts that the policy already solves
+    The ScaleRL recipe is more than this loss. The recipe also drops groups with equal rewards and
+    samples no replacements (filter.drop_flat), stops drawing prompts that the policy already solves
     (curriculum), and runs the LM head in float32 in the engine and in the trainer.
     """
     return Objective(
@@ -161,7 +161,7 @@ def gigpo() -> Objective:
     state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
     occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation.
     Covey takes the mean and standard deviation of A_E over the rollouts of a group. The authors'
-    code takes them over turns, so long episodes count more.
+    code takes mean and standard deviation over turns, so long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

@@ -53,7 +53,7 @@ def m2po() -> Objective:
 
     `m2po` drops a few outlier tokens, which still count in T, and gives all other tokens unclipped
     importance weights. Covey chooses the outliers over a whole optimizer step, which costs one more
-    forward pass. The authors' code chooses them per micro-batch, clips ratios, and bounds a
+    forward pass. The authors' code chooses outliers per micro-batch, clips ratios, and bounds a
     different mean.
 
     Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens

@@ -97,8 +97,8 @@ def rloo() -> Objective:
     RLOO treats a completion as one action, so its ratio q is the product of its token ratios. In an
     optimizer step of N completions, the gradient of each token has weight 1/N, whatever the length
     of its completion. The paper takes one optimizer step per batch, so the ratio is always 1; the
-    clip is taken from TRL and has an effect only with several optimizer steps per batch. Take few
-    of them for long completions, whose product of ratios soon leaves the clip range.
+    clip is taken from TRL and has an effect only with several optimizer steps per batch. With long
+    completions, take few optimizer steps, because the product of ratios soon leaves the clip range.
     """
     return Objective(
         advantage=advantage.against_the_others,
@@ -127,9 +127,10 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
     Choices: the paper defines the ratio w of a completion in two ways. Algorithm 1 takes the
     geometric mean of token ratios, which is Covey's default, and equation 8 takes the arithmetic
     mean (`mean = "arithmetic"`). Clip bounds of 0.2 and 0.28 have practically no effect on the
-    geometric mean. Entropies are summed over the group, as in the paper's equations; its runs sum
-    them over the batch (`scope = "batch"`). In the factor 1/H, an entropy H below entropy_floor is
-    replaced by entropy_floor. A completion is correct if the reward function calls it a success.
+    geometric mean. Entropies are summed over the group, as in the paper's equations. The paper's
+    runs sum entropies over the batch (`scope = "batch"`). In the factor 1/H, an entropy H below
+    entropy_floor is replaced by entropy_floor. A completion is correct if the reward function calls
+    it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
     In the paper's runs, dynamic sampling drops such groups.

@@ -28,8 +28,8 @@ def gtpo() -> Objective:
     where rp is 0 for tokens of wrong completions and rn is 0 for tokens of correct completions. The
     option `norm = "polarity"` follows another interpretation of the paper, in which tokens of
     correct completions and tokens of wrong completions have separate means and standard deviations.
-    Then alpha1 and alpha2 cancel out, and about half the tokens of correct completions get a
-    negative advantage.
+    With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half the tokens of correct
+    completions get a negative advantage.
 
     By default, `gtpo` sums entropies over the group, as in the paper's equations; the paper's
     experiments sum them over the batch (`scope = "batch"`). In the factor 1/H, an entropy H below
@@ -55,11 +55,11 @@ def gtpo_trajectory() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
     H_i is the mean entropy of completion i. A conflict token occurs at the same position in a good
-    and in a bad completion of the group, within a common prefix or a common suffix. Its factor
-    delta is `bonus` in a good completion and 0 in a bad one, so bad completions do not lower the
-    probability of the format that all completions share. A token that is in both a common prefix
-    and a common suffix gets this factor twice, and a token that is not a conflict token has the
-    factor 1. `gtpo_trajectory` has no ratio, no clip and no reference.
+    and in a bad completion of the group, within a common prefix or a common suffix. The factor
+    delta of a conflict token is `bonus` in a good completion and 0 in a bad one, so bad completions
+    do not lower the probability of the format that all completions share. A token in both a common
+    prefix and a common suffix gets the factor twice, and the factor of all other tokens is 1.
+    `gtpo_trajectory` has no ratio, no clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
     not change between optimizer steps; the authors' code computes it again in every optimizer step.
