@@ -45,7 +45,7 @@ KINDS = ("fused", "fsdp", "graphs")
 def as_rank(output: Path, run: str) -> None:
     """Train as one rank, and write down how long it waited for others."""
     from covey.cli.main import run as covey
-    from covey.training.parallel.world import Ranks
+    from covey.training.parallel.ranks import Ranks
 
     waited, wait = [0.0], Ranks.wait
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from covey.analysis.compare.design import Request
     from covey.evaluation.evaluate import Evaluation
     from covey.training.build import Parts
-    from covey.training.parallel.world import World
+    from covey.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
 """The configuration of a call: a Config, a dict of settings, a TOML file, a recipe's name, or None

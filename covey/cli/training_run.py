@@ -17,9 +17,9 @@ from covey.screen import echo
 
 if TYPE_CHECKING:
     from covey.training.build import Parts
-    from covey.training.parallel.world import World
     from covey.training.run_start import Change
     from covey.training.sft import SftParts
+    from covey.world import World
 
 NewRun = Annotated[
     Path | None,

@@ -8,9 +8,9 @@ GRPO paper.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -19,9 +19,6 @@ from safetensors.torch import load_file, save_file
 from covey.errors import RunError
 from covey.models.sharded_tensors import local_part, placed_like, whole_tensors
 from covey.reference.frozen import FrozenReference
-
-if TYPE_CHECKING:
-    from covey.training.policy import Policy
 
 REFERENCE_FILE = "reference.safetensors"
 
@@ -50,12 +47,12 @@ class MovingReference(FrozenReference):
         return f"moving by {self.alpha:g} every {self.every} optimizer steps"
 
     @torch.no_grad()
-    def after_step(self, policy: Policy) -> None:
+    def after_step(self, steps: int, masters: Mapping[str, torch.Tensor]) -> None:
         """Update the reference weights if the step number is a multiple of `every`."""
-        if policy.version % self.every:
+        if steps % self.every:
             return
         # Weights that are not trained stay equal in policy and reference.
-        for name, master in policy.optimizer.masters.items():
+        for name, master in masters.items():
             weight = local_part(self.weights[name])
             weight.lerp_(local_part(master).to(weight.dtype), self.alpha)
         self._round_to_parameters()

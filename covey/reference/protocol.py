@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from covey.models.logp import LogProbs
 from covey.types import Batch
 
 if TYPE_CHECKING:
-    from covey.training.policy import Policy
+    import torch
 
 
 class Reference:
@@ -36,8 +36,12 @@ class Reference:
         """Keep the reference's weights on the device for several calls of `logp`."""
         yield
 
-    def after_step(self, policy: Policy) -> None:
-        """Update the reference after an optimizer step, if it follows the policy."""
+    def after_step(self, steps: int, masters: Mapping[str, torch.Tensor]) -> None:
+        """Update the reference after an optimizer step, if it follows the policy.
+
+        `steps` is the number of optimizer steps so far, and `masters` maps the names of the trained
+        weights to the optimizer's master copies.
+        """
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
         """Write the reference's state into a checkpoint.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
@@ -14,9 +13,7 @@ from covey.rollout.episode import EncodedPrompt, Interaction, generate, step_of
 from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Rollout
-
-if TYPE_CHECKING:
-    from covey.training.parallel.world import World
+from covey.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +97,9 @@ class Collector:
     """A function that is called with the number of completions that have just ended."""
     interaction: Interaction | None = None
     """The environment and its limits; None for single-turn rollouts without an environment."""
-    ranks: World | None = None
-    """The ranks that share the work; None with a single rank. Each rank collects some groups, and
-    then receives the groups of all ranks."""
+    ranks: World = ALONE
+    """The ranks that share the work. Each rank collects some groups, and then receives the groups
+    of all ranks."""
     updates: int = 0
     """Number of optimizer steps in a training step; 0 in evaluations. Reward functions may take the
     number of optimizer steps so far as an argument."""
@@ -123,13 +120,13 @@ class Collector:
         groups are in the order of the prompts, not in the order in which generation ends. `share`
         is the fraction of the run that is done, 0 to 1; reward weights may depend on this fraction.
         """
-        mine = prompts if self.ranks is None else self.ranks.share(prompts)
+        mine = self.ranks.share(prompts)
         scoring = _Scoring(self, mine, sampling.group_size, step, share)
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
             # The other ranks have probably finished about as many.
-            self.progress(1 if self.ranks is None else self.ranks.size)
+            self.progress(self.ranks.size)
 
         started = time.perf_counter()
         generated = generate(
@@ -147,9 +144,7 @@ class Collector:
             rollout_seconds=sampled - started,
             score_seconds=time.perf_counter() - sampled,
         )
-        if self.ranks is None or self.ranks.size == 1:
-            return collected
-        return collected.of_all(self.ranks)
+        return collected if self.ranks.size == 1 else collected.of_all(self.ranks)
 
 
 @dataclass(slots=True)

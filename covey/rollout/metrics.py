@@ -44,15 +44,13 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
         metrics[f"objective/parts/{name}"] = _mean(
             [r.parts[name] for r in scored if name in r.parts]
         )
-    if "objective/parts/format" in metrics:
-        metrics["val/format_scores"] = metrics["objective/parts/format"]
     stops = [sum(r.tokens.count(stop) for stop in stop_ids) for r in rollouts]
     return {
         **metrics,
         **_length_metrics(rollouts),
         **_episode_metrics(rollouts),
-        "val/stop_token_rate": _mean([float(count > 0) for count in stops]),
-        "val/num_stop_token_ids": sum(stops),
+        "rollout/stop_token_rate": _mean([float(count > 0) for count in stops]),
+        "rollout/stop_tokens": sum(stops),
         **answer_metrics(collected.groups),
     }
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from covey.errors import ConfigError, nearest
+from covey.errors import ConfigError, closest, nearest
 from covey.run.folder import RunFolder, settings_of
-from covey.run.metrics import MACHINE, is_number, metric
+from covey.run.metrics import MACHINE, METRICS, current_name, is_number, metric
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,8 +87,10 @@ def best_checkpoint(run: RunFolder) -> Path | None:
 
 
 def check_metric(name: str, *, samples: int) -> None:
-    """Refuse an unknown metric, or a metric that depends on the machine, such as a time."""
-    own = metric(name)
+    """Refuse an unknown or renamed metric, or one that depends on the machine, such as a time."""
+    own, present = metric(name), current_name(name)
+    if own is None and metric(present) is not None:
+        raise ConfigError(f"config: save.best: the metric {name!r} is called {present!r}")
     if own is not None:
         if own.source == MACHINE:
             raise ConfigError(
@@ -104,7 +106,8 @@ def check_metric(name: str, *, samples: int) -> None:
         *(f"pass@{k}" for k in powers),
     ]
     if name not in known:
+        choices = [*known, *METRICS] if closest(name, METRICS) else known
         raise ConfigError(
             f"config: save.best: {name!r} is neither a metric of training steps nor a metric of "
-            f"evaluations with evaluate.samples = {samples}{nearest(name, known)}"
+            f"evaluations with evaluate.samples = {samples}{nearest(name, choices)}"
         )

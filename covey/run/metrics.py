@@ -81,7 +81,8 @@ METRICS: Mapping[str, Metric] = {
         open_instruct="objective/verifiable_correct_rate",
     ),
     "objective/parts/*": Metric(
-        "Mean of one unweighted part of the reward, over the completions that have it.",
+        "Mean of one unweighted part of the reward, over the completions that have it. The part "
+        "`format` is also logged as `val/format_scores`, its name in open-instruct.",
         "reward",
         trl="rewards/*/mean",
     ),
@@ -153,10 +154,15 @@ METRICS: Mapping[str, Metric] = {
         "episodes",
         healthy=(0, 0),
     ),
-    "val/stop_token_rate": Metric("Share of completions that contain a stop token.", "share"),
-    "val/num_stop_token_ids": Metric("Number of stop tokens in all completions.", "tokens"),
-    "val/format_scores": Metric(
-        "Mean of the reward's part `format`. Logged only if the reward has this part.", "reward"
+    "rollout/stop_token_rate": Metric(
+        "Share of completions that contain a stop token.",
+        "share",
+        open_instruct="val/stop_token_rate",
+    ),
+    "rollout/stop_tokens": Metric(
+        "Number of stop tokens in all completions.",
+        "tokens",
+        open_instruct="val/num_stop_token_ids",
     ),
     "other/real_batch_size_ratio": Metric(
         "Share of completions in groups whose rewards differ.", "share", healthy=(0.1, 1.0)
@@ -613,7 +619,8 @@ RENAMED: Mapping[str, str] = {
 }
 """Maps the prefix of a metric name in Covey 0.1 to the current prefix."""
 OPEN_INSTRUCT: Mapping[str, str] = {
-    entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct
+    "val/format_scores": "objective/parts/format",
+    **{entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct},
 }
 """Maps the name of a metric in open-instruct to its name in Covey, if the names differ."""
 

@@ -32,7 +32,6 @@ from covey.training.critic import critic_of
 from covey.training.make_engine import check_engine, make_engine
 from covey.training.models import load_frozen, load_model, policy_of, with_path
 from covey.training.parallel.join import check_alike
-from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.preferences import read_pairs
 from covey.training.prompt_limit import fitting_prompts
@@ -50,6 +49,7 @@ from covey.training.schedule import schedule_of
 from covey.training.scorers import scorers_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
+from covey.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,9 @@ from covey.training.models import adamw_of, load_model, with_path
 from covey.training.optimizer import Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.passes import rank_passes
-from covey.training.parallel.world import ALONE, Ranks, World
+from covey.training.parallel.ranks import Ranks
 from covey.types import Batch, Totals
+from covey.world import ALONE, World
 
 if TYPE_CHECKING:
     from covey.training.step import Learner

@@ -18,11 +18,12 @@ from covey.models.model_path import adapter_base
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel.gradients import sums_of
+from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import shard_model
-from covey.training.parallel.world import ALONE, Ranks, World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import with_prompt_limit
 from covey.training.resolve import template_of
+from covey.world import ALONE, World
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from covey.accel.packing import host_rows
-from covey.accel.train_graph import TrainGraphs, train_graphs_for
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
 from covey.models.sharded_tensors import whole_tensor
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.shard import GatheredSteps
+from covey.training.train_graph import TrainGraphs, train_graphs_for
 from covey.types import Batch
 
 
@@ -54,7 +54,7 @@ class Policy:
         """Return log-prob and entropy of every trained token, with gradients if autograd is on.
 
         `backward` must be called before the next `logp`, because the CUDA graphs share memory
-        (accel/train_graph.py); it writes gradients directly to the tensors that the optimizer
+        (train_graph.py); it writes gradients directly to the tensors that the optimizer
         reads.
         """
         if self.graphs and self.passes is None:

@@ -24,9 +24,9 @@ from covey.run.settings import changed_settings
 from covey.stopping import StopSignal, stop_signal
 from covey.training.build import Components
 from covey.training.parallel.join import joined_world
-from covey.training.parallel.world import World
 from covey.training.passed_objects import OBJECTS
 from covey.training.resolve import resolve
+from covey.world import World
 
 REPEATS_SECONDS = 2.0
 """Seconds in which a second signal is ignored: Ctrl-C arrives directly and via torchrun."""

@@ -35,7 +35,6 @@ from covey.training.collate import collate
 from covey.training.loop import Trainer, run_loop
 from covey.training.make_engine import native_engine
 from covey.training.models import load_model, policy_of
-from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
@@ -44,6 +43,7 @@ from covey.training.scorers import scorers_of
 from covey.training.sft_data import Solutions, encode_example, solutions_of
 from covey.training.step import Learner, StepSettings, backward_passes
 from covey.types import Batch, Group, Prompt, Rollout
+from covey.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

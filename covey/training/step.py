@@ -42,10 +42,10 @@ from covey.rollout.filter import without_truncated
 from covey.training.collate import collate
 from covey.training.critic import Critic, critic_metrics, critic_step
 from covey.training.parallel.passes import in_passes, put_rows, training_passes, whole_batch
-from covey.training.parallel.world import ALONE, World
 from covey.training.policy import Policy
 from covey.training.schedule import State, Used
 from covey.types import Batch, Group, Totals
+from covey.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,7 +382,7 @@ def _train_policy(
         rate = learner.learning_rate
         stepped = policy.step(rate)
         for other in learner.references:
-            other.after_step(policy)
+            other.after_step(policy.version, policy.optimizer.masters)
         skipped += stepped.skipped
         if not stepped.skipped:
             once.add("optim/grad_norm", stepped.grad_norm)

@@ -134,7 +134,7 @@ def test_a_moving_reference_is_the_average_worked_out_by_hand(qwen: str) -> None
     expected, batch = weights_of(policy.model), make_batch()
     for step in range(1, 7):
         take_step(policy, batch)
-        reference.after_step(policy)
+        reference.after_step(policy.version, policy.optimizer.masters)
         if step % 2 == 0:
             now = weights_of(policy.model)
             expected = {n: 0.25 * now[n] + 0.75 * w for n, w in expected.items()}
@@ -159,7 +159,7 @@ def test_small_moves_are_not_lost_in_bfloat16() -> None:
         master.add_(0.01)
     for _ in range(1000):
         policy.version += 1
-        reference.after_step(policy)
+        reference.after_step(policy.version, policy.optimizer.masters)
     moved = dict(reference.model.model.named_parameters())[name].float() - start
     assert moved.mean() == pytest.approx(0.01 * (1 - 0.999**1000), rel=0.05)
 
@@ -169,7 +169,7 @@ def test_a_renewed_reference_is_the_policy_of_that_step(qwen: str) -> None:
     start, batch = weights_of(policy.model), make_batch()
     for step in range(1, 8):
         take_step(policy, batch)
-        reference.after_step(policy)
+        reference.after_step(policy.version, policy.optimizer.masters)
         if step in (3, 6):
             start = weights_of(policy.model)
             assert float(kl(policy, reference.logp(batch), batch).abs().max()) == 0.0

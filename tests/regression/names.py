@@ -84,6 +84,8 @@ METRICS: Mapping[str, str] = {
     "rollout/lengths_solved": "val/sequence_lengths_solved",
     "rollout/lengths_unsolved": "val/sequence_lengths_unsolved",
     "rollout/stop_rate": "val/stop_rate",
+    "rollout/stop_token_rate": "val/stop_token_rate",
+    "rollout/stop_tokens": "val/num_stop_token_ids",
 }
 # Metrics that say when, how fast and by which source a step was done.
 UNRECORDED_METRICS = ("time/", "reward_id")

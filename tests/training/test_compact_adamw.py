@@ -283,7 +283,7 @@ def test_a_reference_moves_towards_exact_weights() -> None:
         alpha=1.0, every=1,
     )  # fmt: skip
     learn(policy, 1, rate=1e-6)
-    reference.after_step(policy)
+    reference.after_step(policy.version, policy.optimizer.masters)
     for name, master in policy.optimizer.masters.items():
         assert torch.equal(reference.weights[name], master)
         assert not torch.equal(master, master.bfloat16().float())

@@ -7,8 +7,9 @@ import torch
 
 from covey.models.micro_batches import micro_batches
 from covey.training.parallel.passes import rank_passes, without_weight
-from covey.training.parallel.world import Place, Ranks, World
+from covey.training.parallel.ranks import Place, Ranks
 from covey.types import Batch
+from covey.world import World
 from tests.conftest import make_batch
 
 

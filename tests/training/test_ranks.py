@@ -26,11 +26,11 @@ from covey.training.critic import critic_of
 from covey.training.models import load_model, policy_of
 from covey.training.optimizer import Optimizer, Stepped
 from covey.training.parallel.join import joined_world
-from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of, resolve, sampling_of, task_of
 from covey.training.step import Learner, training_step
 from covey.types import Group, Rollout
+from covey.world import World
 from tests.conftest import build
 from tests.training.ranks import run_ranks
 

@@ -17,9 +17,9 @@ import torch
 from covey.analysis.doctor.result import Clock, Result
 from covey.objective import with_weight
 from covey.training.build import Parts
-from covey.training.parallel.world import World
 from covey.training.step import Learner, backward_passes, filled_batch, marked
 from covey.types import Batch, Group, Rollout
+from covey.world import World
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
 """Largest allowed relative difference of two gradients, in float32 and in 16 bits."""

@@ -1,7 +1,7 @@
 """Ranks: several processes that train one policy together, over torch.distributed.
 
 lifeline.py      detects quickly that a rank has failed or died
-world.py         the interface of ranks for the rest of covey: one rank, or several
+ranks.py         several ranks behind the interface `World` (covey/world.py)
 join.py          joining the ranks of a run, and leaving them
 passes.py        which rows of a batch this rank computes
 gradients.py     sum of gradients over ranks (strategy "ddp")

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import GatheredSteps, gathered_steps
-from covey.training.parallel.world import Ranks
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
     from covey.training.optimizer import Optimizer
-    from covey.training.parallel.world import World
+    from covey.world import World
 
 BUCKET_BYTES = 25 * 2**20
 

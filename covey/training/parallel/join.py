@@ -23,7 +23,8 @@ from covey.training.parallel.lifeline import (
     connect,
     listen,
 )
-from covey.training.parallel.world import ALONE, Place, Ranks, World, place
+from covey.training.parallel.ranks import Place, Ranks, place
+from covey.world import ALONE, World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0

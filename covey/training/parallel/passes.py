@@ -12,8 +12,8 @@ from covey.accel.packing import to_device
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import micro_batches
 from covey.rng import dropout_seed
-from covey.training.parallel.world import ALONE, World
 from covey.types import Batch
+from covey.world import ALONE, World
 
 if TYPE_CHECKING:
     from covey.training.policy import Policy

@@ -32,8 +32,8 @@ from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import ENTRY, LogProbs, batch_logp, entry_method
 from covey.models.sharded_tensors import local_part, sharded_like
-from covey.training.parallel.world import World
 from covey.types import Batch
+from covey.world import World
 
 
 def shard_model(

@@ -3,7 +3,7 @@
 In a forward pass of a small model, Python takes several times longer to launch the thousands of
 short kernels than the GPU takes to run them. A CUDA graph launches all kernels at once. A graph is
 captured for a bucket, which is a size to which micro-batches are padded. All data that a graph
-reads or writes stays at fixed addresses: the packed micro-batch (static_buffers.py), the
+reads or writes stays at fixed addresses: the packed micro-batch (accel/static_buffers.py), the
 parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
@@ -11,7 +11,7 @@ capture. The second micro-batch runs on the bucket's static buffers, so that all
 compiled before the capture. At the third micro-batch, the forward and backward pass are captured as
 CUDA graphs. Later micro-batches that have the captured size, or are slightly smaller, replay the
 graphs. A micro-batch with long rows runs eagerly if the fastest attention kernel cannot be captured
-(attention_kernels.py). Without a CUDA device, passes run on the bucket's buffers and are not
+(accel/attention_kernels.py). Without a CUDA device, passes run on the bucket's buffers and are not
 captured.
 
 All graphs share one memory pool, mostly for activations. Therefore no other pass may run between a
@@ -24,7 +24,7 @@ micro-batch).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,11 +35,9 @@ from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
 from covey.accel.packing import MaxLengths, PackedTables, varlen_tables
 from covey.accel.static_buffers import Size, StaticBuffers
+from covey.models.language_model import LanguageModel
 from covey.notices import notice
 from covey.types import HostRows
-
-if TYPE_CHECKING:
-    from covey.models.language_model import LanguageModel
 
 MAX_BUCKETS = 64
 """Maximum number of buckets; if there are more, the least recently used bucket is dropped."""
