@@ -43,7 +43,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     names = {file.name for file in (whole / "checkpoints/000004").iterdir()}
     assert names == {
         "adapter_config.json", "adapter_model.safetensors", "covey.json", "optimizer.safetensors",
-        "SHA256SUMS",
+        "samples.json", "SHA256SUMS",
     }  # fmt: skip
     for name in ("rollouts/000004.jsonl", *(f"checkpoints/000004/{name}" for name in names)):
         assert (path / name).read_bytes() == (whole / name).read_bytes(), name

@@ -55,7 +55,7 @@ def lab_of(reward: Reward, timeout: float = 20.0, workers: int = 1) -> Iterator[
     pool = Pool(reward, "r", workers=workers, timeout=timeout)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("covey.scoring.pool.subprocess", FORKED_WORKERS)
+            patch.setattr("covey.subprocesses.subprocess", FORKED_WORKERS)
             pool.start()
         yield Lab(reward=reward, scorer=pool)
     finally:
