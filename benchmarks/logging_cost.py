@@ -26,7 +26,8 @@ import covey
 from covey.rollout import metrics as rollout_metrics
 from covey.run import trackers
 from covey.run.health import Health
-from covey.run.trackers.external import TRACKERS, ExternalTracker
+from covey.run.trackers.external import ExternalTracker
+from covey.run.trackers.registry import TRACKERS
 
 RESULT = Path(__file__).parent / "results/logging_cost.json"
 spent: Counter[str] = Counter()

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import covey
-from covey.run.metrics import METRICS
+from covey.run.metric_registry import METRICS
 from tests.ui.browser import Browser
 from tests.ui.sample_runs import group, make_run
 

@@ -466,7 +466,7 @@ def test_given_trackers_replace_those_of_the_settings(
     given: dict[str, Any], named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[list[str]] = []
-    monkeypatch.setattr("covey.run.trackers.external.find_spec", lambda package: True)
+    monkeypatch.setattr("covey.run.trackers.registry.find_spec", lambda package: True)
     monkeypatch.setattr(
         "covey.training.loop.make_trackers", lambda names, *rest: used.append(list(names)) or []
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from covey.errors import ConfigError, closest, nearest
 from covey.run.folder import RunFolder, settings_of
-from covey.run.metrics import MACHINE, METRICS, current_name, is_number, metric
+from covey.run.metric_registry import MACHINE, METRICS, current_name, is_number, metric
 
 
 @dataclass(slots=True, kw_only=True)

@@ -45,7 +45,7 @@ from covey.run.files import (
     write_bytes,
     write_text,
 )
-from covey.run.metrics import current_name
+from covey.run.metric_registry import current_name
 from covey.run.records import (
     Note,
     episode_row,

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from covey.run.metrics import METRICS, is_number
+from covey.run.metric_registry import METRICS, is_number
 
 KEPT = 60
 """Number of recent steps whose metrics stay in memory for health checks."""

@@ -21,7 +21,7 @@ from covey.errors import CoveyError, RunError
 from covey.run.folder import RunFolder
 from covey.run.resume import Start, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
-from covey.run.trackers.external import make_trackers
+from covey.run.trackers.registry import make_trackers
 from covey.stopping import GivenUp, StopSignal, may_be_given_up
 from covey.training import checkpoint
 from covey.training.build import Components

@@ -23,7 +23,7 @@ from covey.rewards import Reward as RewardFunction
 from covey.rewards.registry import check_alone, make_reward, reward_options
 from covey.run.best import check_metric
 from covey.run.health import check_names
-from covey.run.trackers.external import check_trackers
+from covey.run.trackers.registry import check_trackers
 from covey.tasks import Task, find_task, is_user_task, make_task
 from covey.trust import is_import_path
 from covey.types import Prompt

@@ -25,7 +25,7 @@ from covey.rollout.prompts import PromptChoice
 from covey.rollout.replay import ReplayBuffer
 from covey.rollout.source import RolloutSource, StepRollouts, SynchronousSource
 from covey.run.folder import RunFolder
-from covey.run.metrics import meaning, with_open_instruct_names
+from covey.run.metric_registry import meaning, with_open_instruct_names
 from covey.run.resume import Start
 from covey.run.samples import SamplePage, read_samples
 from covey.run.trackers import Tracker

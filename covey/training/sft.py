@@ -25,7 +25,7 @@ from covey.objective.surrogate import log_likelihood
 from covey.objective.weights import token_mean
 from covey.rng import sft_indices
 from covey.run.folder import RunFolder
-from covey.run.metrics import meaning
+from covey.run.metric_registry import meaning
 from covey.run.resume import Start
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal

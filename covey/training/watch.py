@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from covey.run.best import Best
 from covey.run.folder import RunFolder
 from covey.run.health import Finding, Health
-from covey.run.metrics import current_name
+from covey.run.metric_registry import current_name
 from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 

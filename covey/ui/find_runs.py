@@ -16,7 +16,7 @@ from typing import Any
 from covey.errors import RunError
 from covey.run.best import measured
 from covey.run.folder import RunFolder, limit_of, settings_of
-from covey.run.metrics import current_name
+from covey.run.metric_registry import current_name
 from covey.run.records import ENVIRONMENT, last_row, read_object
 
 DEPTH = 4

@@ -24,7 +24,7 @@ from pydantic_core import from_json
 
 from covey.errors import RunError
 from covey.run.folder import RunFolder
-from covey.run.metrics import current_name
+from covey.run.metric_registry import current_name
 from covey.run.records import STEP, Row, open_file, parse_line
 
 CHUNK = 2**20

@@ -14,7 +14,7 @@ from typing import Any
 
 from covey.errors import ConfigError, CoveyError, RunError
 from covey.run.folder import RunFolder
-from covey.run.metrics import METRICS
+from covey.run.metric_registry import METRICS
 from covey.run.records import unsaid
 from covey.run.settings import edited_settings, flat_settings
 from covey.ui.find_runs import (

@@ -6,7 +6,7 @@ import pytest
 
 from covey.config import load_config
 from covey.errors import ConfigError
-from covey.run.metrics import METRICS, RENAMED, metric
+from covey.run.metric_registry import METRICS, RENAMED, metric
 from covey.training.resolve import resolve
 
 

@@ -17,15 +17,10 @@ import pytest
 from covey.cli.main import run as covey
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
-from covey.run.metrics import is_number
+from covey.run.metric_registry import is_number
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
-from covey.run.trackers.external import (
-    LONGEST,
-    TRACKERS,
-    check_trackers,
-    make_trackers,
-    sample_rows,
-)
+from covey.run.trackers.external import LONGEST, sample_rows
+from covey.run.trackers.registry import TRACKERS, check_trackers, make_trackers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
 os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp())  # read when trackio is imported
@@ -175,7 +170,7 @@ def test_a_resumed_run_continues_its_series(name: str, tmp_path: Path) -> None:
 def test_a_missing_package_is_one_line_with_the_extra(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("covey.run.trackers.external.find_spec", lambda package: None)
+    monkeypatch.setattr("covey.run.trackers.registry.find_spec", lambda package: None)
     assert covey(["train", "arithmetic", "--set", f"trackers={name}"]) == 2
     line = capsys.readouterr().err.strip()
     assert (

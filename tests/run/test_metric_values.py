@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import run as covey
-from covey.run.metrics import METRICS, OPEN_INSTRUCT, current_name, metric
+from covey.run.metric_registry import METRICS, OPEN_INSTRUCT, current_name, metric
 
 OPEN_INSTRUCT_PAGE = (
     "episode", "lr", "epoch", "objective/kl", "objective/scores", "objective/rlhf_reward",

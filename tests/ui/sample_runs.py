@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.run.folder import RunFolder
-from covey.run.metrics import with_open_instruct_names
+from covey.run.metric_registry import with_open_instruct_names
 from covey.types import Group, Prompt, Rollout
 
 CONFIG = """[model]

@@ -23,7 +23,7 @@ from covey.errors import RunError
 from covey.run.estimate_text import change_text, estimate_text, value_text
 from covey.run.folder import RunFolder, settings_of
 from covey.run.health import Finding, timeline
-from covey.run.metrics import is_number
+from covey.run.metric_registry import is_number
 from covey.run.records import Note
 from covey.run.reward_changes import logged_change
 from covey.run.rollout_index import Entry, RolloutIndex

@@ -1,7 +1,7 @@
-"""Trackers that send metrics to other packages: TensorBoard, Weights & Biases and trackio.
+"""Base classes of the trackers for TensorBoard, Weights & Biases and trackio.
 
-The base classes decide what a tracker logs, and when. Each package is imported only when its
-tracker opens.
+The base classes decide what a tracker logs, and when. A tracker imports its package only when
+training starts.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from covey.errors import ConfigError, RunError, nearest
+from covey.errors import RunError
 from covey.escape import printable
 from covey.run.folder import RunFolder
-from covey.run.metrics import is_number
+from covey.run.metric_registry import is_number
 from covey.run.records import read_object
-from covey.run.samples import quoted
 from covey.run.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
@@ -88,42 +86,6 @@ class ExternalTracker(Tracker):
             self.numbers(step, values)
 
 
-class TensorBoardTracker(ExternalTracker):
-    """Writes metrics as scalars, in single precision, and completions as text."""
-
-    writer: Any = None
-
-    def open(self, done: int) -> None:
-        """Open a new event file, which drops the earlier events of steps that are logged again."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = str(self.run.path / "tensorboard")
-        # The first file needs this too, because TensorBoard treats a second file as a restart.
-        self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
-
-    def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Write all scalars in one event, in the old format that all readers support."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self.writer.file_writer.add_summary(Summary(value=scalars), step)
-
-    def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Write completions as Markdown blocks, indented so that Markdown in them has no effect."""
-        lines: list[str] = []
-        for row in rows:
-            cells = dict(zip(COLUMNS, row, strict=True))
-            lines += [f"reward {cells['reward']:.3g}", ""]
-            for name in ("prompt", "completion", "target", "parts"):
-                lines += [f"{name}:", "", *quoted(str(cells[name])), ""]
-        self.writer.add_text("completions", "\n".join(lines), step)
-
-    def close(self) -> None:
-        """Write the remaining events to the event file, and close it."""
-        if self.writer is not None:
-            self.writer.close()
-
-
 class RememberingTracker(ExternalTracker):
     """A tracker for append-only logs, such as W&B, which logs no step twice.
 
@@ -185,93 +147,6 @@ class RememberingTracker(ExternalTracker):
         if self.is_new(event, step):
             self.numbers(step, values)
             self.remember()
-
-
-class WandbTracker(RememberingTracker):
-    """Logs metrics and completions to W&B; a resumed run continues the same W&B run.
-
-    With WANDB_MODE=offline, W&B writes to the run folder, and `wandb sync` uploads the data later.
-    WANDB_PROJECT, WANDB_ENTITY and the other variables of wandb have their usual effect.
-    """
-
-    name = "wandb"
-
-    def open(self, done: int) -> None:
-        """Start or continue the W&B run; if W&B fails, raise an error that says what to do."""
-        import wandb
-
-        try:
-            self.session = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                name=self.run.path.name,
-                id=self.known["id"],
-                resume="allow" if done else None,
-                dir=str(self.run.path),
-                config=dict(self.settings),
-                settings=wandb.Settings(console="off", quiet=True),  # notes may quote a model
-            )
-        except wandb.errors.Error as error:
-            first = str(error).strip().partition("\n")[0].partition(". ")[0]
-            why = printable(first).rstrip(".")
-            raise ConfigError(
-                f"config: trackers: wandb cannot start: {why}; run `wandb login`, set "
-                "WANDB_MODE=offline, or set trackers = []"
-            ) from None
-        self.remember()
-
-
-class TrackioTracker(RememberingTracker):
-    """Logs metrics and tables of completions to a local database, which `trackio show` opens.
-
-    A resumed run continues the same trackio run. The environment variable TRACKIO_DIR is the folder
-    of the database, and TRACKIO_PROJECT the project name. With TRACKIO_SPACE_ID, the data goes to
-    this Hugging Face Space.
-    """
-
-    name = "trackio"
-
-    def open(self, done: int) -> None:
-        """Start or continue the trackio run."""
-        import trackio
-
-        self.session = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=f"{self.run.path.name}-{self.known['id'][:4]}",
-            config=dict(self.settings),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        self.remember()
-
-
-TRACKERS: Mapping[str, type[ExternalTracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "trackio": TrackioTracker,
-}
-"""The trackers that a configuration can name, each by the name of the Python package that it needs,
-which is also the name of the pip extra."""
-
-
-def check_trackers(names: Iterable[str]) -> None:
-    """Raise ConfigError if a tracker is unknown or its Python package is not installed."""
-    for name in names:
-        if name not in TRACKERS:
-            hint = nearest(name, TRACKERS)
-            raise ConfigError(f"config: trackers: {name!r} is not a tracker{hint}")
-        if find_spec(name) is None:
-            raise ConfigError(
-                f"config: trackers: {name!r} is not installed: pip install 'covey[{name}]'"
-            )
-
-
-def make_trackers(
-    names: Iterable[str], run: RunFolder, settings: Mapping[str, Any]
-) -> list[Tracker]:
-    """Build the named trackers of a run."""
-    return [TRACKERS[name](run, settings) for name in dict.fromkeys(names)]
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:

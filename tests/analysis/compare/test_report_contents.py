@@ -15,7 +15,7 @@ from covey.analysis.compare.report_contents import (
     report_contents,
     trend,
 )
-from covey.run.metrics import meaning
+from covey.run.metric_registry import meaning
 
 
 def line(prompt_id: str, correct: bool | None) -> dict[str, Any]:

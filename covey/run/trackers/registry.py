@@ -1,0 +1,42 @@
+"""Registry of the trackers that the setting `trackers` can name: TensorBoard, W&B and trackio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from covey.errors import ConfigError, nearest
+from covey.run.folder import RunFolder
+from covey.run.trackers.external import ExternalTracker
+from covey.run.trackers.protocol import Tracker
+from covey.run.trackers.tensorboard import TensorBoardTracker
+from covey.run.trackers.trackio import TrackioTracker
+from covey.run.trackers.wandb import WandbTracker
+
+TRACKERS: Mapping[str, type[ExternalTracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+}
+"""The tracker class for each value of the setting `trackers`. The value is also the name of the
+Python package that the tracker needs, and of the pip extra that installs it."""
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise ConfigError if a tracker is unknown or its Python package is not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            hint = nearest(name, TRACKERS)
+            raise ConfigError(f"config: trackers: {name!r} is not a tracker{hint}")
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"config: trackers: {name!r} is not installed: pip install 'covey[{name}]'"
+            )
+
+
+def make_trackers(
+    names: Iterable[str], run: RunFolder, settings: Mapping[str, Any]
+) -> list[Tracker]:
+    """Build the named trackers of a run."""
+    return [TRACKERS[name](run, settings) for name in dict.fromkeys(names)]
