@@ -1,4 +1,4 @@
-"""`covey algorithms`: list the algorithms, or describe one with its formula and options."""
+"""`covey algorithms`: list all algorithms, or describe the formula and options of one."""
 
 from __future__ import annotations
 

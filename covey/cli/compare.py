@@ -21,7 +21,7 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="RECIPE",
-        help="Configuration that all arms share: a TOML file or the name of a recipe. "
+        help="A TOML file or the name of a recipe, with the configuration that all arms share. "
         "Default: arithmetic.",
     ),
 ]
@@ -29,7 +29,7 @@ Algorithms = Annotated[
     str,
     typer.Option(
         metavar="A,B",
-        help="Algorithms to compare, each in an arm of its own.",
+        help="Compare these algorithms; each algorithm is one arm.",
     ),
 ]
 Arms = Annotated[
@@ -37,8 +37,8 @@ Arms = Annotated[
     typer.Option(
         "--arm",
         metavar="'NAME: KEY=VALUE, ...'",
-        help="Add an arm with its own settings, such as 'frozen: optimizer.learning_rate=0', or "
-        "with other seeds, such as 'again: seed+=1000'.",
+        help="Add an arm with other settings, such as 'frozen: optimizer.learning_rate=0', or with "
+        "other seeds, such as 'again: seed+=1000'.",
     ),
 ]
 Seeds = Annotated[
@@ -46,7 +46,7 @@ Seeds = Annotated[
     typer.Option(
         min=1,
         max=1000,
-        help=f"Number of seeds, for each of which every arm trains a run. Default: {SEEDS}.",
+        help=f"Number of seeds. Every arm trains one run per seed. Default: {SEEDS}.",
     ),
 ]
 Kind = Annotated[
@@ -62,8 +62,8 @@ Amount = Annotated[
     typer.Option(
         min=1,
         max=10**15,
-        help="Training budget of each run, in the unit that --budget names. Default: train.steps "
-        "of the configuration.",
+        help="Training budget of each run, in the unit of --budget. Without --amount, each run "
+        "takes train.steps training steps.",
     ),
 ]
 Overrides = Annotated[
@@ -74,8 +74,8 @@ Folder = Annotated[
     Path | None,
     typer.Option(
         help=(
-            "Folder of the comparison to start or resume. Default: the folder in comparisons/ "
-            "that has the same settings, or else a new folder comparisons/NAME-N."
+            "Start or resume the comparison in this folder. Without --folder, Covey resumes the "
+            "comparison in ./comparisons with the same settings, or creates comparisons/NAME-N."
         )
     ),
 ]
@@ -90,8 +90,8 @@ Parallel = Annotated[
     typer.Option(
         min=1,
         max=1024,
-        help="Number of runs to train at the same time. Default: 1 on a GPU; on a CPU, the "
-        "number of cores divided by the number of threads per run.",
+        help="Number of runs to train at the same time. The default is 1 on a GPU, and the number "
+        "of cores divided by --threads on a CPU.",
     ),
 ]
 Threads = Annotated[
@@ -99,8 +99,8 @@ Threads = Annotated[
     typer.Option(
         min=1,
         max=4096,
-        help="Number of CPU threads per run. Default: the number of CPU cores divided by the "
-        "number of runs.",
+        help="Number of CPU threads per run. The default is the number of CPU cores divided by "
+        "the number of runs in the comparison.",
     ),
 ]
 Report = Annotated[
@@ -108,7 +108,7 @@ Report = Annotated[
     typer.Option(
         "--report",
         metavar="FOLDER",
-        help="Write the reports of this comparison again, without training.",
+        help="Only write the reports of this comparison again, without training.",
     ),
 ]
 DryRun = Annotated[
@@ -169,7 +169,7 @@ def compare_command(
 
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
-    """Print what is compared and, without --dry-run, run the comparison; set the exit code."""
+    """Print the design of a comparison and, without --dry-run, run it; set the exit code."""
     from covey.analysis.compare.execute import run_comparison, show_design
 
     console = Screen(soft_wrap=True)

@@ -33,7 +33,7 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG",
-        help="Configuration to check: a TOML file, the name of a recipe, or a run folder. "
+        help="A TOML configuration file, the name of a recipe, or a run folder. "
         "Default: arithmetic.",
     ),
 ]
@@ -41,7 +41,8 @@ Out = Annotated[
     Path | None,
     typer.Option(
         "--out",
-        help="Write the results to this file as JSON. Default for a run folder: RUN/doctor.json.",
+        help="Write the results to this file as JSON. Without --out, the results for a run folder "
+        "go to RUN/doctor.json.",
     ),
 ]
 
@@ -57,7 +58,7 @@ def doctor_command(
         typer.Option(
             "--seconds",
             min=1,
-            help="Time limit in seconds. Checks that would exceed it are skipped.",
+            help="Time limit in seconds. The command skips checks that would exceed the limit.",
         ),
     ] = LIMIT,
     as_json: AsJson = False,
@@ -65,8 +66,8 @@ def doctor_command(
     """Check a configuration on this machine, in at most two minutes.
 
     The command takes a few small training steps to check the gradient, engine, reward, sandbox,
-    exact resume, memory and time; for a large model, it uses fewer and shorter completions. The
-    exit code is 1 if a check fails, and 0 otherwise.
+    exact resume, memory and time. A large model generates fewer and shorter completions. The exit
+    code is 1 if a check fails, and 0 otherwise.
     """
     check_out(out)
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
@@ -95,7 +96,7 @@ def doctor_command(
 
 
 def _examined(config: Config, seconds: float, started: float) -> list[Result]:
-    """Run all checks, and show the current one in the status line."""
+    """Run all checks, and show the current check in the status line."""
     found: list[Result] = []
     with waiting(f"checking {config.model.path}") as status:
         from covey.analysis.doctor.checkup import examine_run

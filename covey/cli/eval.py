@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 Results = Sequence[tuple[str, "Evaluation"]]
-"""The name and the evaluation of one model, or of two models."""
+"""Pairs of a model's path and its evaluation, for one or two models."""
 SHOWN = 5
 """The terminal output lists at most this many prompt ids; --json and --out list all ids."""
 
@@ -47,8 +47,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="RUN|MODEL",
-        help="What to evaluate: a run folder, a checkpoint, a model folder, or 'embedded', the "
-        "built-in model.",
+        help="A run folder, a checkpoint, or a model: a folder, a Hugging Face name, a GGUF file, "
+        "'embedded' or 'smollm2'.",
     ),
 ]
 Source = Annotated[
@@ -56,8 +56,8 @@ Source = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Configuration that defines the task and the reward. Default: that of the run, or "
-        "the recipe 'arithmetic' for a model that belongs to no run.",
+        help="Configuration that defines the task and the reward. Without --config, a run is "
+        "evaluated with its own configuration, and any other model with the recipe 'arithmetic'.",
     ),
 ]
 Overrides = Annotated[
@@ -82,8 +82,8 @@ By = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
-        help="Also report results by category: prompts with the same value of KEY in their "
-        "`info` field, or of the same task if KEY is 'task'.",
+        help="Also report separate results for each value of KEY in the `info` field of prompts. "
+        "If KEY is 'task', report separate results for each task.",
     ),
 ]
 Out = Annotated[
@@ -108,9 +108,9 @@ def eval_command(
 ) -> None:
     """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 
-    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. For a run
-    folder, it evaluates the run's newest checkpoint on the run's task. With --against, it compares
-    two models on the same prompts.
+    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. Given a run
+    folder, the command evaluates the run's newest checkpoint on the run's task. With --against, the
+    command compares two models on the same prompts.
     """
     settings = list(overrides or [])
     if samples is not None:

@@ -40,8 +40,8 @@ Line = Annotated[
         "--rollout",
         min=1,
         metavar="K",
-        help="Show one rollout token by token; K is its line number in the step's file of "
-        "rollouts.",
+        help="Show rollout K of the step token by token. K is the rollout's line number in the "
+        "step's file of rollouts.",
     ),
 ]
 Algorithms = Annotated[
@@ -49,8 +49,8 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Compute the step's gradient with other algorithms as well: 'all', or a list such "
-        "as grpo,gspo.",
+        help="Compute the step's gradient with each of these algorithms, such as grpo,gspo, or "
+        "with 'all' algorithms.",
     ),
 ]
 Options = Annotated[
@@ -58,16 +58,15 @@ Options = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="With --replay: set an option, such as beta=0, in all replayed algorithms that have "
-        "this option.",
+        help="Set an option, such as beta=0, in every algorithm of --replay that has the option.",
     ),
 ]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Recover the exact weights before the step by training all steps since the nearest "
-        "checkpoint again.",
+        help="First repeat all training steps since the nearest checkpoint, so that the step "
+        "starts from its exact weights.",
     ),
 ]
 
@@ -82,11 +81,11 @@ def explain_command(
     trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain the gradient of a recorded training step by group, by rollout or by token.
+    """Show how much each group, rollout or token contributed to the gradient of a training step.
 
-    The command loads the nearest earlier checkpoint, prints which one it is, and repeats the
-    training step with the recorded rollouts. With --replay, it compares the gradients of several
-    algorithms on these rollouts instead.
+    The command loads the nearest earlier checkpoint, and repeats the training step with the
+    recorded rollouts. With --replay, the command instead compares the gradients that several
+    algorithms compute from the recorded rollouts.
     """
     _check_options(line, algorithms, options)
     run = RunFolder.open(path)
@@ -313,7 +312,7 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
 
 
 def _style(token: ExplainedToken, largest: float) -> str:
-    """Return green for a token that the step makes likelier, and red for one less likely."""
+    """Return green if the step makes a token more likely, and red if less likely."""
     if not token.gradient:
         return "dim"
     strength = abs(token.gradient) / largest

@@ -23,9 +23,7 @@ from covey.screen import echo
 
 Target = Annotated[
     str,
-    typer.Argument(
-        metavar="RUN|CHECKPOINT", help="What to export: a run, a checkpoint of a run, or a model."
-    ),
+    typer.Argument(metavar="RUN|CHECKPOINT", help="The run, checkpoint or model to export."),
 ]
 Folder = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="The folder to create for the exported model.")
@@ -42,20 +40,20 @@ Repository = Annotated[
     str | None,
     typer.Option(
         metavar="OWNER/NAME",
-        help="Also upload the folder to this repository on the Hugging Face Hub.",
+        help="Also upload the exported folder to this repository on the Hugging Face Hub.",
     ),
 ]
 Public = Annotated[
     bool,
     typer.Option(
-        "--public", help="If --push creates a repository, make it public. Default: private."
+        "--public", help="If --push creates a repository, make the repository public, not private."
     ),
 ]
 DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Export the model, but only list the files that --push would upload.",
+        help="Export the model, and list the files that --push would upload, without uploading.",
     ),
 ]
 

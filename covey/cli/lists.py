@@ -1,4 +1,4 @@
-"""Tables and descriptions of what a configuration can name: algorithms, tasks, rewards."""
+"""Terminal tables and descriptions of algorithms, tasks and rewards."""
 
 from __future__ import annotations
 

@@ -40,16 +40,16 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="What to measure: a TOML file, the name of a recipe, or a run folder, whose newest "
-        "checkpoint is measured. Default: arithmetic.",
+        help="A TOML configuration file, the name of a recipe, or a run folder. In a run folder, "
+        "the newest checkpoint is measured. Default: arithmetic.",
     ),
 ]
 Updates = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Number of optimizer steps before staleness is measured. Default: one less than in "
-        "a training step, but at least 1.",
+        help="Take this many optimizer steps before measuring staleness. The default is "
+        "max(1, n - 1), where n is the number of optimizer steps in a training step.",
     ),
 ]
 Out = Annotated[
@@ -70,8 +70,8 @@ def numerics_command(
     """Measure how much the log-probs of engine and trainer differ, and why.
 
     The command generates the rollouts of one training step, and computes their log-probs in several
-    ways to separate the causes of differences: precision, batch shape, truncation, kernels and
-    staleness. It does not change a run folder.
+    ways. The results separate the effects of precision, batch shape, truncation, kernels and
+    staleness. The command writes nothing to run folders.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:

@@ -1,4 +1,4 @@
-"""`covey plan`: show what a run will do, its memory and time, and settings without effect."""
+"""`covey plan`: estimate the memory and time of a run, and list settings without effect."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ Gpu = Annotated[
         "--gpu",
         min=1,
         metavar="GIB",
-        help="Plan for a GPU with this much memory, in GiB, instead of the device of this machine.",
+        help="Plan for a GPU with this much memory (in GiB) instead of this machine's device.",
     ),
 ]
 Cluster = Annotated[
     bool,
     typer.Option(
         "--cluster",
-        help="Show how to divide the 8 to 1,024 GPUs of a cluster between trainers and engines.",
+        help="For clusters of 8 to 1,024 GPUs, show how many GPUs to use for trainers and engines.",
     ),
 ]
 MeasureSteps = Annotated[
@@ -83,10 +83,10 @@ def plan_command(
     measure_steps: MeasureSteps = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run will do, its time and memory, and which settings have no effect.
+    """Describe a run, estimate its time and memory, and list settings that have no effect.
 
-    The command trains nothing and loads no weights, except with --measure. It estimates time and
-    memory from the model's configuration and tokenizer.
+    The command estimates time and memory from the model's configuration and tokenizer. Only with
+    --measure does the command load weights and train.
     """
     from covey.analysis.plan.task_facts import measuring
 

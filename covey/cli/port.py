@@ -1,4 +1,4 @@
-"""`covey port`: convert options in scripts of other libraries to settings of Covey."""
+"""`covey port`: convert another library's training script to a Covey configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _port() -> None:
 def trl_command(
     script: Annotated[
         Path,
-        typer.Argument(metavar="SCRIPT", help="A Python script that creates a TRL GRPOConfig."),
+        typer.Argument(metavar="SCRIPT", help="A Python script that creates a GRPOConfig of TRL."),
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the configuration to this file.")
@@ -37,15 +37,15 @@ def trl_command(
         typer.Option(
             "--script",
             metavar="FILE",
-            help="Also convert the script itself, which keeps its data and reward functions, but "
-            "calls covey.train. Needs --out.",
+            help="Also convert the script, and write it to this file. The new script calls "
+            "covey.train with the same data and reward functions. Needs --out.",
         ),
     ] = None,
 ) -> None:
     """Convert the GRPOConfig of a TRL script to a Covey configuration in TOML.
 
-    The command reads the script, but does not run it. Comments in the TOML list the options that
-    have no equivalent in Covey, and those whose values the script computes.
+    The command reads the script without running it. Comments in the TOML list options without an
+    equivalent in Covey, and options whose values the script computes.
     """
     from covey.compat.trl import from_script
     from covey.compat.trl_script import covey_script

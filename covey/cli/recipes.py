@@ -16,7 +16,7 @@ from covey.screen import Screen
 
 
 def recipes_command(as_json: AsJson = False) -> None:
-    """List the packaged recipes, which are configurations that commands accept by name."""
+    """List the packaged recipes: configurations that commands accept by name."""
     rows = [_recipe(name) for name in recipe_names()]
     if as_json:
         return typer.echo(json.dumps(rows))

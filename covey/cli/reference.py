@@ -1,4 +1,4 @@
-"""`covey reference serve`: start a server that computes log-probs of a reference policy."""
+"""`covey reference serve`: start a server that computes log-probs of a reference model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from covey.screen import echo
 if TYPE_CHECKING:
     from covey.reference.server import ServerSettings
 
-app = typer.Typer(help="Serve a reference policy to runs on this or other machines.")
+app = typer.Typer(help="Serve a reference model to runs on this or other machines.")
 
 Connections = Annotated[
     int,
     typer.Option(
         "--max-connections",
         min=1,
-        help="Maximum number of open connections, beyond which the server closes idle and "
-        "unfinished ones.",
+        help="Maximum number of open connections. If there are more, the server closes idle and "
+        "unfinished connections.",
     ),
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Compute dtype of the model, like the setting model.dtype."),
+    typer.Option(help="Compute dtype of the model, with the same values as model.dtype."),
 ]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, help="The port to listen on; 0 chooses a free port.")
@@ -40,7 +40,7 @@ TokenVariable = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Name of the environment variable with the token that clients must send.",
+        help="Name of the environment variable that contains the access token of the server.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, or auto.")]
@@ -51,7 +51,7 @@ Tokens = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Maximum number of tokens, including padding, in a request and in a forward pass.",
+        help="Maximum number of tokens in a request or a forward pass, including padding.",
     ),
 ]
 Timeout = Annotated[
@@ -65,7 +65,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @app.callback()
 def _reference() -> None:
-    """Serve a reference policy to runs on this or other machines."""
+    """Serve a reference model to runs on this or other machines."""
 
 
 @app.command("serve")
@@ -73,7 +73,8 @@ def serve_command(
     model: Annotated[
         str,
         typer.Option(
-            help="Model to serve: a folder, a Hugging Face name, or 'embedded', the built-in model."
+            help="The model to serve: a folder, a Hugging Face name, a GGUF file, 'embedded' or "
+            "'smollm2'."
         ),
     ],
     port: Port = 8500,

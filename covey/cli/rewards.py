@@ -35,8 +35,8 @@ ConfigArgument = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
-        help="Configuration with the reward to test: a TOML file, the config.toml of a run, or the "
-        "name of a recipe.",
+        help="A TOML file, such as the config.toml of a run, or the name of a recipe, with the "
+        "configuration of the reward.",
     ),
 ]
 ConfigOption = Annotated[
@@ -44,7 +44,7 @@ ConfigOption = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Configuration with the reward: a TOML file or the name of a recipe.",
+        help="A TOML file or the name of a recipe, with the configuration of the reward.",
     ),
 ]
 SetOption = Annotated[
@@ -57,8 +57,8 @@ LabelledOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON Lines file of completions with human labels in the field `correct` (true or "
-        "false).",
+        help="JSON Lines file of completions with human labels. The label is true or false, in "
+        "the field `correct`.",
     ),
 ]
 AllowedOption = Annotated[
@@ -67,7 +67,7 @@ AllowedOption = Annotated[
         "--allow-errors",
         min=0.0,
         max=1.0,
-        help="The reward may contradict at most this fraction of the human labels in --labelled.",
+        help="The largest fraction of the human labels that the reward may contradict.",
     ),
 ]
 
@@ -123,7 +123,7 @@ def score_command(
     trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score a file of completions; print the mean reward, accuracy, reward parts and failures."""
+    """Score completions, and print the mean reward, accuracy, reward parts and failures."""
     from covey.analysis.lab.cases import read_cases
     from covey.run.files import write_text
 
@@ -197,7 +197,7 @@ def log_command(
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Show each change of the reward from one run to the next, with its reason and effect.
+    """Show how the reward changed from run to run, with the reason and effect of each change.
 
     The reason and the expected effect come from the section [reward_change] of the configuration.
     """
@@ -230,7 +230,7 @@ def lab_command(
 ) -> None:
     """Test a reward for mistakes and hacks before you train with it.
 
-    Correct completions must get the full reward, known reward hacks must not, and the score of a
+    Correct completions must get the full reward, and known reward hacks must not. The score of a
     completion must be the same in every process. The exit code is 0 if all checks pass, and 1
     otherwise.
     """

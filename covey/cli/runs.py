@@ -58,7 +58,7 @@ class _Runs(TyperGroup):
 
 app = typer.Typer(
     cls=_Runs,
-    help="List runs; show a run, check its health, verify its records, or write its report. "
+    help="List runs, or show one run, check its health, verify its records, or write its report. "
     "`covey runs RUN` is short for `covey runs show RUN`.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -69,7 +69,7 @@ def check_command(
     path: Run,
     as_json: AsJson = False,
 ) -> None:
-    """Check the health of a run: show each problem, when it began, its cause and a remedy.
+    """List the problems of a run, with the first step, the cause and a remedy of each problem.
 
     The exit code is 1 if the last step shows a problem, and 0 otherwise.
     """
@@ -104,13 +104,15 @@ def report_command(
     path: Run,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Folder for the report. Default: the run folder."),
+        typer.Option(
+            metavar="FOLDER", help="Write the report to this folder instead of the run folder."
+        ),
     ] = None,
 ) -> None:
     """Write the report of a run as report.html, which opens offline, and as report.md.
 
-    It shows curves, evaluations, sampled completions, completions before and after training, health
-    and settings.
+    The report shows curves, evaluations, sampled completions, completions before and after
+    training, health and settings.
     """
     run = RunFolder.open(path)
     if out is not None and not out.is_dir():
@@ -138,8 +140,8 @@ def verify_command(
 ) -> None:
     """Check that no step, prompt or rollout of a run is lost, repeated or changed.
 
-    The command compares the run's configuration, data, reward, rollouts, steps and checkpoints with
-    each other. The exit code is 1 if a check fails, and 0 otherwise.
+    The command checks that the run's configuration, data, reward, rollouts, steps and checkpoints
+    agree. The exit code is 1 if a check fails, and 0 otherwise.
     """
     run = RunFolder.open(path)
     with waiting("reading the run"):
@@ -175,7 +177,7 @@ def runs_command(
     step: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Show the completions of this training step; FOLDER must be a run."
+            min=1, help="Show the completions of this training step. FOLDER must be a run folder."
         ),
     ] = None,
     as_json: AsJson = False,

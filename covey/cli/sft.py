@@ -40,10 +40,10 @@ def sft_command(
     smoke: Smoke = False,
     trust: Trust = None,
 ) -> None:
-    """Fine-tune a model (SFT) on worked solutions, which come from the task or from a file.
+    """Fine-tune a model (SFT) on worked solutions from the task or from a file.
 
-    Reinforcement learning needs a model that already solves some prompts, and SFT teaches it the
-    format and the steps of a solution. Continue afterwards with `covey train --model
+    Reinforcement learning needs a model that already solves some prompts. SFT teaches a model the
+    format and the steps of a solution. After SFT, continue with `covey train --model
     RUN/checkpoints/STEP`.
     """
     if resume is not None:

@@ -1,4 +1,4 @@
-"""Code that commands run before they train or score: options, settings and startup messages."""
+"""Command-line options, settings and status messages that several commands share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG",
-        help="Configuration: a TOML file, or the name of a recipe (see `covey recipes`). "
+        help="A TOML configuration file, or the name of a recipe (see `covey recipes`). "
         "Default: arithmetic.",
     ),
 ]
@@ -42,16 +42,16 @@ Overrides = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Model to use instead of model.path: a folder, a Hugging Face name, a GGUF file, or "
-        "one of the packaged models 'embedded' and 'smollm2'."
+        help="Override model.path. The model can be a folder, a Hugging Face name, a GGUF file, "
+        "or one of the packaged models 'embedded' and 'smollm2'."
     ),
 ]
 Smoke = Annotated[
     bool,
     typer.Option(
         "--smoke",
-        help="Quick test: reduce batch sizes, completion lengths and the number of steps, so that "
-        "a run takes 1 or 2 minutes.",
+        help="Run a quick test of 1 or 2 minutes, with smaller batches, shorter completions and "
+        "fewer steps.",
     ),
 ]
 Trust = Annotated[
@@ -61,21 +61,21 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Trust a Python module or package, so that settings such as "
-        "reward.name=MODULE:FUNCTION can import it. Its code runs with your permissions.",
+        help="Allow settings such as reward.name=MODULE:FUNCTION to import this Python module or "
+        "package. Imported code runs with your permissions.",
     ),
 ]
-"""The option --trust; its modules are registered as trusted before the command runs."""
+"""The option --trust, which registers modules as trusted before the command runs."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
-"""The status text that is shown while torch is imported, because the import takes seconds."""
+"""The status text during the import of torch, which takes seconds."""
 
 
 class _LateTorch(ModuleType):
-    """A stand-in for torch, which imports torch on first use.
+    """A module that stands in for torch, and imports torch on first use.
 
     Python's own `LazyLoader` does not help, because it loads torch as soon as any module runs
     `import torch`.
@@ -96,9 +96,9 @@ def import_torch_when_used() -> None:
 
 @contextmanager
 def waiting(text: str) -> Iterator[Say]:
-    """Show a status line on a terminal's stderr; yield a function that changes its text.
+    """Show a status line on stderr, and yield a function that changes the text of the line.
 
-    Results must be printed after the `with` block, because output inside it goes to stderr.
+    Print results after the `with` block, because output inside the block goes to stderr.
     """
     quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, only rank 0 prints
     with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
@@ -106,15 +106,15 @@ def waiting(text: str) -> Iterator[Say]:
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
-    """Return the `key=value` overrides of a command; --model is an override of model.path."""
+    """Return the `key=value` overrides of --set, and --model as an override of model.path."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return `source` if it is given, and otherwise the name of the default recipe or None.
+    """Return `source` or, if `source` is None, the default recipe if it suits the run.
 
-    The result is None for runs with another model or task than the default recipe's, because the
-    recipe's learning rate and lengths would not fit them.
+    The default recipe's learning rate and lengths suit only the recipe's own model and task. For
+    any other model or task, the result is None.
     """
     if source is not None:
         return source
@@ -125,7 +125,7 @@ def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
 
 
 def loaded(source: str | None, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
-    """Load a configuration; with `smoke`, shrink it and print on stderr what changed."""
+    """Load a configuration. With `smoke`, shrink it, and print on stderr what changed."""
     if not smoke:
         return load_config(source, overrides)
     config, notes = load_smoke(source, overrides)

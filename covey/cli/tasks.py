@@ -1,4 +1,4 @@
-"""`covey tasks`: list the tasks, or describe one with its options."""
+"""`covey tasks`: list the tasks, or describe one task with its options."""
 
 from __future__ import annotations
 

@@ -35,15 +35,15 @@ from covey.config.smoke import changed_by_smoke
 SkipBadRows = Annotated[
     bool,
     typer.Option(
-        "--skip-bad-rows", help="Skip invalid rows of the dataset, and report their number."
+        "--skip-bad-rows", help="Skip invalid rows of the dataset, and print how many were skipped."
     ),
 ]
 Verify = Annotated[
     bool,
     typer.Option(
         "--verify",
-        help="With --resume: before training, recompute the newest checkpoint from the previous "
-        "one and the recorded rollouts, and stop if the weights differ.",
+        help="Before training, repeat the steps before the newest checkpoint, and stop if the "
+        "weights differ from the checkpoint. Needs --resume.",
     ),
 ]
 Ray = Annotated[
@@ -51,9 +51,9 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Run trainer ranks, engines and scoring on Ray, as the section [cluster] of the "
-        "configuration says. ADDRESS is 'local' to start Ray on this machine, 'auto' to find a "
-        "running cluster, or the address of a cluster (sets cluster.address).",
+        help="Run trainer ranks, engines and scoring on Ray, as configured in the section "
+        "[cluster]. ADDRESS overrides cluster.address: 'local' starts Ray on this machine, and "
+        "'auto' finds a running Ray cluster.",
     ),
 ]
 
@@ -72,10 +72,11 @@ def train_command(
     ray: Ray = None,
     trust: Trust = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
+        bool,
+        typer.Option("--print-config", help="Print all settings, including defaults, and exit."),
     ] = False,
 ) -> None:
-    """Train a model: sample groups of completions, score them, and reinforce the better ones.
+    """Train a model with group-relative reinforcement learning, or resume a run.
 
     The run folder contains the configuration, metrics, evaluations, completions and checkpoints.
     Ctrl-C saves a checkpoint and prints how to resume. The exit code is 130 after Ctrl-C, and 143

@@ -1,4 +1,4 @@
-"""Starts or resumes a run, for `covey train`, `covey sft` and `covey.train`."""
+"""Starts or resumes a run, for `covey train` and `covey sft`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NewRun = Annotated[
     Path | None,
     typer.Option(
         "--run",
-        help="The run folder to create. Default: runs/NAME-N with the next free number N.",
+        help="Create this run folder instead of runs/NAME-N, where N is the next free number.",
     ),
 ]
 Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN",
-        help="Resume this run with its saved settings, some of which --set can change.",
+        help="Resume this run with its saved settings. --set can change some of the settings.",
     ),
 ]
 ResumeStep = Annotated[
@@ -41,8 +41,8 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="With --resume: resume from the checkpoint of step N, or restart the run if N is 0. "
-        "Records of later steps are moved to RUN/superseded. Default: the newest checkpoint.",
+        help="Resume from the checkpoint of step N instead of the newest checkpoint. Step 0 "
+        "restarts the run. Records of later steps are moved to RUN/superseded. Needs --resume.",
     ),
 ]
 
@@ -58,11 +58,11 @@ def train_run(
     step: int | None = None,
     changed: Mapping[str, Change] | None = None,
 ) -> NoReturn:
-    """Train with RL or SFT, print the results, and exit; see `opened_run` for `target`.
+    """Train with RL or SFT, print the results, and exit.
 
-    If Ray starts the ranks, each rank gets the command-line `arguments`. A new run without a file
-    or recipe (`source`) prints the most important defaults. `not_own` are the settings that --smoke
-    changed.
+    `opened_run` describes `target`. If Ray starts the ranks, each rank gets the command-line
+    `arguments`. A new run without a file or recipe (`source`) prints the most important defaults.
+    `not_own` are the settings that --smoke changed.
     """
     _start_ranks(config, arguments)
     from covey.analysis.start_notes import console_with_notes
@@ -109,8 +109,8 @@ def resume_run(
 ) -> None:
     """Resume a run with its own settings plus overrides, or only print these settings.
 
-    With `verify`, the steps before the newest checkpoint are repeated first, and must produce the
-    weights of this checkpoint.
+    With `verify`, first repeat the steps before the newest checkpoint, and raise RunError if their
+    weights differ from the checkpoint.
     """
     folder = RunFolder.open(path)
     folder.check_kind(sft=sft)

@@ -23,7 +23,7 @@ def ui_command(
         typer.Argument(
             metavar="[RUNS]...",
             help="Run folders, comparison folders, or folders that contain runs or comparisons. "
-            "Default: the folders ./runs and ./comparisons.",
+            "By default, the page shows ./runs and ./comparisons.",
         ),
     ] = None,
     port: Annotated[
@@ -32,15 +32,15 @@ def ui_command(
     host: Annotated[
         str,
         typer.Option(
-            help="The address to listen on. If other machines can reach it, requests need an "
-            "access token, which the command prints."
+            help="The address to listen on. If other machines can reach this address, requests "
+            "need the access token that the command prints."
         ),
     ] = "127.0.0.1",
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Show finished and current runs in a web page: curves, groups, tokens, health and settings.
+    """Show curves, groups, tokens, health and settings of runs in a web page.
 
-    The page reads run folders, and works without torch and without an internet connection.
+    The page reads run folders. It needs neither torch nor an internet connection.
     """
     roots = paths or [path for path in USUAL if path.is_dir()] or [Path()]
     for path in roots:
