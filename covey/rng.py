@@ -1,7 +1,7 @@
 """Random numbers that depend on where they are used, not on the order of the draws.
 
-Each number depends only on (seed, step, prompt, sample, turn, position), because the generator,
-numpy's counter-based Philox, keeps no state between draws. A run therefore draws the same numbers
+Each number depends only on (seed, step, prompt, sample, turn, position). The generator is numpy's
+counter-based Philox, which needs no state between draws. A run therefore draws the same numbers
 after a resume, with another batch size, in another order of requests, or with another number of
 workers.
 """
@@ -54,7 +54,7 @@ def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
 
 
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
-    """Return `count` random float32 numbers in [0, 1) per completion: [n, count]."""
+    """Return `count` uniform random numbers in [0, 1) per address, as float32 [n, count]."""
     # One generator is reused for all addresses, because creating one takes far longer than drawing.
     generator = _philox(0, 0, _TOKENS)
     state = generator.state
@@ -90,7 +90,7 @@ def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
 
 
 def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
-    """Return the data indices of SFT solutions `start` to `stop` - 1 in training order.
+    """Return the data indices of the SFT solutions `start` to `stop - 1`, in training order.
 
     Each epoch has a new order of all solutions, and epochs follow each other without a gap.
     """
@@ -106,9 +106,9 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
     """Return item indices, drawn one by one with probability proportional to their weights.
 
-    Items of weight 0 are left out. The function draws an exponential variable of rate `weights[i]`
-    for each other item i and sorts the items by these variables (Efraimidis and Spirakis), so that
-    changing one weight leaves the order of the other items unchanged.
+    Items of weight 0 are left out. For each other item `i`, the function draws an exponential
+    variable of rate `weights[i]`, and sorts the items by these variables (Efraimidis and Spirakis).
+    Changing one weight therefore leaves the order of all other items unchanged.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

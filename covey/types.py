@@ -5,7 +5,8 @@
 In tensor shapes, B is the number of batch rows, T the padded number of completion tokens, and P the
 padded number of prompt tokens.
 
-The module imports torch only for type checking, so that tasks and rewards can use it without torch.
+This module imports torch only for type checking, so that tasks and rewards can import the types
+without torch.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _T = TypeVar("_T")
 ON_CPU = ("host", "kept", "teacher_prompts")
 """Names of the batch fields that stay on the CPU."""
 EQUAL_REWARDS = 1e-8
-"""Tolerance for comparing rewards: the rewards of a group count as equal if they differ by at most
-1e-8 * max(1, the largest absolute reward)."""
+"""Tolerance for comparing rewards. The rewards of a group count as equal if they differ by at most
+`EQUAL_REWARDS * max(1, r)`, where `r` is the largest absolute reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,8 @@ class Rollout:
 
     prompt_id: str
     sample: int
-    """Index of the rollout in its group, from 0; it also determines the random numbers with which
-    the rollout is sampled."""
+    """Index of the rollout in its group, from 0. The index also determines the random numbers with
+    which the rollout is sampled."""
     segments: tuple[Segment, ...]
     """The token sequences of the rollout; more than one if the chat template rewrote earlier
     messages."""
@@ -120,7 +121,7 @@ class Rollout:
     text: str
     finish: Finish
     reward: float | None = None
-    """None until the rollout is scored, and still None, not 0.0, if scoring failed."""
+    """The reward; None before scoring, and None (not 0.0) if scoring failed."""
     success: bool | None = None
     """Whether the completion is correct, regardless of the reward's value; None if not scored."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -207,14 +208,15 @@ class Group:
 class Batch:
     """The rollouts of a training step as tensors; row i of every field belongs to sequence i.
 
-    A rollout takes one row, or several if the chat template rewrote earlier messages. Means and
-    other statistics count the rollout once in both cases.
+    A rollout takes one row, or several rows if the chat template rewrote earlier messages. Means
+    and other statistics count each rollout once.
 
     `collate` fills the fields from `prompt_tokens` to `state`. Forward passes fill the fields from
-    `old_logp` to `entropy`, but only those that the objective needs. The objective then computes
-    `token_penalty`, `advantage` and `targets` over the whole batch, because these fields may depend
-    on all rollouts, and `weight`, `correction` and `marked` over one mini-batch, which has its own
-    loss and optimizer step. A micro-batch contains some rows of the batch, with unchanged values.
+    `old_logp` to `entropy`, but only the fields that the objective needs. The objective then
+    computes `token_penalty`, `advantage` and `targets` over the whole batch, because these fields
+    may depend on all rollouts. The objective computes `weight`, `correction` and `marked` for each
+    mini-batch, because each mini-batch has its own loss and optimizer step. A micro-batch contains
+    some rows of the batch, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor
@@ -230,8 +232,8 @@ class Batch:
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor
-    """[B] float64: the reward of the row's rollout; NaN if scoring failed, and statistics leave out
-    such rollouts."""
+    """[B] float64: the reward of the row's rollout; NaN if scoring failed. Statistics leave out
+    rollouts whose reward is NaN."""
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
@@ -251,7 +253,7 @@ class Batch:
     """[B, T] int64: the policy turn that contains the token, counted from 0; None if no rollout
     used an environment."""
     turn_reward: torch.Tensor | None = None
-    """[B, T] float64: the environment's reward for the token's turn; 0 if there is none."""
+    """[B, T] float64: the environment's reward for the token's turn; 0 without a turn reward."""
     state: torch.Tensor | None = None
     """[B, T] int64: a number for the environment's state before the token's turn; equal states have
     equal numbers."""
@@ -305,7 +307,7 @@ class Batch:
 
     @property
     def one_row_each(self) -> bool:
-        """Whether every rollout is one row; read from the CPU copy `host` if there is one."""
+        """Whether every rollout is a single row of the batch."""
         rollout = self.rollout if self.host is None else self.host.rollout
         return rollout is None or len(rollout.unique()) == len(rollout)
 
@@ -365,7 +367,7 @@ def _is_all(index: torch.Tensor, rows: Batch | HostRows) -> bool:
 
 
 def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor to a device; copy to a GPU from pinned memory, without blocking."""
+    """Copy a tensor to a device; a copy to a GPU uses pinned memory and does not block."""
     if values.device.type == "cpu" and str(device).startswith("cuda"):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
@@ -376,7 +378,7 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The numbers of rollouts, groups and tokens in an optimizer step: the loss's denominators."""
+    """The denominators of the loss: numbers of rollouts, groups and tokens in an optimizer step."""
 
     sequences: int
     """Number of rollouts."""
@@ -390,7 +392,7 @@ class Totals:
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count the rollouts (also those without trained tokens), groups and tokens of a batch."""
+        """Count the rollouts, groups and trained tokens of a batch."""
         rollout = None if batch.one_row_each else batch.rollout
         return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
 
@@ -463,8 +465,8 @@ class TeacherPrompts:
     tokens: torch.Tensor
     """[B, Q] int64: the tokens of the teacher's prompts, left-aligned."""
     lengths: torch.Tensor
-    """[B] int64: the lengths of the teacher's prompts; the teacher skips rows of length 0, which
-    have no teacher prompt."""
+    """[B] int64: the lengths of the teacher's prompts; 0 for rows without a teacher prompt, which
+    the teacher skips."""
 
     def rows(self, index: torch.Tensor) -> TeacherPrompts:
         """Return the prompts of the given rows, padded only to the longest of these prompts."""
@@ -475,9 +477,9 @@ class TeacherPrompts:
 # The episode of a multi-turn rollout, which rewards may read in addition to its text.
 
 Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
-"""Why a rollout ended: the policy ended its completion ("stop"); a completion reached its token
-limit ("length"); the whole episode reached its limit of turns, tool calls or tokens ("turn_limit",
-"tool_limit", "token_limit"); or the environment failed ("error")."""
+"""Why a rollout ended. "stop" means that the policy ended its completion. "length" means that a
+completion reached its token limit. "turn_limit", "tool_limit" and "token_limit" mean that the whole
+episode reached a limit. "error" means that the environment failed."""
 TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
 """Values of `Finish` for rollouts that were truncated at a token limit."""
 Message = Mapping[str, Any]

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class World:
-    """The processes that train one policy together: in this base class, only one."""
+    """The processes (ranks) that train one policy together; this base class has a single rank."""
 
     rank: int = 0
     size: int = 1

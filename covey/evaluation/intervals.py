@@ -55,11 +55,11 @@ def mean_over_prompts(
 ) -> Estimate:
     """Estimate a mean by a bootstrap over prompts; all possible values lie within `bounds`.
 
-    The interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279). Ordinary
-    percentiles give too narrow an interval, because they divide the variance by n instead of n - 1,
-    and use the normal distribution instead of Student's t-distribution. With a dozen prompts, a
-    95 % interval from ordinary percentiles covers the true mean in 91 % of cases, and one from
-    expanded percentiles in 94 % of cases.
+    The interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279). Intervals from
+    ordinary percentiles are too narrow, because they divide the variance by `n` instead of `n - 1`,
+    and use the normal distribution instead of Student's t-distribution. With a dozen prompts, 95 %
+    intervals from ordinary percentiles contain the true mean in 91 % of cases. Intervals from
+    expanded percentiles contain the true mean in 94 % of cases.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
@@ -75,9 +75,9 @@ def mean_over_prompts(
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
     """Estimate a mean if all values are equal and a bootstrap interval would have width 0.
 
-    By Wilson's upper limit for `count` prompts with the same value, at most the fraction
-    z^2 / (count + z^2) of all possible prompts has a different value, where z is the normal
-    quantile of the confidence level. Because all values lie within `bounds`, these prompts can
+    Wilson's interval limits the fraction of all possible prompts that have a different value. The
+    upper limit of this fraction is `z**2 / (count + z**2)`, where `z` is the normal quantile of the
+    confidence level. Because all values lie within `bounds`, prompts with a different value can
     shift the mean only by a limited amount. With bounds 0 and 1, and values that are all 0 or all
     1, the result is Wilson's interval. If `bounds` is None, the interval has width 0.
 
@@ -101,8 +101,8 @@ class Difference:
     """The difference between the results of two policies on the same prompts."""
 
     estimate: Estimate
-    """The mean difference over prompts (value of the first policy minus value of the second
-    policy), with a bootstrap interval.
+    """The mean over prompts of the first policy's value minus the second policy's value, with a
+    bootstrap interval.
     """
     gained: int
     """Number of prompts on which the first policy is better."""
@@ -124,8 +124,8 @@ def paired_difference(
 
     Prompts differ widely in difficulty, but most of this effect cancels in the difference between
     two policies on the same prompt. The interval of the mean difference is therefore much narrower
-    than those of the two means. The p-value comes from a sign test over the prompts on which the
-    policies differ; for binary outcomes, this is McNemar's exact test.
+    than the intervals of the two means. The p-value comes from a sign test over the prompts on
+    which the policies differ. For binary outcomes, this sign test is McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value

@@ -32,7 +32,7 @@ class ItemCompletion:
     tokens: int
     finish: str
     success: bool | None
-    """Whether the completion is correct; None (scoring failed) counts as incorrect."""
+    """Whether the completion is correct; None if scoring failed, which counts as incorrect."""
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -89,7 +89,7 @@ class Item:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Estimate each metric, with Wilson's interval for `greedy` and a bootstrap for the others.
+    """Estimate each metric, with Wilson's interval for `greedy` and a bootstrap otherwise.
 
     The means of the reward and of the reward's parts include only completions that were scored.
     """
@@ -131,7 +131,7 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
-    """Group items by the value of `key` in the prompt's `info`; `task` is the task name."""
+    """Group items by the value of `key` in the prompt's `info`; the key `task` is the task name."""
     found: dict[str, list[Item]] = {}
     for item in items:
         info: Mapping[str, Any] = {"task": item.prompt.task, **item.prompt.info}

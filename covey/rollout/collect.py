@@ -1,4 +1,4 @@
-"""Collect groups: generate completions, and score them at the same time."""
+"""Collects groups of rollouts: generates completions, and scores them at the same time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Collected:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All rollouts."""
+        """The rollouts of all groups."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
     @property
@@ -68,7 +68,7 @@ class Collected:
     def split(self, counts: Sequence[int]) -> list[Collected]:
         """Split the groups into lists of the given sizes.
 
-        Divide the measured seconds among the lists, in proportion to the sizes of the lists.
+        Divide the measured seconds among the lists, in proportion to their sizes.
         """
         parts, start = [], 0
         for count in counts:
@@ -87,7 +87,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """Generates and scores groups."""
+    """Generates groups of rollouts with an engine, and scores them."""
 
     engine: Engine
     model: LanguageModel
@@ -101,8 +101,9 @@ class Collector:
     """The ranks that share the work. Each rank collects some groups, and then receives the groups
     of all ranks."""
     updates: int = 0
-    """Number of optimizer steps in a training step; 0 in evaluations. Reward functions may take the
-    number of optimizer steps so far as an argument."""
+    """Number of optimizer steps per training step; 0 in evaluations. From this number, Covey
+    computes the number of optimizer steps so far, which reward functions may take as an argument.
+    """
     max_steps: int = 0
     """Number of optimizer steps of the whole run; 0 if there is no training run."""
 
@@ -118,7 +119,7 @@ class Collector:
 
         Each rollout is scored as soon as it ends, so scoring and generation overlap. The returned
         groups are in the order of the prompts, not in the order in which generation ends. `share`
-        is the fraction of the run that is done, 0 to 1; reward weights may depend on this fraction.
+        is the completed fraction of the run, from 0 to 1. Reward weights may depend on `share`.
         """
         mine = self.ranks.share(prompts)
         scoring = _Scoring(self, mine, sampling.group_size, step, share)
@@ -157,7 +158,7 @@ class _Scoring:
     step: int
     share: float
     ended: dict[int, dict[int, Rollout]] = field(default_factory=dict)
-    """Rollouts that are collected to score whole groups, by prompt index and sample index."""
+    """Finished rollouts by prompt index and sample index, if the reward scores whole groups."""
     jobs: dict[int, dict[int, Pending]] = field(default_factory=dict)
     """Submitted scoring jobs, by prompt index and the sample index of the job's first rollout."""
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -165,7 +166,7 @@ class _Scoring:
     not scored."""
 
     def add(self, number: int, rollout: Rollout) -> None:
-        """Submit a finished rollout for scoring, or its group once the group is complete."""
+        """Submit a finished rollout for scoring, or its whole group when the group is complete."""
         if rollout.finish == "error":
             why = "" if rollout.episode is None else rollout.episode.error
             self.errors[number, rollout.sample] = f"environment: {why}"

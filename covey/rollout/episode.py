@@ -47,7 +47,7 @@ class EncodedPrompt:
 def encode_prompts(
     model: LanguageModel, prompts: Iterable[Prompt], interaction: Interaction | None = None
 ) -> list[EncodedPrompt]:
-    """Tokenize each prompt's messages; with an environment, this happens during the episode."""
+    """Tokenize the messages of each prompt; with an environment, the episode tokenizes them."""
     if interaction is not None:
         return [EncodedPrompt(prompt=p, tokens=()) for p in prompts]
     return [EncodedPrompt(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
@@ -79,14 +79,14 @@ def generate(
 
 @dataclass(slots=True, kw_only=True)
 class Episodes:
-    """The base class of sources of engine requests: a group of episodes for each prompt."""
+    """Base class of the request sources for the engine, with a group of episodes per prompt."""
 
     prompts: Sequence[EncodedPrompt]
     model: LanguageModel
     sampling: Sampling
     step: int
     finished: Callable[[int, Rollout], None]
-    """Called with a prompt's index and its rollout as soon as the rollout ends."""
+    """A function that is called with a prompt's index and its rollout when the rollout ends."""
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     """Finished rollouts; the key is (prompt index, sample index)."""
 
@@ -106,7 +106,7 @@ class Episodes:
 
 @dataclass(slots=True, kw_only=True)
 class SingleTurnEpisodes(Episodes):
-    """A source of engine requests for single-turn episodes."""
+    """A request source for the engine, with the requests of single-turn episodes."""
 
     ready: list[Request] = field(init=False)
 
@@ -175,7 +175,7 @@ class Interaction:
     host: Host
     call_format: CallFormat
     stops: tuple[str, ...] = ()
-    """Texts that end a turn of the policy, because they end a tool call."""
+    """Stop strings that end a turn of the policy, because they end a tool call."""
     max_turns: int
     """Maximum number of the policy's turns in an episode."""
     max_calls: int
@@ -208,7 +208,10 @@ class _Growing:
     kept: list[str] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], logp: Sequence[float] | None) -> tuple[int, int]:
-        """Append tokens; return their start and stop index. `logp` is None if not sampled."""
+        """Append tokens, and return their start and stop index.
+
+        `logp` is None if the policy did not sample the tokens.
+        """
         start = len(self.tokens)
         self.tokens += tokens
         self.trained += [logp is not None] * len(tokens)
@@ -231,7 +234,7 @@ class _Conversation:
     """One episode in progress."""
 
     key: int
-    """The number by which the environment's host knows the episode."""
+    """The number of the episode in the environment host."""
     number: int
     """Index of the prompt."""
     sample: int
@@ -246,7 +249,7 @@ class _Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     finish: Finish = "stop"
-    """Why the episode ended; has no meaning while it runs."""
+    """Why the episode ended; the value has no meaning before the end of the episode."""
     version: int = 0
 
     @property
@@ -315,7 +318,7 @@ class _Conversation:
 
 @dataclass(slots=True, kw_only=True)
 class MultiTurnEpisodes(Episodes):
-    """A source of engine requests for multi-turn episodes with an environment."""
+    """A request source for the engine, with the turns of episodes in an environment."""
 
     interaction: Interaction
     conversations: Conversations = field(init=False)
@@ -324,7 +327,7 @@ class MultiTurnEpisodes(Episodes):
     running: dict[int, _Conversation] = field(default_factory=dict)
     """Episodes that wait for the engine, by the index of their request."""
     numbers: int = 0
-    """Number of requests that were made so far."""
+    """Number of requests made so far."""
 
     def __post_init__(self) -> None:
         renderer, size = self.model.renderer, self.sampling.group_size
@@ -399,7 +402,7 @@ class MultiTurnEpisodes(Episodes):
         self.interaction.host.end(episode.key)
 
     def _continue(self, episode: _Conversation, reply: Reply) -> Request | None:
-        """Process the environment's reply; return the next request, or None at the end."""
+        """Process the environment's reply; return the next request, or None if the episode ends."""
         if reply.reward is not None:  # of the policy's last turn
             episode.turns[-1] = replace(episode.turns[-1], reward=reply.reward)
         episode.messages += reply.messages
@@ -463,6 +466,6 @@ class MultiTurnEpisodes(Episodes):
 def completion_texts(
     model: LanguageModel, completions: Sequence[Completion], prefill: str
 ) -> list[str]:
-    """Return each completion's text after the prefill; decode what the engine did not decode."""
+    """Return the prefill plus each completion's text; decode completions without a text."""
     rest = iter(model.decode_many([c.tokens for c in completions if c.text is None]))
     return [prefill + (next(rest) if c.text is None else c.text) for c in completions]

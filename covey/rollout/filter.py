@@ -1,4 +1,4 @@
-"""Filters, which choose the groups and tokens to train on, for any objective."""
+"""Filters that choose the groups and tokens to train on; they work with any objective."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def select(
     most: int | None = None,
     fewest: int = 2,
 ) -> Selected:
-    """Drop whole groups, never single rollouts, because advantages depend on whole groups.
+    """Select the groups to train on; drop only whole groups, on which advantages depend.
 
-    A group is dropped if fewer than `fewest` of its rollouts are scored, or if one of them was
-    sampled more than `max_age` optimizer steps before `version`; with `max_age` = 0, no group is
-    too old. `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not
-    all of its rollouts are correct. It compares success, not reward, because a length penalty makes
-    rewards differ even if all completions are correct. `drop_flat` is ScaleRL's rule (2510.13786):
-    keep a group if its rewards are not all equal. Of the remaining groups, the first `most` are
-    kept; None keeps all.
+    A group is dropped if fewer than `fewest` of its rollouts are scored. If `max_age` is not 0, a
+    group is dropped if one of its tokens was sampled more than `max_age` optimizer steps before
+    `version`. `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not
+    all of its rollouts are correct. DAPO's rule compares success, not reward, because a length
+    penalty makes rewards differ even if all completions are correct. `drop_flat` is ScaleRL's rule
+    (arXiv 2510.13786): keep a group if its rewards are not all equal. Of the remaining groups, the
+    first `most` groups are kept, or all groups if `most` is None.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
     fresh = [g for g in scored if not max_age or age(g, version) <= max_age]
@@ -73,7 +73,7 @@ def is_flat(group: Group) -> bool:
 def age(group: Group, version: int) -> int:
     """Return how many optimizer steps before `version` the oldest token of a group was sampled.
 
-    A rollout without tokens has no age: its environment failed before the policy's first turn.
+    A rollout without tokens, whose environment failed before the policy's first turn, is ignored.
     """
     versions = (r.policy_version for r in group.rollouts if r.sampled)
     return version - min(versions, default=version)
@@ -82,9 +82,9 @@ def age(group: Group, version: int) -> int:
 def without_truncated(batch: Batch) -> Batch:
     """Mask all tokens of truncated rollouts (overlong filtering, DAPO section 3.4).
 
-    Call this after the advantages are computed, because masked rollouts still count in the
-    statistics of their group and in the number of sequences. In a mean over rollouts, they count as
-    0, and the weight of the others does not change. A mean over the tokens of a step or group only
-    includes the unmasked tokens.
+    Call this function after the advantages are computed, because masked rollouts still count in the
+    statistics of their group and in the number of sequences. In a mean over rollouts, the masked
+    rollouts count as 0, and the weights of all other rollouts do not change. A mean over the tokens
+    of a step or group includes only the unmasked tokens.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

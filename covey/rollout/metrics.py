@@ -1,4 +1,4 @@
-"""Metrics of a step's rollouts, of the filters that drop groups, and of overlap."""
+"""Metrics of a step's rollouts, of dropped groups, and of generation that overlaps training."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def overlap_metrics(
 ) -> dict[str, float]:
     """Return a step's staleness and waiting times; `version` is the policy's version.
 
-    `waited` are the seconds that training waited for the rollouts.
+    `waited` is the number of seconds that training waited for the rollouts.
     """
     if not overlap.staleness:
         return {}
@@ -176,7 +176,7 @@ def _mean(values: Sequence[float]) -> float:
 LONGEST_TARGET = 64
 """Maximum target length, in characters, for which statistics of targets are computed."""
 TAIL = 400
-"""The final answer is searched for in this many characters at the end of a completion."""
+"""`final_answer` reads only this many characters at the end of a completion."""
 
 _MARKED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)|\\boxed\{([^{}]*)\}|#### *([^\n]*)", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
@@ -205,7 +205,7 @@ def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def variety(answers: Sequence[str]) -> tuple[float, float]:
     """Return the effective number of different answers, and the share of the most frequent one.
 
-    The effective number is exp of the entropy of the answers' frequencies.
+    The effective number is `exp(H)`, where H is the entropy of the answers' frequencies.
     """
     counts = Counter(answers)
     shares = [count / len(answers) for count in counts.values()]
@@ -216,8 +216,8 @@ def variety(answers: Sequence[str]) -> tuple[float, float]:
 def final_answer(text: str) -> str:
     r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
-    This is the last answer in `<answer>` or `\boxed{}` or after `####`; without one, the last
-    number, or else the last line.
+    The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. If there is no
+    such text, it is the last number. If there is no number either, it is the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')

@@ -1,4 +1,4 @@
-"""Overlap: generate rollouts a bounded number of steps ahead of training.
+"""Overlap: generates rollouts a bounded number of steps ahead of training.
 
 Overlap has two modes, where k is the staleness in steps:
 
@@ -185,7 +185,7 @@ _COUNTS = [f.name for f in fields(Selected) if f.name != "groups"]
 
 
 def write_in_flight(folder: Path, steps: Sequence[StepRollouts]) -> None:
-    """Write the rollouts of some steps into a checkpoint; if there are none, write no file."""
+    """Write the rollouts of `steps` into a checkpoint; if `steps` is empty, write no file."""
     if steps:
         text = "".join(json.dumps(_row(step)) + "\n" for step in steps)
         (folder / FILE).write_text(text, encoding="utf-8")
@@ -205,7 +205,7 @@ def read_in_flight(
         why = f"its step has no prompt {error}, so the data or the seed have changed"
     except (OSError, ValueError, TypeError, ValidationError) as error:
         why = str(error)
-    raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {why}")
+    raise RunError(f"checkpoint {folder} cannot be read, because {FILE} is invalid: {why}")
 
 
 def _row(step: StepRollouts) -> dict[str, Any]:

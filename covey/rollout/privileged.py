@@ -28,7 +28,7 @@ class Privileged:
     """Builds the teacher's prompts from privileged text."""
 
     model: LanguageModel
-    """Renders and tokenizes the teacher's prompts, of any length."""
+    """The model that renders and tokenizes the teacher's prompts, without a length limit."""
     context: Mapping[str, str]
     """For each source of privileged text, a template with a heading and the placeholder {text}."""
     template: str

@@ -1,7 +1,7 @@
-"""The prompts of a training step and of its refill rounds, in a seeded order or by a curriculum.
+"""Draws the prompts of a training step and its refill rounds, at random or by a curriculum.
 
 The random numbers that draw prompts depend only on the seed and the step, so a resumed run draws
-the same prompts as an uninterrupted one.
+the same prompts as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def refill_prompts(
     round_number: int,
     count: int,
 ) -> list[Prompt]:
-    """Return up to `count` more prompts for a step, without those that it has used."""
+    """Return up to `count` more prompts for a step, except prompts whose ids are in `used`."""
     order = refill_order(seed=seed, step=step, round_number=round_number, size=len(prompts))
     fresh = (prompts[i] for i in order if prompts[i].id not in used)
     return list(itertools.islice(fresh, count))
@@ -95,8 +95,8 @@ FILE = "prompts.json"
 NEW = 0.5
 """The pass rate that is assumed for a prompt without results."""
 SLOWER = 5
-"""The slow running mean of a task's pass rate averages over this many times as many groups as the
-fast one."""
+"""A task has a fast and a slow running mean of its pass rate. The slow mean averages over SLOWER
+times as many groups as the fast mean."""
 MOST_PROMPTS = 10**7
 
 
@@ -193,8 +193,8 @@ class PromptChoice:
     def picks(self, step: int, count: int) -> tuple[int, ...]:
         """Return the indices of a step's prompts, in order and without duplicates.
 
-        The result is empty if the curriculum is off. If it has dropped too many prompts, the
-        hardest of them are drawn again, so that a step always has the requested size.
+        The result is empty if the curriculum is off. If the curriculum has dropped too many
+        prompts, the hardest dropped prompts are drawn again to fill the step.
         """
         if not self.settings.active:
             return ()
@@ -266,7 +266,9 @@ class PromptChoice:
             self.parts = {name: PartRecord(**row) for name, row in data["parts"].items()}
             same = all(self.prompts[r.number].id == name for name, r in self.records.items())
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error!r}") from None
+            raise RunError(
+                f"checkpoint {folder} cannot be read, because {FILE} is invalid: {error!r}"
+            ) from None
         if not same:
             raise RunError(
                 f"checkpoint {folder} has curriculum statistics for other prompts, because the "

@@ -1,9 +1,9 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
-A replayed group keeps the log-probs and the weight versions with which it was sampled, and is
-treated like any other stale group: the policy at the start of the step computes `old_logp`, and the
-objective's importance-sampling correction multiplies each token's weight by
-exp(old_logp - sampler_logp). Its group statistics include only its own rollouts.
+A replayed group keeps the log-probs and the weight versions with which it was sampled. Training
+treats a replayed group like any other stale group: the policy at the start of the step computes
+`old_logp`, and the objective's importance-sampling correction multiplies the weight of each token
+by `exp(old_logp - sampler_logp)`. The statistics of a replayed group include only its own rollouts.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class ReplayBuffer:
             lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
             self.groups = [_GROUP.validate_python(json.loads(line)) for line in lines]
         except (OSError, ValueError, ValidationError) as error:
-            raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error}") from None
+            raise RunError(
+                f"checkpoint {folder} cannot be read, because {FILE} is invalid: {error}"
+            ) from None
 
 
 def _row(group: Group) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Ticket(NamedTuple):
     version: int
     """Version of the weights that generate the rollouts, counted in optimizer steps."""
     share: float
-    """The completed fraction of the run, from 0 to 1. Reward weights may depend on it."""
+    """The completed fraction of the run, from 0 to 1. Reward weights may depend on `share`."""
     picks: tuple[int, ...] = ()
     """Indices of the prompts that a curriculum drew, with the prompts of refill rounds last; empty
     without a curriculum."""
@@ -72,7 +72,8 @@ class RolloutSource(Protocol):
     def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
         """Request rollouts of the given steps with the trainer's current weights.
 
-        Does not wait. After `start` returns, the trainer may change its weights.
+        This method does not wait for the rollouts. After `start` returns, the trainer may change
+        its weights.
         """
 
     def take(self, step: int) -> StepRollouts:
@@ -240,7 +241,7 @@ def _with_round(parts: Parts, rollouts: StepRollouts, found: Collected) -> StepR
 
 
 def _checked(rollouts: StepRollouts) -> StepRollouts:
-    """Note that a step has no group to train on; raise RewardError if no group was scored."""
+    """Add a note if a step has no group to train on; raise RewardError if no group was scored."""
     selected, step = rollouts.selected, rollouts.ticket.step
     if selected.groups:
         return rollouts

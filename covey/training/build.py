@@ -64,25 +64,25 @@ class Components:
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """The scorer for evaluations: the training scorer, unless evaluate.reward is set or a
-    comparison evaluates all its runs with one reward.
+    """Scores the completions of evaluations. This is the same object as `scorer`, unless
+    evaluate.reward is set or a comparison evaluates all its runs with one reward.
     """
     baselines: Baselines | None = None
-    """Scores of simple baselines on the held-out prompts, for comparison with evaluations."""
+    """Scores of simple baselines, such as a constant answer, on the held-out prompts."""
     policy: Policy
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by a thread while the engine loads weights and generates with them."""
+    """Prevents two threads from using the engine with different weights at the same time."""
     sampling: Sampling
     interaction: Interaction | None = None
     """The environment and its limits; None for single-turn rollouts without an environment."""
     others: Sequence[Saved] = ()
-    """The models beside the policy, whose state belongs to a checkpoint."""
+    """The models that a checkpoint saves in addition to the policy: reference, teacher, critic."""
     world: World = ALONE
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Facts that the run folder records in environment.json."""
+        """Facts about the run that its folder records in environment.json."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Parts(Components):
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
     learner: Learner
-    """What a training step needs: policy, objective, settings, reference, teacher and critic."""
+    """The policy, objective, settings, reference, teacher and critic of a training step."""
     privileged: Privileged | None = None
     """Builds the teacher prompts for self-distillation; None without self-distillation."""
 
@@ -122,7 +122,7 @@ def assemble(
     world: World = ALONE,
     environment: Factory | None = None,
 ) -> Parts:
-    """Build all components of a run; arguments passed from Python override the configuration."""
+    """Build all components of an RL run; `reward`, `task` and `environment` override `config`."""
     check_engine(config)
     task = task_of(config) if task is None else task
     train_prompts, held_out = _prompts(config, task)
@@ -195,7 +195,7 @@ def learner_of(
     exact_logp: bool,
     world: World = ALONE,
 ) -> Learner:
-    """Build what a training step needs, with the teacher and the critic.
+    """Build the learner of a training step, and load its teacher and its critic.
 
     `exact_logp` says whether the engine's log-probs are exact enough to serve as old_logp.
     """
@@ -213,7 +213,7 @@ def learner_of(
 def reference_of(
     config: Config, model: LanguageModel, objective: Objective, world: World = ALONE
 ) -> Reference | None:
-    """Build the reference policy, if the objective needs a reference."""
+    """Build the reference policy; return None if the objective needs no reference."""
     if "reference" not in objective.needs:
         return None
     if config.cluster.address and config.cluster.reference_actor:
@@ -226,7 +226,7 @@ def reference_of(
 def teacher_of(
     config: Config, model: LanguageModel, objective: Objective, world: World = ALONE
 ) -> Reference | None:
-    """Load the teacher model, if the objective needs a teacher."""
+    """Load the teacher model; return None if the objective needs no teacher."""
     if "teacher" not in objective.needs:
         return None
     offload = config.teacher.offload
@@ -243,7 +243,7 @@ def teacher_of(
 
 
 def step_settings_of(config: Config, objective: Objective, *, exact_logp: bool) -> StepSettings:
-    """Return the settings of a training step, such as mini-batches and the source of old_logp."""
+    """Return the settings of a training step, such as the number of mini-batches."""
     from_sampler = old_logp_from_sampler(config, objective, exact_logp=exact_logp)
     once = config.train.mini_batches * config.train.epochs == 1 and not config.adapter.dropout
     free = config.train.old_logp == "auto" and not from_sampler
@@ -268,9 +268,9 @@ def step_settings_of(config: Config, objective: Objective, *, exact_logp: bool) 
 def interaction_of(
     config: Config, model: LanguageModel, factory: Factory | None = None
 ) -> Interaction | None:
-    """Build the settings of episodes; `factory` replaces the configured environment.
+    """Build the environment host and the limits of episodes; return None without an environment.
 
-    Without either, the result is None.
+    `factory` replaces the environment that the configuration names.
     """
     section = config.environment
     if factory is None:

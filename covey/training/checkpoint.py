@@ -5,9 +5,9 @@
     covey.json                                     the state of the run and the policy version
 
 With an adapter, adapter_config.json and adapter_model.safetensors (peft's format) replace the
-model's weights. The weights of a reference that training updates are saved too, and so are rollouts
-that the engine has already generated for later steps (in_flight.jsonl). If the parameters are
-sharded, the optimizer state is in the subfolder `state` (`save_state`) instead of
+model's weights. If training updates the reference, the checkpoint also contains the reference's
+weights. The file in_flight.jsonl contains rollouts that the engine has already generated for later
+steps. If the parameters are sharded, the optimizer state is in the subfolder `state` instead of
 optimizer.safetensors. Any number of ranks, with or without sharding, can load any checkpoint.
 """
 
@@ -48,20 +48,20 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class Saved(Protocol):
-    """A model beside the policy whose state belongs to a checkpoint, such as a critic."""
+    """A model other than the policy that a checkpoint saves, such as a critic."""
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
-        """Add files to a checkpoint; all ranks call this method, but only one of them writes."""
+        """Add files to a checkpoint; all ranks must call this method, but only one rank writes."""
 
     def load(self, folder: Path) -> None:
-        """Restore the state from a checkpoint."""
+        """Restore the model's state from a checkpoint."""
 
 
 def save(run: RunFolder, trainer: Trainer, state: State) -> None:
     """Write the checkpoint of a step atomically, and delete old checkpoints.
 
-    The best checkpoint and the newest `save.keep` checkpoints stay. Rank 0 writes the checkpoint,
-    but sharded parameters are written by each rank into the same folder.
+    The best checkpoint and the newest `save.keep` checkpoints are kept. Rank 0 writes the
+    checkpoint. If parameters are sharded, each rank writes its own shards into the same folder.
     """
     parts, policy, world = trainer.parts, trainer.parts.policy, trainer.parts.world
     with ExitStack() as stack:
@@ -80,9 +80,9 @@ def save(run: RunFolder, trainer: Trainer, state: State) -> None:
 
 
 def restore(policy: Policy, others: Sequence[Saved], start: Start, fresh: State) -> State:
-    """Load the models from the checkpoint of `start` in place, and return the saved state.
+    """Load the checkpoint of `start` into the models, and return the saved progress of the run.
 
-    Without a checkpoint, the models stay as they are, and the state is `fresh`.
+    If `start` has no checkpoint, leave the models unchanged, and return `fresh`.
     """
     if start.checkpoint is None:
         return fresh
@@ -104,13 +104,15 @@ def restore(policy: Policy, others: Sequence[Saved], start: Start, fresh: State)
             evaluation_due=bool(saved.get("evaluation_due", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"checkpoint {folder} cannot be read: {STATE_FILE}: {error!r}") from None
+        raise RunError(
+            f"checkpoint {folder} cannot be read, because {STATE_FILE} is invalid: {error!r}"
+        ) from None
 
 
 def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
-    """Restore the run's models and state, and move aside the records of steps after `start`.
+    """Restore the models and the progress of a run, and set aside the records of later steps.
 
-    The resumed run repeats these steps.
+    The resumed run computes the later steps again.
     """
     parts = trainer.parts
     try:
@@ -126,10 +128,10 @@ def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
 def save_policy(
     policy: Policy, folder: Path, state: Mapping[str, Any], *, writes: bool = True
 ) -> None:
-    """Write policy, optimizer and `state` into an existing folder.
+    """Write the policy, its optimizer and `state` into an existing folder.
 
     If the policy is sharded, all ranks must call this function, but only the rank with
-    `writes=True` creates files. The state of a sharded optimizer must already be in the folder.
+    `writes=True` creates files. The folder must already contain the state of a sharded optimizer.
     """
     model = policy.whole or policy.model
     if model.adapter is None:
@@ -173,7 +175,7 @@ def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.T
 
 
 def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Restore policy and optimizer in place; return the saved state."""
+    """Load a checkpoint into the policy and its optimizer; return the contents of covey.json."""
     try:
         state = _read_state(folder / STATE_FILE)
         if (folder / STATE_FOLDER / METADATA_FILE).is_file():
@@ -253,7 +255,7 @@ def save_state(optimizer: Optimizer, folder: Path) -> None:
 
 
 def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
-    """Load weights and moments; with a sharded optimizer, all ranks must call this function."""
+    """Load the optimizer's weights and moments; if `sharded`, all ranks must call this function."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 

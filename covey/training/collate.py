@@ -34,8 +34,8 @@ def collate(
 ) -> Batch:
     """Turn groups into a batch with one row per segment, in the order of groups and rollouts.
 
-    `parts` are the reward parts (named components of the reward) in the batch: an empty list means
-    all of them, and None means none.
+    `parts` names the components of the reward that the batch contains. An empty list selects all
+    components, and None selects no components.
     """
     numbered = enumerate(
         (n, rollout) for n, group in enumerate(groups) for rollout in group.rollouts
@@ -72,7 +72,7 @@ def collate(
 
 
 def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
-    """Return the reward parts `names` [B, K]; if `names` is empty, return all parts."""
+    """Return a tensor [B, K] of the reward components `names`; an empty list selects all."""
     scored = [r for r in rollouts if r.reward is not None]
     names = names or sorted({name for r in scored for name in r.parts})
     if scored and not names:
@@ -86,7 +86,7 @@ def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
                 f"objective: the reward of completion {rollout.sample} of prompt "
                 f"{rollout.prompt_id} has no part {missing[0]!r}, only "
                 f"{', '.join(rollout.parts) or 'none'}; "
-                "objective.parts may contain only parts that every completion has"
+                "list in objective.parts only parts that every completion has"
             )
     rows = [
         [math.nan] * len(names) if r.reward is None else [r.parts[name] for name in names]
@@ -105,7 +105,7 @@ def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.
 
 
 def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
-    """Return the batch fields turn, turn_reward and state; {} if no rollout has several turns."""
+    """Return the batch fields turn, turn_reward and state; {} if no rollout has an environment."""
     if all(row.of.episode is None for row in rows):
         return {}
     shape = len(rows), max(len(row.segment.tokens) for row in rows)
@@ -127,7 +127,7 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _teacher_prompts(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
-    """Pad the teacher prompts of all rows; return None if every prompt is empty."""
+    """Pad the teacher prompts of all rows; return None if no row has a teacher prompt."""
     if not any(prompts):
         return None
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -137,8 +137,8 @@ def _teacher_prompts(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
     """Return, for each sampled token, the tokens that top-k, top-p and min-p allowed.
 
-    The result is None if the rollouts do not record these sets. A sampled token that is not in its
-    own set is a ModelError.
+    The result is None if no rollout has recorded the allowed tokens. Raise ModelError if a sampled
+    token is not among the allowed tokens.
     """
     if not any(row.segment.kept for row in rows):
         return None
@@ -153,8 +153,8 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
     if wrong.any():
         first = rows[int(wrong.argmax())].of
         raise ModelError(
-            "engine: rollout.mask_replay needs, for each token, the set of tokens that top_k, "
-            f"top_p and min_p kept; completion {first.sample} of prompt {first.prompt_id} has an "
+            "engine: rollout.mask_replay needs the set of tokens that top_k, top_p and min_p kept "
+            f"at each position, but completion {first.sample} of prompt {first.prompt_id} has an "
             f"invalid set: {problem}"
         )
     return kept
@@ -163,12 +163,13 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
     """Raise ModelError if a log-prob from the engine is not finite.
 
-    The check runs on the CPU before the batch is copied, so that it need not wait for the GPU.
+    The check runs before the batch is copied to the GPU, so it does not wait for GPU work.
     """
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():
         first, count = rollouts[int(wrong.any(dim=1).int().argmax())], int(wrong.sum())
         raise ModelError(
-            f"engine: the log-probs of {count} tokens are not finite, the first in completion "
-            f"{first.sample} of prompt {first.prompt_id}; check the model's weights and model.dtype"
+            f"engine: the log-probs of {count} tokens are not finite; the first such token is in "
+            f"completion {first.sample} of prompt {first.prompt_id}; check the model's weights and "
+            "model.dtype"
         )

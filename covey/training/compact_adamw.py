@@ -1,4 +1,4 @@
-"""Compact AdamW: 12 bytes per trained bfloat16 parameter instead of 18.
+"""An AdamW optimizer that needs 12 bytes per trained bfloat16 parameter instead of 18.
 
                        float32   compact
     parameter             2         2      bfloat16, which the model computes with
@@ -8,11 +8,11 @@
 
 Weights lose no precision, because the two 16-bit halves together store the exact float32 master
 weight. Float32 parameters, such as the shards of a sharded model, stay in float32, and only their
-moments become bfloat16.
+moments are stored in bfloat16.
 
 The random bits for rounding depend only on the seed, the storage index, the optimizer step and the
-element index, so a resumed run gives the same results. Elements are numbered within the full
-parameter, so the number of ranks does not change the rounding either.
+element index. A resumed run therefore rounds in the same way. The element index counts within the
+full (unsharded) parameter, so the number of ranks does not change the rounding.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from covey.models.sharded_tensors import first_element, local_part, sharded_like
 from covey.training.optimizer import AdamWSettings, Stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the moments in torch's AdamW, which MasterAdamW and CompactAdamW both use, so that each
-can load the state of the other."""
+"""The names of the moments in torch's AdamW. MasterAdamW and CompactAdamW both save moments under
+these names, so each optimizer can load the state of the other."""
 
 
 class CompactAdamW:
@@ -78,7 +78,7 @@ class CompactAdamW:
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The float32 weights by name; those of bfloat16 parameters are computed on access."""
+        """The float32 weights by name; weights of bfloat16 parameters are computed on access."""
         return _Masters(self.parameters, self._kept)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -119,7 +119,7 @@ class CompactAdamW:
 
 
 class _Store:
-    """The parameters that share one storage, with their optimizer state, and updated together."""
+    """Parameters that share one storage and are updated together, with their optimizer state."""
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
         self.number, self.names, self.parameters = number, list(names), list(parameters)
@@ -129,9 +129,9 @@ class _Store:
         self.moments = torch.zeros_like(blank), torch.zeros_like(blank)
 
     def weight(self) -> torch.Tensor:
-        """Return all parameters as one tensor, with bfloat16 parameters as int16 bits.
+        """Return all parameters as one tensor; bfloat16 values appear as int16 bits.
 
-        Of a sharded parameter, only this rank's rows are included.
+        The tensor includes only this rank's rows of a sharded parameter.
         """
         found = fused_view([local_part(parameter) for parameter in self.parameters])
         assert found is not None, "parameters were moved apart"
@@ -175,7 +175,7 @@ class _Store:
 
 
 class _Masters(Mapping[str, torch.Tensor]):
-    """Maps each parameter name to the float32 weight, which is computed on access."""
+    """A mapping from parameter names to float32 weights, which are computed on access."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Mapping[str, torch.Tensor]]
@@ -220,7 +220,7 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
 
 
 def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the upper halves of float32 values to `parameter`, the lower halves to `low`."""
+    """Write the upper halves of float32 values to `parameter`, and the lower halves to `low`."""
     bits, low, values = parameter.data.view(torch.int16).view(-1), low.view(-1), values.reshape(-1)
     for start in range(0, len(bits), CHUNK):
         part = slice(start, start + CHUNK)
@@ -244,21 +244,22 @@ CHUNK = 1 << 17
 
 
 class Numbers(NamedTuple):
-    """Scalar arguments of the AdamW kernel for one optimizer step, in the kernel's order."""
+    """Scalar arguments of the AdamW kernel for one optimizer step."""
 
     clip: float
-    """Gradient clipping factor, applied in the AdamW step to save a separate pass."""
+    """Factor that clips the gradients. The AdamW step multiplies the gradients by this factor, so
+    clipping needs no separate pass over the gradients."""
     beta1: float
     rest1: float
     """1 - beta1."""
     beta2: float
     rest2: float
     keep: float
-    """The factor of weight decay: 1 - rate * weight_decay."""
+    """`1 - rate * weight_decay`, the factor by which weight decay shrinks the weights."""
     size: float
     """The learning rate, divided by the first moment's bias correction."""
     inverse_root: float
-    """1 / sqrt(1 - beta2 ** step): the bias correction for the square root of the second moment."""
+    """`1 / sqrt(1 - beta2 ** step)`, the bias correction of the second moment's square root."""
     eps: float
 
 
@@ -281,7 +282,7 @@ def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 values as two int16 halves: the nearest bfloat16, and the remaining bits.
 
-    Ties are rounded away from 0; a NaN stays a NaN, but with lower bits of 0.
+    Ties are rounded away from 0. A NaN stays a NaN, but its lower bits become 0.
     """
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
@@ -326,9 +327,10 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    `random` has a number from 0 to 2 ** 16 - 1 for each value, which is added to the lower 16 bits
-    of the float32 value before these are dropped. A carry into the upper bits rounds the value up,
-    with a probability proportional to the lower bits, so the rounding is unbiased.
+    `random` contains a number from 0 to `2 ** 16 - 1` for each value. Each number is added to the
+    lower 16 bits of its float32 value, and then the lower 16 bits are dropped. If the addition
+    carries into the upper bits, the value is rounded up. The probability of a carry is proportional
+    to the lower bits, so the rounding is unbiased.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -346,9 +348,9 @@ def adamw(
 ) -> None:
     """Take an AdamW step in place on flat tensors.
 
-    Moments are bfloat16 numbers, stored as int16 bits, and the update uses the new moments before
-    they are rounded. `weight` and `low` are the two int16 halves of the weights; if `low` is None,
-    `weight` is float32. Element i uses the random bits with index `first_index` + i.
+    Moments are bfloat16 numbers, stored as int16 bits. The update uses the new moments before they
+    are rounded. `weight` and `low` are the two int16 halves of the weights; if `low` is None,
+    `weight` is float32. Element `i` uses the random bits with index `first_index + i`.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):

@@ -1,9 +1,9 @@
 """The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
-The critic has its own backbone, at the price of the memory and time of a second trained model,
-which `covey plan` includes. A shared backbone would mix the gradients of policy and critic, whose
-scales are unrelated, and a value head on the policy's detached hidden states could use only
-information that the policy already represents.
+The critic has its own backbone, which costs the memory and time of a second trained model.
+`covey plan` includes this cost. A backbone shared with the policy would mix the gradients of policy
+and critic, which have unrelated scales. A value head on the policy's detached hidden states could
+use only information that the policy already represents.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Critic:
     learning_rate: float
     warmup_steps: int = 0
     sums: GradientSums | None = None
-    """Sums the gradients over ranks, each of which has a full copy of the critic; None with a
-    single rank."""
+    """Sums the critic's gradients over ranks; None with a single rank. Every rank has a full copy
+    of the critic."""
 
     def warms_up(self, step: int) -> bool:
         """Whether training step number `step`, counted from 1, trains only the critic."""
         return step <= self.warmup_steps
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return values [B, T]: a prediction before each trained token, 0 elsewhere."""
+        """Return values [B, T]: the predicted reward before each trained token, and 0 elsewhere."""
         hidden, _, cells = predicting_hidden(self.model, batch)
         values: torch.Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
         blank = values.new_zeros(batch.mask.numel())
@@ -93,7 +93,7 @@ class Critic:
 def critic_of(
     config: Config, policy: LanguageModel, objective: Objective, world: World = ALONE
 ) -> Critic | None:
-    """Load the critic; return None if the objective trains none."""
+    """Load the critic; return None if the objective needs no critic."""
     if "values" not in objective.needs:
         return None
     section = config.critic

@@ -2,12 +2,12 @@
 
     resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
-The two kinds of step are in rl.py and sft.py. After an error, the loop saves the last complete
-step.
+The RL step is in rl.py, and the SFT step is in sft.py. After an error, the loop saves the last
+complete step.
 
 A checkpoint consists of the policy and the state of the loop. Random numbers depend only on values
-such as (seed, step) and need no generator state, so a run that is resumed from a checkpoint gives
-the same results as an uninterrupted one.
+such as the seed and the step, so a checkpoint needs no generator state. A resumed run gives the
+same results as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from covey.training.watch import Watch
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """Runs the steps of a run; the default methods suit a trainer without state of its own."""
+    """Base class of the RL trainer and the SFT trainer, whose steps the training loop calls."""
 
     parts: Components
     """The policy, engine, scorers and other components of the run."""
     budget: Budget
     """The length of the run in training steps, tokens or optimizer steps."""
     rollouts: int
-    """Number of rollouts (RL) or solutions (SFT) per training step, without the additional rounds
-    of dynamic sampling."""
+    """Number of rollouts (RL) or solutions (SFT) per training step, not counting the additional
+    rounds of dynamic sampling."""
     evaluate_every: int
     """Number of steps between evaluations; 0 means no evaluations."""
     fresh: State
@@ -56,7 +56,7 @@ class Trainer:
         raise NotImplementedError
 
     def save(self, folder: Path, step: int) -> None:
-        """Add files to a step's checkpoint that this trainer needs to resume."""
+        """Write additional files that a resumed run needs into the checkpoint of a step."""
 
     def close(self) -> None:
         """Stop all background work."""
@@ -121,8 +121,8 @@ class _Loop:
     saved: int
     """Number of the training step that was last saved as a checkpoint."""
     complete: State | None = None
-    """The run's state after the last complete step, whose metrics are logged; None if the policy
-    has changed since then, so that the step can no longer be saved.
+    """The run's state after the last complete step. None if the policy has changed since that step,
+    which then can no longer be saved.
     """
 
     def run_steps(self, stop: StopSignal) -> None:

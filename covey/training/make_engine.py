@@ -1,4 +1,4 @@
-"""The engine of a run, built from the configuration and the policy."""
+"""Builds the engine of a run from the configuration and the policy."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def make_engine(config: Config, policy: Policy) -> Engine:
 
 
 def native_engine(policy: Policy, precision: Precision = MODEL_PRECISION) -> NativeEngine:
-    """Return a native engine in this process, with a full copy of the model if it is sharded."""
+    """Return a native engine in this process; for a sharded policy, it uses an unsharded copy."""
     if policy.whole is None:
         return NativeEngine(policy.model, precision)
     return NativeCopy(policy.whole, precision)
 
 
 def native_copy(settings: Mapping[str, Any]) -> NativeCopy:
-    """Load a copy of the model, and build a native engine with it, outside the trainer."""
+    """Build a native engine with its own copy of the model, in a process other than the trainer."""
     config = parse_config(settings)
     return NativeCopy(load_model(config), precision_of(config))
 
@@ -144,7 +144,7 @@ def _check_architecture(path: str, setting: str) -> None:
 
 @dataclass(slots=True)
 class WholeCopy:
-    """An engine whose weight updates also update a full copy of the sharded policy."""
+    """Wraps an engine, and updates an unsharded copy of the policy along with the engine."""
 
     engine: Engine
     copy: NativeCopy
@@ -164,7 +164,7 @@ class WholeCopy:
         self.engine.run(requests)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Update the full copy of the policy, and send changed weights to the engine."""
+        """Update the unsharded copy of the policy, and send the changed weights to the engine."""
         changed: list[str] = []
 
         def noted() -> Iterable[tuple[str, torch.Tensor]]:

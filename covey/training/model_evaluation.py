@@ -1,4 +1,4 @@
-"""Evaluates the model that a configuration names, without a training run."""
+"""Evaluates the model that a configuration names, or the policy of a run."""
 
 from __future__ import annotations
 

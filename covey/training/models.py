@@ -115,7 +115,7 @@ def policy_of(config: Config, model: LanguageModel, world: World = ALONE) -> Pol
 
 
 def adamw_of(config: Config, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Build an AdamW optimizer for named parameters."""
+    """Build the AdamW optimizer that the config section [optimizer] describes."""
     settings = config.optimizer
     options: AdamWSettings = {
         "betas": (settings.beta1, settings.beta2),

@@ -1,12 +1,11 @@
-"""AdamW over float32 master weights, with gradient clipping.
+"""The AdamW optimizer, with float32 master weights and gradient clipping.
 
-There are two implementations: MasterAdamW, below, and CompactAdamW (compact_adamw.py), which needs
-less memory.
+This module contains MasterAdamW. CompactAdamW (compact_adamw.py) needs less memory.
 
 If the model computes in bfloat16, each of its parameters has a float32 copy, called its master.
 Gradients are summed in float32 as soon as they are computed, so accumulation over micro-batches
-loses no precision. An optimizer step updates the masters and rounds them into the bfloat16
-parameters in place, so an engine that shares these parameters needs no weight transfer.
+loses no precision. An optimizer step updates the masters, and writes the rounded masters into the
+bfloat16 parameters in place. An engine that shares these parameters needs no weight transfer.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ OBJECTS = (
     ("reward", "rewards", FUNCTIONS),
     ("environment", "environment", PASSED),
 )
-"""For each kind of Python object: its config section, argument name and placeholder name."""
+"""The config section, argument name and placeholder name of each kind of Python object."""
 
 
 def model_name(model: object) -> str:
@@ -51,7 +51,7 @@ def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
 
 
 def check_resumed(folder: RunFolder, passed: Collection[str], reward: Reward | None) -> None:
-    """Raise ConfigError if a run is resumed with other Python objects than it was started with."""
+    """Raise ConfigError if a run is resumed with different Python objects than at its start."""
     config = load_config(str(folder.config_file))
     for where, argument, name in OBJECTS:
         before = getattr(config, where).name == name

@@ -25,9 +25,8 @@ class Policy:
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The temperature of sampling and training, so that the policy is the same distribution in
-    both.
-    """
+    """The sampling temperature. Training divides the logits by this temperature too, so that its
+    log-probs are those of the sampled distribution."""
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken so far."""
@@ -40,7 +39,7 @@ class Policy:
     whole: LanguageModel | None = None
     """An unsharded copy of a sharded model, for the engine and for checkpoints."""
     sums: GradientSums | GatheredSteps | None = None
-    """Sums gradients over ranks; None if FSDP2 does it, or with one rank."""
+    """Sums gradients over ranks; None with one rank, or if FSDP2 sums the gradients."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the trained weights by name, to update an engine's copy of the model.
@@ -51,11 +50,11 @@ class Policy:
         return ((name, whole_tensor(w.detach())) for name, w in named if w.requires_grad)
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-prob and entropy of every trained token, with gradients if autograd is on.
+        """Return the log-prob and entropy of each trained token, with gradients if autograd is on.
 
-        `backward` must be called before the next `logp`, because the CUDA graphs share memory
-        (train_graph.py); it writes gradients directly to the tensors that the optimizer
-        reads.
+        Call `backward` before the next `logp`, because the CUDA graphs share memory
+        (train_graph.py). The backward pass writes gradients directly to the tensors that the
+        optimizer reads.
         """
         if self.graphs and self.passes is None:
             self.passes = train_graphs_for(
@@ -91,7 +90,7 @@ class Policy:
             self.sums.expect()
 
     def step(self, rate: float) -> Stepped:
-        """Take an optimizer step with the gradients so far; all ranks must call this method."""
+        """Take an optimizer step with the accumulated gradients; all ranks must call `step`."""
         if self.sums is not None:
             self.sums.finish()
         self.version += 1

@@ -1,8 +1,8 @@
 """Trains on preference pairs from a file instead of sampled groups (offline DPO and IPO).
 
-A row of the file has `prompt` (text or messages), `chosen` and `rejected`. Each pair becomes a
-group of two rollouts with rewards 1 and 0, which training treats like a sampled group. Completions
-are generated only in evaluations on the task's held-out prompts.
+A row of the file has the fields `prompt` (text or messages), `chosen` and `rejected`. Each pair
+becomes a group of two rollouts with rewards 1 and 0, which training treats like a sampled group.
+Completions are generated only in evaluations on the task's held-out prompts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PairSource:
     started: dict[int, Ticket] = field(init=False, default_factory=dict)
 
     def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
-        """Store the tickets until `take` is called for their steps."""
+        """Store the requests for pairs, called tickets, until `take` is called for their steps."""
         self.started |= {ticket.step: ticket for ticket in tickets}
 
     def take(self, step: int) -> StepRollouts:

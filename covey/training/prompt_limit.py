@@ -1,7 +1,8 @@
 """Limits the length of prompts: refuses, leaves out or truncates prompts that are too long.
 
 The lengths are checked before a run begins. A task that generates its prompts on demand may have
-millions, so only those of the first steps are checked, unless rollout.long_prompts = 'skip'.
+millions of prompts. In this case, only the prompts of the first steps are checked, unless
+rollout.long_prompts = 'skip'.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def longest_prompt(config: Config, context: int) -> int:
         room = min(room, config.environment.max_tokens - config.rollout.max_tokens)
     if room < 1:
         raise ConfigError(
-            f"config: with rollout.max_tokens = {config.rollout.max_tokens}, a prompt does not fit "
+            f"config: with rollout.max_tokens = {config.rollout.max_tokens}, no prompt fits "
             f"into the model's context of {context} tokens; lower rollout.max_tokens"
         )
     return min(room, config.rollout.max_prompt_tokens or room)
 
 
 def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
-    """Let the model truncate long prompts on the left if rollout.long_prompts = 'truncate'."""
+    """Return a model that cuts off the start of long prompts if rollout.long_prompts says so."""
     if config.rollout.long_prompts != "truncate":
         return model
     if config.environment.name != NONE:
@@ -51,7 +52,7 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
 def fitting_prompts(
     config: Config, model: LanguageModel, prompts: Sequence[Prompt], split: str
 ) -> tuple[Sequence[Prompt], list[str]]:
-    """Apply rollout.long_prompts; return the prompts to use, and a note if some are too long.
+    """Apply the setting rollout.long_prompts; return the prompts to use and notes for the user.
 
     `split` is "training" or "held-out".
     """
@@ -102,7 +103,7 @@ def _checked(config: Config, prompts: Sequence[Prompt], *, everything: bool) -> 
 def _too_long(
     model: LanguageModel, prompts: Iterable[tuple[int, Prompt]], limit: int
 ) -> dict[int, int]:
-    """Return the lengths of the prompts that have more than `limit` tokens, by index.
+    """Return the lengths of prompts with more than `limit` tokens, keyed by prompt index.
 
     A prompt with at most `limit` bytes is not tokenized, because a token has at least one byte.
     """

@@ -1,6 +1,7 @@
 """The Ray actors of a run: trainer ranks, engines, scoring workers and references.
 
-What needs torch is imported inside functions, because a plan only counts actors.
+Modules that need torch are imported inside functions, so that `covey plan` can count actors without
+torch.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def ray_starts_ranks(config: Config) -> bool:
 
 
 def run_in_ranks(config: Config, arguments: Sequence[str]) -> int:
-    """Let Ray start trainer ranks that run a covey command; return its exit code."""
+    """Let Ray start trainer ranks that run a covey command; return the command's exit code."""
     from covey.cluster.trainers import run_ranks
 
     cluster, actors = config.cluster, actors_of_a_run(config)
@@ -122,7 +123,10 @@ def ray_engine(config: Config, model: LanguageModel) -> Engine:
 
 
 def settings_of_copy(config: Config, **model: Any) -> dict[str, Any]:
-    """Return the settings of a model that does not train, with changes in [model]."""
+    """Return the settings for a copy of the model that is not trained.
+
+    The keyword arguments override settings of the section [model].
+    """
     data = config.model_dump()
     return {**data, "model": {**data["model"], **model, "gradient_checkpointing": False}}
 

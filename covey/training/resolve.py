@@ -1,7 +1,8 @@
-"""Checks the names and options of a configuration; builds task, reward, objective and sampling.
+"""Checks the names and options of a configuration, and builds objects that need no model.
 
-No model is loaded, and torch is imported only to build an objective or a sampling distribution, so
-a misspelled name is reported within a second.
+These objects are the task, the reward, the objective, the sampling settings and the prompt
+template. This module imports torch only to build an objective or a sampling distribution, so a
+misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ if TYPE_CHECKING:
 
 
 CORRECTION = "token_truncate"
-"""Default of objective.correction for rollouts sampled with older or float8 weights: truncated
-importance sampling, which amounts to decoupled PPO if old_logp is recomputed."""
+"""Default of objective.correction if rollouts are sampled with older weights or float8 weights.
+The default is truncated importance sampling. If old_logp is recomputed, this is decoupled PPO."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
-    """Fill in the default options of the task, reward, length penalty and objective.
+    """Fill in the default options of task, reward, environment, length penalty and objective.
 
-    All names are checked before anything imports torch. Without `imports`, no user code is loaded,
-    and the options of user-defined tasks, rewards, objectives and environments stay as given.
-    `passed` lists the config sections (task, reward) for which the caller passed a Python object,
-    so that their names are not looked up.
+    All names are checked before anything imports torch. If `imports` is false, no user code is
+    loaded, and the options of user-defined tasks, rewards, objectives and environments stay
+    unchanged. `passed` lists the config sections, such as task and reward, for which the caller
+    passed a Python object. The names in these sections are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -129,7 +130,7 @@ def over_epochs(config: Config, prompts: int) -> Config:
 
 
 def _check_groups(resolved: Config, objective: Objective) -> None:
-    """Reject an objective that needs larger groups than rollout.group_size."""
+    """Raise ConfigError if the objective does not fit the groups, mini-batches or reward parts."""
     from covey.objective.compose import option
 
     size, k = resolved.rollout.group_size, option(objective.advantage, "k")
@@ -166,7 +167,10 @@ def _check_preferences(config: Config, objective: Objective) -> None:
     section = config.preferences
     if not section.file:
         if section.max_tokens:
-            raise ConfigError("config: preferences.max_tokens needs preferences.file")
+            raise ConfigError(
+                "config: preferences.max_tokens has no effect without a preference file; set "
+                "preferences.file, or leave out preferences.max_tokens"
+            )
         return
     if not objective.pairs:
         raise ConfigError(
@@ -202,16 +206,17 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether sampling is truncated while training uses the full distribution."""
+    """Return whether sampling uses a truncated distribution but training uses the full one."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 
 
 def old_logp_from_sampler(config: Config, objective: Objective, *, exact_logp: bool) -> bool:
-    """Return whether the engine's log-probs serve as old_logp; `exact_logp` as in EngineInfo.
+    """Return whether the engine's log-probs serve as old_logp.
 
-    If rollouts may be stale and the objective has no importance correction, they do, so that the
-    ratio corrects for staleness.
+    If rollouts may be stale and the objective has no importance correction, the engine's log-probs
+    serve as old_logp, so that the ratio corrects for staleness. `exact_logp` is the field of
+    EngineInfo.
     """
     exact = exact_logp and not truncates_unseen(config)
     if config.stale:
@@ -251,11 +256,11 @@ def _check_watching(config: Config) -> None:
 
 
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
-    """Check that train.old_logp fits truncated sampling, float8, staleness and correction.
+    """Check that train.old_logp works with truncated sampling, float8, staleness and correction.
 
-    If the trainer computes old_logp, the ratio starts at 1 even for stale rollouts, which therefore
-    need a correction. Pairwise objectives such as DPO have no importance ratio, and are not
-    checked.
+    If the trainer computes old_logp, the importance ratio starts at 1 even for stale rollouts.
+    Stale rollouts therefore need a correction. Pairwise objectives such as DPO have no importance
+    ratio, and are not checked.
     """
     if objective.pairs:
         return

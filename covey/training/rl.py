@@ -1,8 +1,8 @@
 """A step of reinforcement learning: collect groups, filter them, train on them, and log metrics.
 
 rollout/source.py collects the groups, and training/step.py trains on them. The metrics include the
-GPU utilization. If generation overlaps training, they also include how long each waited for the
-other.
+GPU utilization. If generation overlaps training, the metrics also include how long generation and
+training waited for each other.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def train(
 
 @dataclass(slots=True, kw_only=True)
 class Reinforcement(Trainer):
-    """The reinforcement learning step for the training loop."""
+    """The trainer of RL runs, whose step the training loop calls."""
 
     parts: Parts
     queue: RolloutQueue = field(init=False)
@@ -71,14 +71,14 @@ class Reinforcement(Trainer):
     replay: ReplayBuffer = field(init=False)
     samples: SamplePage = field(init=False)
     seconds: float | None = None
-    """Total duration of all steps so far, in seconds. The durations of earlier steps are read from
-    the run's steps.jsonl. Checkpoints contain no times, so that two runs with the same settings
+    """Total duration of all steps so far, in seconds. A resumed run reads the durations of earlier
+    steps from steps.jsonl. Checkpoints contain no times, so that two runs with the same settings
     have identical checkpoints."""
     preemptions: int = 0
-    """The engine's number of preemptions until the end of the last step."""
+    """Number of times that the engine had paused a completion by the end of the last step."""
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare the first step; restore what `save` added to a checkpoint."""
+        """Prepare the first step, and read the files that `save` added to the checkpoint."""
         parts, prompts, config = self.parts, self.parts.train_prompts, self.parts.config
         count, held = config.rollout.prompts_per_step, list[StepRollouts]()
         self.choice = PromptChoice(settings=config.curriculum, prompts=prompts, seed=config.seed)
@@ -214,10 +214,10 @@ def _progress(parts: Parts, state: State) -> dict[str, Any]:
 def _mean_advantages(
     collected: Sequence[Group], trained: Sequence[Group], batch: Batch | None
 ) -> list[list[float | None]]:
-    """Return the mean advantage of every rollout, by group; None for rollouts not trained on.
+    """Return the mean advantage of each rollout, by group; None if the rollout is not trained on.
 
-    `trained` are the groups in the batch. For each row of the batch, `batch.rollout` has the index
-    of the row's rollout.
+    `trained` are the groups from which the batch was collated. `batch.rollout` contains the index
+    of each row's rollout, counted over all groups of `trained`.
     """
     found: dict[int, float] = {}
     if batch is not None:
@@ -300,7 +300,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def overlap_note(parts: Parts) -> str:
-    """Return a note about the maximum staleness of rollouts and how it is corrected."""
+    """Return a note about the maximum staleness of rollouts, and the correction for staleness."""
     overlap, options = parts.config.overlap, parts.config.objective.options
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
     if parts.learner.settings.old_logp_from_sampler:
@@ -312,7 +312,7 @@ def overlap_note(parts: Parts) -> str:
 
 
 def engine_events(parts: Parts, paused: int) -> tuple[list[str], dict[str, float]]:
-    """Return notes and metrics about restarts since the last call and `paused` completions."""
+    """Return notes and metrics about restarts since the last call, and about paused completions."""
     engine, scoring = parts.engine.events(), parts.scorer.events()
     metrics: dict[str, float] = {}
     if engine or not parts.engine.info.shares_weights:
@@ -326,7 +326,7 @@ def engine_events(parts: Parts, paused: int) -> tuple[list[str], dict[str, float
 
 
 def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
-    """Return a one-line note on how much the log-probs of engine and trainer differ in a step."""
+    """Return a note on how much the log-probs of a float8 engine and the trainer differ."""
     gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
     by = f"objective.correction = {config.objective.options.get('correction')!r}"
     if config.train.old_logp == "sampler":

@@ -1,4 +1,4 @@
-"""Starts or resumes a run: joins the ranks, builds the components, creates or locks the folder."""
+"""Starts or resumes a run: joins the ranks, builds the components, and locks the run folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from covey.training.resolve import resolve
 from covey.world import World
 
 REPEATS_SECONDS = 2.0
-"""Seconds in which a second signal is ignored: Ctrl-C arrives directly and via torchrun."""
+"""A second signal within this number of seconds is ignored, because a rank receives Ctrl-C twice:
+directly, and from torchrun."""
 P = TypeVar("P", bound=Components)
 Change = tuple[Any, Any]
 """The old and the new value of a setting."""
@@ -57,9 +58,10 @@ def opened_run(
 ) -> Iterator[OpenRun[P]]:
     """Join the other ranks, build the components of a run, and create or lock its folder.
 
-    `target` is the run to resume, or the folder of a new run; a text stands for the folder
-    runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, by default the
-    newest, and `changed` are the settings that changed.
+    `target` is the run to resume, or the path of a new run's folder. If `target` is a text, the new
+    folder is runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, or from
+    the newest checkpoint if `step` is None. `changed` are the settings that the user has changed
+    for the resumed run.
     """
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(config, say))

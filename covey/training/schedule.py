@@ -1,12 +1,13 @@
 """The progress of a run: the learning rate of each optimizer step, and the end of the run.
 
-The learning rate is a pure function of a run's progress. For optimizer step v, it is
+The learning rate is a pure function of a run's progress. For optimizer step v, the learning rate is
 
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
-A run with a budget of tokens does not know its number of optimizer steps in advance, so v is the
-used fraction of the tokens, times the number of optimizer steps in `train.steps` training steps.
+A run with a budget of tokens does not know its number of optimizer steps in advance. In such a run,
+v is the used fraction of the tokens times `total_steps`, the number of optimizer steps in
+`train.steps` training steps.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class Schedule:
     def __call__(self, version: int, start: Used) -> float:
         """Return the learning rate of the optimizer step that follows `version` optimizer steps.
 
-        `start` is what the run had used when the training step began. With a budget of tokens, it
-        is the position in the schedule, and each optimizer step since then advances it by one.
+        `start` is the run's progress at the start of the training step. With a budget of tokens,
+        `start` determines the position in the schedule, and each optimizer step of the training
+        step advances the position by one.
         """
         place: float = version
         if self.budget is not None:
@@ -96,7 +98,7 @@ training steps."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """How many training steps, tokens and optimizer steps a run has used so far."""
+    """The numbers of training steps, tokens and optimizer steps that a run has used so far."""
 
     steps: int = 0
     tokens: int = 0
@@ -106,7 +108,7 @@ class Used:
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Progress of a run after a training step, such as counters and the KL weight."""
+    """The progress of a run that a checkpoint saves, such as counters and the KL weight."""
 
     step: int = 0
     episode: int = 0

@@ -63,10 +63,10 @@ def baselines_of(
 ) -> Baselines:
     """Return the scores of simple baselines on the held-out prompts.
 
-    With an environment, or if scoring would call an LLM or a user's code, the only baseline is to
-    answer every prompt with the most frequent target, because its success rate needs no scoring.
-    `scorer` scores the completions of evaluations, and `passed` is the reward object that was
-    passed from Python, if any.
+    If the run has an environment, or a reward that calls an LLM or user code, the only baseline is
+    to answer every prompt with the most frequent target. The success rate of this baseline needs no
+    scoring. `scorer` scores the completions of evaluations, and `passed` is the reward object that
+    was passed from Python, if any.
     """
     if not held_out:
         return Baselines()

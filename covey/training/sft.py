@@ -3,8 +3,8 @@
     draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
 The training loop is in loop.py. The seed and the step number determine the solutions that a step
-trains on. The loss is the mean cross-entropy over all tokens of an optimizer step. It is the loss
-of an objective whose advantages are 1, so forward and backward passes are those of RL (step.py).
+trains on. The loss is the mean cross-entropy over all tokens of an optimizer step. SFT uses the
+forward and backward passes of RL (step.py), with an objective whose advantages are all 1.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from covey.world import ALONE, World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftParts(Components):
-    """The objects that an SFT run is built from, such as the policy and the solutions."""
+    """The components of an SFT run."""
 
     solutions: Solutions
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """The kind of the run, by which readers of its folder tell it from an RL run."""
+        """The kind of the run, which distinguishes an SFT run folder from an RL run folder."""
         return {"kind": "sft"}
 
     @property
@@ -185,7 +185,7 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Rollout], list[int]]
 
 
 def stack(examples: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
-    """Collate written completions into a batch, each as a group of its own."""
+    """Collate solutions into a batch, with one group per solution."""
     blank = Prompt(id="", task="", messages=(), target="")
     return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in examples], device)
 
@@ -211,7 +211,8 @@ def sft_learner(
 def learn(learner: Learner, batch: Batch) -> dict[str, float]:
     """Take one optimizer step on a batch, of which each rank processes some rows.
 
-    Return metrics. Loss and entropy are means over the solution tokens, before the weight update.
+    Return metrics. Loss and entropy are means over the solution tokens, computed before the
+    optimizer step.
     """
     policy, objective = learner.policy, learner.objective
     policy.model.model.train()

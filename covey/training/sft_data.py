@@ -89,10 +89,10 @@ def solutions_of(config: Config, task: Task) -> Solutions:
 def encode_example(
     model: LanguageModel, messages: Sequence[Message], text: str, **fields: Any
 ) -> Rollout:
-    """Return a written completion as a rollout, in the token format of sampled rollouts.
+    """Encode a written completion as a rollout, with the same tokens as a sampled completion.
 
-    It ends with an end token, so that the model learns to stop. `fields` are fields of the rollout,
-    such as its reward.
+    The rollout ends with an end token, so that the model learns to stop. `fields` are additional
+    fields of the rollout, such as its reward.
     """
     assert model.renderer is not None
     text = model.renderer.template.without_prefill(text)
@@ -113,6 +113,6 @@ def _end(model: LanguageModel) -> int:
     if end is None:
         raise ModelError(
             "model: the tokenizer has no end-of-sequence token, but every solution must end with "
-            "this token"
+            "this token; use a model whose tokenizer has one"
         )
     return int(end)

@@ -60,8 +60,8 @@ class StepSettings:
     """Whether old_logp comes from the training pass, without a separate forward pass. Taking
     old_logp from the training pass requires a single optimizer step per training step."""
     learning_rate: Callable[[int, Used], float]
-    """The learning rate, given the number of optimizer steps so far, and what the run had used at
-    the start of the training step; usually a `Schedule` (schedule.py)."""
+    """A function that returns the learning rate, usually a `Schedule`. Its arguments are the number
+    of optimizer steps so far, and the run's progress at the start of the training step."""
     seed: int = 0
     skip_zero_gradient: bool = False
     """Whether forward passes skip rows with advantage 0 when the objective allows it."""
@@ -91,10 +91,10 @@ class Learner:
     critic: Critic | None = None
     world: World = ALONE
     start: Used = field(default_factory=Used)
-    """What the run had used at the start of the training step."""
+    """The progress of the run at the start of the training step."""
 
     def at(self, state: State) -> Learner:
-        """Return the learner of the training step that follows `state`."""
+        """Return a copy of this learner with the KL weight and the progress of `state`."""
         objective = replace(self.objective, beta=state.beta)
         return replace(self, objective=objective, start=state.used(self.policy))
 
@@ -110,7 +110,7 @@ class Learner:
 
     @property
     def others(self) -> list[Reference | Critic]:
-        """The models beside the policy, whose state belongs to a checkpoint."""
+        """The models that a checkpoint saves in addition to the policy."""
         return [*self.references, *([] if self.critic is None else [self.critic])]
 
     @property
@@ -142,7 +142,7 @@ class Seen:
     number: int
     """Index of the optimizer step within the training step, from 0."""
     rows: torch.Tensor
-    """Indices, within the batch, of the rows in this pass."""
+    """Indices in the batch of the rows that this pass processes."""
     micro: Batch
     """The micro-batch: the batch rows with the indices `rows`, and their token weights."""
     now: LogProbs
@@ -230,8 +230,8 @@ def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torc
 def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Batch) -> LogProbs:
     """Compute the log-probs and entropies of a batch.
 
-    If advantages are known, rows that the row filter leaves out are not computed. They get
-    `sampler_logp` as log-probs, and 0 as entropy.
+    If the advantages are known already, rows that the row filter leaves out skip the forward pass.
+    These rows get `sampler_logp` as log-probs, and 0 as entropy.
     """
     tokens, world = learner.settings.micro_batch_tokens, learner.world
     if batch.advantage is None or not learner.skips_rows:
@@ -302,8 +302,8 @@ CAUSES = {
         "optimizer.learning_rate and resume from an earlier checkpoint",
     ),
 }
-"""For each batch field with log-probs: the component that computes the field, and advice for the
-user if a value is not finite."""
+"""Maps each batch field with log-probs to the component that computes the field, and to advice for
+the user if a value is not finite."""
 
 
 def check_finite(batch: Batch, step: int) -> None:
@@ -353,7 +353,7 @@ def _train_policy(
     meter: Meter,
     watch: Watch | None,
 ) -> dict[str, float]:
-    """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
+    """Take the policy's optimizer steps; return the learning rate and the number skipped."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
     losses, skipped = list[list[torch.Tensor]](), 0
     # What all ranks observe alike is counted on one of them.
@@ -393,7 +393,7 @@ def _train_policy(
 
 
 def marked(learner: Learner, mini: Batch) -> Batch:
-    """Fill in `marked`, which `objective.marks` computes from a mini-batch's log-probs."""
+    """Fill in the batch field `marked`, which `objective.marks` computes from the log-probs."""
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():

@@ -6,19 +6,18 @@ captured for a bucket, which is a size to which micro-batches are padded. All da
 reads or writes stays at fixed addresses: the packed micro-batch (accel/static_buffers.py), the
 parameters, and the gradient sums.
 
-The first micro-batch of a bucket runs eagerly, so that a size that occurs only once needs no
-capture. The second micro-batch runs on the bucket's static buffers, so that all kernels are
-compiled before the capture. At the third micro-batch, the forward and backward pass are captured as
-CUDA graphs. Later micro-batches that have the captured size, or are slightly smaller, replay the
-graphs. A micro-batch with long rows runs eagerly if the fastest attention kernel cannot be captured
-(accel/attention_kernels.py). Without a CUDA device, passes run on the bucket's buffers and are not
-captured.
+The first micro-batch of a bucket runs eagerly, because a capture does not pay off for a size that
+occurs only once. The second micro-batch runs on the bucket's static buffers, so that all kernels
+are compiled before the capture. At the third micro-batch, the forward and backward pass are
+captured as CUDA graphs. Later micro-batches that have the captured size, or are slightly smaller,
+replay the graphs. A micro-batch with long rows runs eagerly if the fastest attention kernel cannot
+be captured (accel/attention_kernels.py). Without a CUDA device, passes run on the bucket's buffers
+and are not captured.
 
 All graphs share one memory pool, mostly for activations. Therefore no other pass may run between a
 forward pass and its backward pass, and each forward pass has at most one backward pass.
 
-The dimensions in tensor shapes are M (trained tokens of a bucket) and m (trained tokens of a
-micro-batch).
+In tensor shapes, m is the number of trained tokens in a micro-batch.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ Values = tuple[torch.Tensor, torch.Tensor]
 
 
 class GraphResult(NamedTuple):
-    """Log-probability and entropy of a micro-batch's trained tokens; all fields are [m]."""
+    """The log-prob and entropy of a micro-batch's trained tokens; all fields have shape [m]."""
 
     logp: torch.Tensor
     entropy: torch.Tensor
     cells: torch.Tensor
-    """The flat index of each result in [B, T]."""
+    """The flat index of each trained token in a [B, T] tensor."""
 
 
 class GradientSums:
@@ -125,7 +124,7 @@ class _Pass:
         self.backward_graph: torch.cuda.CUDAGraph | None = None
 
     def forward(self, tables: PackedTables) -> Values:
-        """Run a micro-batch; return log-probability and entropy [m] of its trained tokens."""
+        """Run the forward pass; return the log-prob and entropy [m] of the trained tokens."""
         self.rows.fill(tables)
         if self.forward_graph is None:
             self.values = None  # before the forward pass, so that only one pass has activations
@@ -138,7 +137,7 @@ class _Pass:
         return logp, entropy
 
     def run_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Run backward, given the loss gradients [m] for log-probability and entropy."""
+        """Run the backward pass, given the gradients [m] with respect to log-prob and entropy."""
         self.incoming.zero_()
         for buffer, grad in zip(self.incoming, grads, strict=True):
             if grad is not None:
@@ -307,9 +306,9 @@ class TrainGraphs:
         return not KERNELS[name].captured
 
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
-        """Return the key of the smallest captured bucket that fits, with limited padding.
+        """Return the key of the smallest captured bucket that fits without too much padding.
 
-        If none fits, return the key of a bucket with exactly the needed number of tokens.
+        If no bucket fits, return the key of a bucket with exactly the needed number of tokens.
         """
         sizes = [one.rows.size for one in self.captured() if one.backward is backward]
         fitting = [

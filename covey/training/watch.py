@@ -1,4 +1,4 @@
-"""Health checks on metrics, the best step, and the decision to stop early."""
+"""Runs health checks on metrics, tracks the best step, and decides whether to stop early."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Watch(Tracker):
     """A tracker that tells the training loop when to save a checkpoint and when to stop.
 
-    Each rank has its own, because all ranks must save after the same steps.
+    Each rank has its own `Watch`, because all ranks must save after the same steps.
     """
 
     config: Config
@@ -39,7 +39,7 @@ class Watch(Tracker):
             self.best = Best(metric=self.config.save.best, mode=self.config.save.best_is)
 
     def replay(self, run: RunFolder, until: int) -> None:
-        """When a run resumes after step `until`, add its recorded steps and evaluations."""
+        """Add the recorded steps and evaluations up to step `until`, when a run is resumed."""
         rows = [row for row in run.steps() if row["step"] <= until]
         for row in rows:
             self.health.add(row)
@@ -69,7 +69,7 @@ class Watch(Tracker):
     def _counts(self, step: int) -> bool:
         """Whether a step may count as the best step.
 
-        If `save.best` is a metric of training steps, only a step with a checkpoint may.
+        If `save.best` is a metric of training steps, only a step with a checkpoint may be the best.
         """
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)

@@ -99,7 +99,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["temperature=1"], 2, ["did you mean 'rollout.temperature'"]),
         (["train.old_logp=sampler", "rollout.top_p=0.5"], 2, ["old_logp", "top_p"]),
         (["train.old_logp=sampler", "objective.veto=0.5"], 2, ["old_logp", "veto", "'recompute'"]),
-        (["rollout.max_tokens=600"], 2, ["600", "a prompt does not fit", "context of 512"]),
+        (["rollout.max_tokens=600"], 2, ["600", "no prompt fits", "context of 512"]),
         (["task.train_size=1"], 1, ["1 training prompts", "rollout.prompts_per_step"]),
     ],
 )

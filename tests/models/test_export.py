@@ -190,7 +190,10 @@ def test_a_failed_export_is_a_one_line_error_and_leaves_nothing(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["export", str(finished), str(tmp_path / "a"), "--step", "9"]) == 1
-    assert "has no checkpoint of this step; it has checkpoints of steps 2, 3" in capsys.readouterr().err
+    assert (
+        "has no checkpoint of this step; it has checkpoints of steps 2, 3"
+        in capsys.readouterr().err
+    )
     assert run(["export", "embedded", str(tmp_path / "a"), "--step", "9"]) == 1
     assert "--step 9 chooses a checkpoint of a run" in capsys.readouterr().err
     (tmp_path / "full").mkdir()

@@ -158,7 +158,8 @@ def test_a_samplers_log_probability_must_be_finite(value: float) -> None:
         prompt_tokens=(1, 2), trained=(True, True), finish="stop", policy_version=0, reward=1.0, success=True,
     )  # fmt: skip
     with pytest.raises(
-        ModelError, match="1 tokens are not finite, the first in completion 3 of prompt p-7"
+        ModelError,
+        match="1 tokens are not finite; the first such token is in completion 3 of prompt p-7",
     ):
         collate([Group(prompt=prompt, rollouts=(rollout,))])
 

@@ -153,7 +153,7 @@ def test_a_checkpoint_holds_what_is_in_flight(tmp_path: Path) -> None:
     ):
         read_in_flight(tmp_path, parts.train_prompts[:9], seed=1, count=3)
     (tmp_path / FILE).write_text(json.dumps({"ticket": [1, 2]}))
-    with pytest.raises(RunError, match=r"cannot be read: in_flight.jsonl"):
+    with pytest.raises(RunError, match=r"cannot be read, because in_flight.jsonl"):
         read(tmp_path)
 
 

@@ -185,7 +185,7 @@ def test_a_file_with_errors_is_refused_with_the_line(tmp_path: Path) -> None:
     ("given", "message"),
     [
         (["objective.name=grpo", "preferences.file=x"], "needs an objective on preference pairs"),
-        (["objective.name=dpo", "preferences.max_tokens=9"], "needs preferences.file"),
+        (["objective.name=dpo", "preferences.max_tokens=9"], "set preferences.file"),
         (["objective.name=dpo", "preferences.file=x", "overlap.staleness=1"], "staleness"),
         (
             ["objective.name=dpo", "preferences.file=x", "curriculum.sampling=hard"],

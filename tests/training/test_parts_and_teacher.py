@@ -52,8 +52,8 @@ def test_parts_are_columns_in_the_order_of_their_names() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ((), "objective: the reward of completion 1 of prompt p has no part 'tidy', only correct; objective.parts may contain only parts that every completion has"),
-        (("correct", "form"), "objective: the reward of completion 0 of prompt p has no part 'form', only correct, tidy; objective.parts may contain only parts that every completion has"),
+        ((), "objective: the reward of completion 1 of prompt p has no part 'tidy', only correct; list in objective.parts only parts that every completion has"),
+        (("correct", "form"), "objective: the reward of completion 0 of prompt p has no part 'form', only correct, tidy; list in objective.parts only parts that every completion has"),
     ],
 )  # fmt: skip
 def test_a_part_that_is_missing_is_named(parts: tuple[str, ...], message: str) -> None:

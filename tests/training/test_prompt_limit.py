@@ -106,9 +106,7 @@ def test_a_generated_task_is_checked_where_the_run_draws(
 
 def test_no_room_for_any_prompt_is_a_mistake_in_the_config(embedded: LanguageModel) -> None:
     config = load_config("arithmetic", ["rollout.max_tokens=512"])
-    with pytest.raises(
-        ConfigError, match=r"max_tokens = 512, a prompt does not fit.*context of 512"
-    ):
+    with pytest.raises(ConfigError, match=r"max_tokens = 512, no prompt fits.*context of 512"):
         fitting_prompts(config, embedded, [], "training")
 
 

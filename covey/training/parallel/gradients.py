@@ -1,9 +1,9 @@
 """Sums gradients over ranks, once per optimizer step, before clipping.
 
-Large gradients are all-reduced in place, and small ones in buckets. The all-reduce of a bucket
-starts as soon as all its gradients are complete, so that it overlaps with the rest of the last
-backward pass of an optimizer step. Gradients from CUDA graphs or fused kernels are all-reduced only
-after the pass.
+Large gradients are all-reduced in place. Small gradients are all-reduced together, in buckets. In
+the last backward pass of an optimizer step, the all-reduce of a bucket starts as soon as all
+gradients of the bucket are complete, and overlaps with the rest of the pass. Gradients from CUDA
+graphs or fused kernels are all-reduced only after the backward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Bucket:
     """Number of the bucket's gradients that the backward pass has not computed yet."""
     work: Any = None
     flat: torch.Tensor | None = None
-    """A flat copy of the bucket's gradients; None for a single gradient, summed in place."""
+    """A flat copy of the bucket's gradients; None for a single gradient, which needs no copy."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Let the next backward pass, the last of the step, sum buckets over ranks."""
+        """Sum complete buckets over ranks during the next backward pass, the last of the step."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True
@@ -102,7 +102,7 @@ class GradientSums:
         bucket.work = bucket.flat = None
 
     def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
-        """Return a bucket's gradients, without parameters that no backward pass reached."""
+        """Return a bucket's gradients, except those of parameters without a gradient."""
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
 
@@ -110,7 +110,7 @@ class GradientSums:
 def sums_of(
     model: LanguageModel, optimizer: Optimizer, world: World
 ) -> GradientSums | GatheredSteps | None:
-    """Return an object that sums gradients over ranks; None if FSDP2 does it, or with one rank.
+    """Return an object that sums gradients over ranks; None with one rank, or if FSDP2 sums them.
 
     FSDP2 sums the gradients of a sharded model in the backward pass, unless the weights stay
     gathered for a whole optimizer step.

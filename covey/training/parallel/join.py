@@ -105,7 +105,7 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     except (RuntimeError, ValueError) as error:
         lifeline.fail(str(error))
         why = str(error).splitlines()[0]
-        raise RankError(f"ranks: cannot connect the ranks: {why}") from None
+        raise RankError(f"ranks: the ranks cannot connect to each other: {why}") from None
     return Ranks(here, lifeline, timeout)
 
 
@@ -180,8 +180,8 @@ def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
             missing = [str(r) for r in range(here.size) if not store.add(f"rank/{r}", 0)]
             raise RankError(
                 f"ranks: {count} of {here.size} ranks started within {timeout:g} seconds; rank "
-                f"{', '.join(missing)} is missing: start it, or set WORLD_SIZE (torchrun "
-                "--nproc-per-node and --nnodes) to the number of ranks"
+                f"{', '.join(missing)} is missing; start the missing ranks, or set WORLD_SIZE "
+                "(torchrun --nproc-per-node and --nnodes) to the number of ranks"
             )
         if not told and time.monotonic() > limit - timeout + 5.0:
             say(f"waiting for {here.size - count} of {here.size} ranks")

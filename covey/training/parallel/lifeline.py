@@ -1,10 +1,11 @@
 """Failure detection: each rank notices within seconds that another rank has failed or died.
 
 A collective call waits for all ranks, and may take minutes to notice that one of them has failed.
-Every rank therefore keeps a TCP connection to rank 0, which closes when the rank's process ends,
-even after a crash. A rank that fails sends the reason before it ends, and rank 0 forwards it to the
-others. The main thread of each rank then raises the error at its next collective call; if it makes
-none within a few seconds, a background thread ends the process.
+Every rank therefore keeps a TCP connection to rank 0. The connection closes when the rank's process
+ends, even after a crash. A rank that fails sends the reason to rank 0 before it ends, and rank 0
+forwards the reason to all other ranks. The main thread of each rank then raises the error at its
+next collective call. If the main thread makes no collective call within a few seconds, a background
+thread ends the process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""Seconds that the main thread has to notice a lost rank, and again to end the process."""
+"""The main thread has this many seconds to notice that a rank is lost, and then the same number of
+seconds to end the process."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -41,7 +43,7 @@ class Reported(CoveyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The first rank that failed or died, and the reason."""
+    """Which rank failed or died first, and why."""
 
     rank: int
     text: str
@@ -49,7 +51,7 @@ class Loss:
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
-        """Return the error to raise; its message is empty if `reporter` is false."""
+        """Return the error to raise; its message is empty if another rank is the reporter."""
         if not reporter:
             error: CoveyError = Reported("")
         elif self.text:
@@ -65,7 +67,10 @@ class Loss:
 
 @dataclass(slots=True)
 class Lifeline:
-    """The connections of one rank: rank 0 is connected to all ranks, the others only to rank 0."""
+    """The connections of one rank.
+
+    Rank 0 is connected to all other ranks, and every other rank is connected only to rank 0.
+    """
 
     rank: int
     peers: dict[int, socket.socket]
@@ -154,7 +159,7 @@ class Lifeline:
             self._send({"rank": self.loss.rank, "text": self.loss.text, "code": self.loss.code})
 
     def _end(self) -> None:
-        """End the process if its main thread does not end in time."""
+        """End the process if the main thread does not end it in time."""
         assert self.loss is not None
         if not self.noticed.wait(GRACE_SECONDS):
             error = self.loss.error(self.reports)
@@ -168,7 +173,7 @@ class Lifeline:
 def listen(address: str) -> tuple[socket.socket, str]:
     """Open the socket on which rank 0 accepts connections from the other ranks.
 
-    Return it with a text that the other ranks need to connect: the port and a secret.
+    Return the socket, and a text with the port and the secret that the other ranks need to connect.
     """
     server = socket.create_server((LOCAL[1] if address in LOCAL else "", 0))
     return server, f"{server.getsockname()[1]} {secrets.token_hex(16)}"
@@ -187,7 +192,10 @@ def accept(server: socket.socket, secret: str, size: int) -> Lifeline:
                 found, rank = peer.makefile("r").readline(100).split()
                 number = int(rank)
             except TimeoutError:
-                raise RankError("ranks: not all ranks have connected to rank 0") from None
+                raise RankError(
+                    f"ranks: not all ranks have connected to rank 0 within {CONNECT_SECONDS:g} "
+                    "seconds; check the network between the machines"
+                ) from None
             except (OSError, ValueError):
                 continue
             if secrets.compare_digest(found, secret) and 0 < number < size:

@@ -1,4 +1,4 @@
-"""Divides the rows of a batch that this rank processes into passes."""
+"""Divides the rows of a batch among ranks, and each rank's rows into micro-batches."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def without_weight(rows: Batch) -> Batch:
 
 
 def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pass]:
-    """Return this rank's micro-batches; every rank gets the same number, of similar sizes.
+    """Return this rank's micro-batches; every rank gets the same number of micro-batches.
 
-    All ranks have the same batch, so each computes the same split without communication. The token
-    limit per micro-batch is the smallest that needs no additional passes, to balance the sizes.
+    All ranks have the same batch, so each rank computes the same split without communication. To
+    balance the sizes of micro-batches, the token limit per micro-batch is the smallest limit that
+    needs no additional passes.
     """
     parts = list(micro_batches(batch, micro_batch_tokens))
     if world.size == 1:
@@ -66,7 +67,8 @@ def training_passes(
 ) -> Iterator[tuple[Pass, Batch]]:
     """Yield this rank's passes of an optimizer step, each with its micro-batch.
 
-    The caller calls `backward` on the loss of a micro-batch before it takes the next one.
+    The caller must call `backward` on the loss of a micro-batch before it takes the next
+    micro-batch.
     """
     passes = rank_passes(batch, micro_batch_tokens, world)
     for place, one in enumerate(passes, start=1):
@@ -85,7 +87,7 @@ def whole_batch(
     logp: Callable[[Batch], LogProbs],
     world: World = ALONE,
 ) -> LogProbs:
-    """Compute `logp` in micro-batches; return the results in the original row order."""
+    """Compute the log-probs and entropies of a whole batch in micro-batches."""
     return LogProbs(*in_passes(batch, micro_batch_tokens, logp, world, count=2))
 
 
@@ -98,8 +100,8 @@ def in_passes(
 ) -> torch.Tensor:
     """Compute `count` tensors [B, T] in micro-batches, and return them stacked.
 
-    Exactly one rank computes each row and the others contribute 0, so the sum over ranks has no
-    rounding error.
+    Exactly one rank computes each row, and all other ranks contribute 0. The sum over ranks
+    therefore has no rounding error.
     """
     whole = torch.zeros((count, *batch.tokens.shape), device=batch.tokens.device)
     for index, counts in rank_passes(batch, micro_batch_tokens, world):
@@ -113,7 +115,7 @@ def in_passes(
 def put_rows(
     whole: Iterable[torch.Tensor], index: torch.Tensor, parts: Sequence[torch.Tensor]
 ) -> None:
-    """Write each of `parts` [b, t] into the rows `index` of a float32 tensor [B, T] of `whole`."""
+    """Write each tensor [b, t] of `parts` into the rows `index` of a tensor [B, T] of `whole`."""
     (rows,) = to_device([index], parts[0].device)
     for target, values in zip(whole, parts, strict=True):
         target[rows, : values.shape[1]] = values.float()

@@ -1,6 +1,6 @@
-"""The ranks of a run over torch.distributed, and the rank of this process.
+"""Communication between the ranks of a run over torch.distributed.
 
-Every rank builds the same batch and makes the same decisions; only the generation of rollouts and
+Every rank builds the same batch and makes the same decisions. Only the generation of rollouts and
 the passes through the model are divided among ranks. Ranks communicate to gather rollouts and
 log-probabilities, to sum gradients and metrics, and to agree on a stop signal.
 """
@@ -33,7 +33,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rank of this process and number of ranks, in the whole run and on this machine."""
+    """The rank of this process and the number of ranks, in the run and on this machine."""
 
     rank: int = 0
     size: int = 1
@@ -42,7 +42,7 @@ class Place:
 
 
 def place() -> Place:
-    """Return rank and world size from the environment variables; rank 0 of 1 if none are set."""
+    """Read the rank from torchrun's environment variables; without them, return rank 0 of 1."""
     given = {name: os.environ[name] for name in NAMES if os.environ.get(name)}
     if not given.keys() & {"RANK", "WORLD_SIZE"}:
         return Place()
@@ -189,7 +189,7 @@ class Ranks(World):
             raise self._lost(error) from None
 
     def _lost(self, error: RuntimeError) -> Exception:
-        """Return the error for a failed collective; it names the failed rank, if known."""
+        """Return the error for a failed collective call, with the failed rank if it is known."""
         if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
             return error
         limit = time.monotonic() + 5.0

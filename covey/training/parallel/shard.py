@@ -1,13 +1,14 @@
 """Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
 
-FSDP2 gathers the weights of a transformer block when a pass reaches the block; in the backward
-pass, it sums the gradients of each block over ranks and shards the sums. The sharded parameters are
-the optimizer's float32 masters, even if the model computes in bfloat16.
+FSDP2 gathers the weights of a transformer block when a pass reaches the block. In the backward
+pass, FSDP2 sums the gradients of each block over ranks, and shards the sums. The sharded parameters
+are the optimizer's float32 masters, even if the model computes in bfloat16.
 
-Embedding, head and final norm belong to the root module. Their weights are gathered when one of its
-methods is called, and stay gathered until the method ends, so each pass is a single method call,
-which runs `batch_logp`. If each rank has a complete copy of the model, passes with fused kernels
-use weights that are gathered once per optimizer step (GatheredSteps).
+Embedding, head and final norm belong to the root module. FSDP2 gathers the weights of the root
+module when one of its methods is called, and keeps them until the method ends. Each pass is
+therefore a single method call, which runs `batch_logp`. If each rank has a complete copy of the
+model, passes with fused kernels use weights that are gathered once per optimizer step
+(GatheredSteps).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from covey.world import World
 def shard_model(
     model: LanguageModel, settings: Parallel, world: World, *, offload: bool = False
 ) -> LanguageModel:
-    """Return a sharded copy of a model, which itself keeps its full tensors.
+    """Return a sharded copy of a model; the original model keeps its full tensors.
 
     If `offload` is true, the shards stay in CPU memory until a pass needs them.
     """
@@ -105,9 +106,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    They do if each rank has a complete copy of the model (a single shard), because the gradients of
-    gathered weights then take no more memory than sharded ones, and only the gathered weights are
-    additional.
+    The weights stay gathered if each rank has a complete copy of the model (a single shard). The
+    gradients of gathered weights then take no more memory than sharded gradients, so only the
+    gathered weights need additional memory.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
@@ -201,8 +202,8 @@ def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
 def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     """Return the device mesh of a sharded model.
 
-    Each copy of the model is divided among `shard_ranks` ranks, or among all ranks if that is 0 or
-    exceeds their number.
+    Each copy of the model is divided among `shard_ranks` ranks. If `shard_ranks` is 0 or exceeds
+    the number of ranks, each copy is divided among all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -219,7 +220,7 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
 
 
 def _blocks(root: Any) -> list[nn.Module]:
-    """Return the blocks of a model: its largest list of modules of the same class."""
+    """Return the transformer blocks of a model: its largest list of modules of the same class."""
     lists = [m for m in root.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     alike = [m for m in lists if len({type(block) for block in m}) == 1]
     if not alike:
