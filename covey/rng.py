@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 _PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS, _CURRICULUM, _REPLAY = range(7)
-"""The purposes for which Covey draws random numbers; each has its own stream."""
+"""The purposes for which Covey draws random numbers; each purpose has its own stream."""
 
 
 def _philox(seed: int, step: int, purpose: int, index: int = 0) -> np.random.Philox:

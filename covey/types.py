@@ -206,7 +206,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rollouts of a training step as tensors; row i of every field belongs to sequence i.
+    """The rollouts of a training step as tensors; row i of every field belongs to one segment.
 
     A rollout takes one row, or several rows if the chat template rewrote earlier messages. Means
     and other statistics count each rollout once.

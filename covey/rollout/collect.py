@@ -98,8 +98,8 @@ class Collector:
     interaction: Interaction | None = None
     """The environment and its limits; None for single-turn rollouts without an environment."""
     ranks: World = ALONE
-    """The ranks that share the work. Each rank collects some groups, and then receives the groups
-    of all ranks."""
+    """The ranks that share generation and scoring. Each rank collects some groups, and then
+    receives the groups of all ranks."""
     updates: int = 0
     """Number of optimizer steps per training step; 0 in evaluations. From this number, Covey
     computes the number of optimizer steps so far, which reward functions may take as an argument.
@@ -223,7 +223,7 @@ class _Scoring:
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
-    """Return a rollout with its score. If scoring failed, its reward stays None."""
+    """Return a rollout with its score. If scoring failed, the rollout's reward stays None."""
     score = result.score
     if score is None:
         return replace(rollout, reward_id=identity)

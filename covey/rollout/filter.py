@@ -83,8 +83,8 @@ def without_truncated(batch: Batch) -> Batch:
     """Mask all tokens of truncated rollouts (overlong filtering, DAPO section 3.4).
 
     Call this function after the advantages are computed, because masked rollouts still count in the
-    statistics of their group and in the number of sequences. In a mean over rollouts, the masked
-    rollouts count as 0, and the weights of all other rollouts do not change. A mean over the tokens
-    of a step or group includes only the unmasked tokens.
+    statistics of their group and in the number of sequences. In a loss that averages over rollouts,
+    masked rollouts count as 0, and the weights of all other rollouts do not change. A loss that
+    averages over the tokens of a step or group includes only the unmasked tokens.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

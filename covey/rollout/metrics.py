@@ -216,8 +216,8 @@ def variety(answers: Sequence[str]) -> tuple[float, float]:
 def final_answer(text: str) -> str:
     r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
-    The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. If there is no
-    such text, it is the last number. If there is no number either, it is the last line.
+    The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. Without such a
+    text, the final answer is the last number. Without a number, it is the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')

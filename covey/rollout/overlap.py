@@ -1,4 +1,4 @@
-"""Overlap: generates rollouts a bounded number of steps ahead of training.
+"""Overlapped generation: generates rollouts up to a fixed number of steps ahead of training.
 
 Overlap has two modes, where k is the staleness in steps:
 
@@ -55,8 +55,8 @@ class CopySource:
 
     The thread processes requests for rollouts, called tickets, one by one. A ticket requests the
     rollouts of one step. A step's rollouts are generated with the trainer's weights at the time
-    when the step's ticket was queued. Snapshots store these weights until the engine loads them. At
-    most `overlap.staleness` + 1 snapshots exist at a time.
+    when the step's ticket was queued. A snapshot stores these weights until the engine loads the
+    snapshot. At most `overlap.staleness` + 1 snapshots exist at a time.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -157,7 +157,7 @@ class RolloutQueue:
         return found
 
     def _to_start(self, step: int) -> range:
-        """Return the steps whose rollouts the weights at the start of `step` generate."""
+        """Return the steps whose rollouts are generated with the weights at the start of `step`."""
         overlap, train = self.parts.config.overlap, self.parts.config.train
         last = step + overlap.staleness
         if train.budget == "steps":

@@ -2,8 +2,8 @@
 
 Privileged text is a correct completion of the same group, the reward's feedback on the rollout, or
 a column of the data. The teacher computes the log-probs of a rollout's tokens after a prompt with
-this text. Each rollout stores its teacher prompt, so checkpoints, replayed groups and rollout files
-contain it too.
+the privileged text. Each rollout stores its teacher prompt, so checkpoints, replayed groups and
+rollout files contain teacher prompts too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Privileged:
     model: LanguageModel
     """The model that renders and tokenizes the teacher's prompts, without a length limit."""
     context: Mapping[str, str]
-    """For each source of privileged text, a template with a heading and the placeholder {text}."""
+    """Maps each source of privileged text to a template with a heading and a placeholder {text}."""
     template: str
 
     def extended(self, group: Group) -> Group:
@@ -83,8 +83,8 @@ def check_context(section: Teacher, prompt: Prompt) -> None:
         if name not in (SUCCESS, FEEDBACK, *known):
             columns = ", ".join(known)
             raise ConfigError(
-                f"config: teacher.context.{name}: the data has no column {name!r}; use one of "
-                f"the columns {columns}, or {SUCCESS!r} or {FEEDBACK!r}"
+                f"config: teacher.context contains {name!r}, but the data has no such column; use "
+                f"one of the columns {columns}, or {SUCCESS!r} or {FEEDBACK!r}"
             )
 
 

@@ -249,7 +249,7 @@ class PromptChoice:
         return found | {f"data/parts/{name}": share for name, share in self.shares().items()}
 
     def save(self, folder: Path) -> None:
-        """Write the statistics into a checkpoint; without a curriculum, write no file."""
+        """Write the prompts' statistics into a checkpoint; without a curriculum, write no file."""
         if self.settings.active:
             rows = {name: asdict(record) for name, record in self.records.items()}
             parts = {name: asdict(part) for name, part in self.parts.items()}
@@ -257,7 +257,7 @@ class PromptChoice:
             (folder / FILE).write_text(text, encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Read the statistics from a checkpoint."""
+        """Read the prompts' statistics from a checkpoint."""
         if not self.settings.active:
             return
         try:

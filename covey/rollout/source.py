@@ -247,7 +247,8 @@ def _checked(rollouts: StepRollouts) -> StepRollouts:
         return rollouts
     if not selected.uniform and not selected.stale:
         raise RewardError(
-            f"step {step}: no group has two scored completions, so there is no group to train on"
+            f"step {step}: no group has two scored completions, so there is no group to train on; "
+            "check the errors of the reward function"
         )
     note = (
         f"step {step}: no group to train on after {rollouts.rounds} sampling rounds: "

@@ -64,7 +64,7 @@ class Components:
     """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """Scores the completions of evaluations. This is the same object as `scorer`, unless
+    """Scores the completions of evaluations. `eval_scorer` is the same object as `scorer`, unless
     evaluate.reward is set or a comparison evaluates all its runs with one reward.
     """
     baselines: Baselines | None = None

@@ -110,9 +110,9 @@ def restore(policy: Policy, others: Sequence[Saved], start: Start, fresh: State)
 
 
 def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
-    """Restore the models and the progress of a run, and set aside the records of later steps.
+    """Restore a run's models and progress, and set aside the records of steps after the checkpoint.
 
-    The resumed run computes the later steps again.
+    The resumed run computes the steps after the checkpoint again.
     """
     parts = trainer.parts
     try:

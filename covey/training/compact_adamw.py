@@ -11,8 +11,9 @@ weight. Float32 parameters, such as the shards of a sharded model, stay in float
 moments are stored in bfloat16.
 
 The random bits for rounding depend only on the seed, the storage index, the optimizer step and the
-element index. A resumed run therefore rounds in the same way. The element index counts within the
-full (unsharded) parameter, so the number of ranks does not change the rounding.
+element index. A resumed run therefore rounds in the same way as an uninterrupted run. The element
+index counts within the full (unsharded) parameter, so the number of ranks does not change the
+rounding.
 """
 
 from __future__ import annotations

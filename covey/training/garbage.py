@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _frozen = False
-"""Whether a `freeze_garbage_collector` context is active. Reading this variable saves a call of
+"""Whether a `freeze_garbage_collector` context is active. Reading `_frozen` saves a call of
 `gc.get_freeze_count()`, which takes 0.1 seconds.
 """
 

@@ -1,7 +1,7 @@
 """Limits the length of prompts: refuses, leaves out or truncates prompts that are too long.
 
 The lengths are checked before a run begins. A task that generates its prompts on demand may have
-millions of prompts. In this case, only the prompts of the first steps are checked, unless
+millions of prompts. Only the prompts of the first steps of such a task are checked, unless
 rollout.long_prompts = 'skip'.
 """
 
@@ -38,7 +38,7 @@ def longest_prompt(config: Config, context: int) -> int:
 
 
 def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
-    """Return a model that cuts off the start of long prompts if rollout.long_prompts says so."""
+    """Return a model that truncates long prompts if rollout.long_prompts = 'truncate'."""
     if config.rollout.long_prompts != "truncate":
         return model
     if config.environment.name != NONE:

@@ -1,8 +1,8 @@
 """Checks the names and options of a configuration, and builds objects that need no model.
 
-These objects are the task, the reward, the objective, the sampling settings and the prompt
-template. This module imports torch only to build an objective or a sampling distribution, so a
-misspelled name is reported within a second.
+The objects are the task, the reward, the objective, the sampling settings and the prompt template.
+This module imports torch only to build an objective or a sampling distribution, so a misspelled
+name is reported within a second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CORRECTION = "token_truncate"
 """Default of objective.correction if rollouts are sampled with older weights or float8 weights.
-The default is truncated importance sampling. If old_logp is recomputed, this is decoupled PPO."""
+The default is truncated importance sampling, which is decoupled PPO if old_logp is recomputed."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -215,8 +215,8 @@ def old_logp_from_sampler(config: Config, objective: Objective, *, exact_logp: b
     """Return whether the engine's log-probs serve as old_logp.
 
     If rollouts may be stale and the objective has no importance correction, the engine's log-probs
-    serve as old_logp, so that the ratio corrects for staleness. `exact_logp` is the field of
-    EngineInfo.
+    serve as old_logp, so that the ratio corrects for staleness. `exact_logp` is the field
+    `EngineInfo.exact_logp` of the engine.
     """
     exact = exact_logp and not truncates_unseen(config)
     if config.stale:

@@ -1,6 +1,6 @@
 """The progress of a run: the learning rate of each optimizer step, and the end of the run.
 
-The learning rate is a pure function of a run's progress. For optimizer step v, the learning rate is
+The learning rate is a pure function of a run's progress. The learning rate of optimizer step v is:
 
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine

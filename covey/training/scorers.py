@@ -24,7 +24,7 @@ and otherwise on at most FEW_PROBED."""
 
 
 class Scorers(TypedDict):
-    """The scorers of a run and the scores of simple baselines, as fields of its components."""
+    """The scorers of a run and the scores of simple baselines, as fields of `Components`."""
 
     scorer: Scorer
     eval_scorer: Scorer

@@ -161,7 +161,7 @@ class Supervised(Trainer):
 
 
 def step_examples(parts: SftParts, step: int) -> tuple[list[Rollout], list[int]]:
-    """Return the SFT examples of a step, and the token counts of solutions left out.
+    """Return the SFT examples of a step, and the token counts of the solutions left out.
 
     Solutions that are too long are left out, so a step may have no examples.
     """

@@ -69,7 +69,7 @@ def write_solution(prompt: Prompt, template: str) -> str:
 
 
 def solutions_of(config: Config, task: Task) -> Solutions:
-    """Return the solutions of sft.file if it is set, otherwise those of the task."""
+    """Return the solutions in sft.file if sft.file is set, and otherwise the task's solutions."""
     settings = config.sft
     if settings.file:
         reader = RowReader(target="completion", name="sft")

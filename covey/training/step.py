@@ -4,8 +4,8 @@
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
 The row filter (filter.skip_zero_gradient) leaves out batch rows with advantage 0. If the row filter
-is on and the objective allows it, Covey computes advantages before old_logp. Rows that are left out
-then need no old_logp.
+is on and the objective allows it, Covey computes advantages before old_logp. Rows that the filter
+leaves out then need no old_logp.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class StepSettings:
     """Whether old_logp comes from the training pass, without a separate forward pass. Taking
     old_logp from the training pass requires a single optimizer step per training step."""
     learning_rate: Callable[[int, Used], float]
-    """A function that returns the learning rate, usually a `Schedule`. Its arguments are the number
-    of optimizer steps so far, and the run's progress at the start of the training step."""
+    """A function that returns the learning rate, usually a `Schedule`. The function's arguments are
+    the number of optimizer steps so far, and the run's progress at the start of the training step.
+    """
     seed: int = 0
     skip_zero_gradient: bool = False
     """Whether forward passes skip rows with advantage 0 when the objective allows it."""
@@ -231,7 +232,7 @@ def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Ba
     """Compute the log-probs and entropies of a batch.
 
     If the advantages are known already, rows that the row filter leaves out skip the forward pass.
-    These rows get `sampler_logp` as log-probs, and 0 as entropy.
+    The skipped rows get `sampler_logp` as log-probs, and 0 as entropy.
     """
     tokens, world = learner.settings.micro_batch_tokens, learner.world
     if batch.advantage is None or not learner.skips_rows:

@@ -66,7 +66,7 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Sum complete buckets over ranks during the next backward pass, the last of the step."""
+        """Let the next backward pass sum buckets over ranks as soon as they are complete."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True

@@ -51,7 +51,7 @@ class Loss:
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
-        """Return the error to raise; its message is empty if another rank is the reporter."""
+        """Return the error to raise; its message is empty if another rank prints the error."""
         if not reporter:
             error: CoveyError = Reported("")
         elif self.text:
