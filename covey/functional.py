@@ -5,14 +5,14 @@
     )
     out.loss.backward()
 
-In shapes, B is the number of completions and T the padded number of tokens per completion. The
-completions of a group need not be in adjacent rows. Values outside the mask, including NaN, have no
-effect. Log-probabilities may have any float type, but the loss is computed in float32 or higher
-precision, and rewards are converted to float64.
+In tensor shapes, B is the number of completions, and T is the padded number of tokens per
+completion. The completions of a group need not be in adjacent rows. Values outside the mask,
+including NaN, have no effect. Log-probabilities may have any float type; the loss is computed in
+float32 or higher precision. Rewards are converted to float64.
 
-The given rows must be the complete batch of an optimizer step. To accumulate gradients over
-micro-batches or ranks, use `covey.objective` instead: compute advantages and token weights for the
-complete batch, and add up the losses of the micro-batches.
+Call `loss` with the complete batch of an optimizer step. To accumulate gradients over micro-batches
+or ranks, use `covey.objective` instead of `covey.functional`. With `covey.objective`, compute
+advantages and token weights for the complete batch, and add up the losses of the micro-batches.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "values": ("values", "its advantages use the values of a critic"),
     }
 )
-"""For each tensor that an objective may need: the argument's name, and the reason."""
+"""Maps what an objective may need to the name of the argument of `loss`, and to the reason."""
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")
@@ -224,7 +224,7 @@ def _batch(
     group: torch.Tensor,
     **optional: torch.Tensor | None,
 ) -> Batch:
-    """Check the shapes of the tensors, and return a Batch whose prompts are empty."""
+    """Check the shapes of the tensors, and return a Batch with empty prompts."""
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     for need, (name, why) in ARGUMENTS.items():
         if need in objective.needs and optional[name] is None:
@@ -286,7 +286,9 @@ def _check_groups(objective: Objective, group: torch.Tensor) -> None:
     k = option(objective.advantage, "k")
     if k is not None and (sizes < k).any():
         least = int(sizes.min())
-        raise ConfigError(f"k = {k} is more than the {least} completions of the smallest group")
+        raise ConfigError(
+            f"k = {k} must be at most {least}, the number of completions in the smallest group"
+        )
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

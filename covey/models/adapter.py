@@ -1,12 +1,12 @@
 """LoRA adapters: low-rank weights that are trained on top of a frozen model.
 
 An adapted linear layer computes `W x + (alpha / rank) B A x`, where W is frozen and A and B are
-trained. B starts at zero, so a new adapter does not change the model's outputs. Peft replaces the
-linear layers of the model in place, so attention and packing work as before.
+trained. The matrix B starts at zero, so a new adapter does not change the model's outputs. Peft
+replaces the linear layers of the model in place, so attention and packing work as before.
 
-LoRA dropout acts on the input of an adapter, and only in forward passes with a gradient. Covey
-generates, evaluates and computes old_logp without dropout, so with dropout, the trained policy
-differs from the policy that sampled the completions.
+LoRA dropout is applied to the input of an adapter, and only in forward passes with a gradient.
+Covey generates, evaluates and computes old_logp without dropout. A policy that is trained with
+dropout therefore differs from the policy that sampled the completions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def add_adapter(
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
     The adapter also trains a full copy of each module that `also_train` names. `base` is the path
-    of the frozen base model; if it is empty, the adapter records the model's own `name_or_path`.
+    of the frozen base model. If `base` is empty, the adapter records the model's own
+    `name_or_path`.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -182,7 +183,7 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
 
 
 def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
-    """Return the full names of `also_train` modules; peft takes short names as suffixes."""
+    """Return the full names of `also_train` modules; peft would match short names as suffixes."""
     names: set[str] = set()
     for name in also_train:
         found = _modules(model, name, "also_train")
@@ -198,8 +199,8 @@ def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[st
 def _head(model: LanguageModel, on: bool) -> Any:
     """Return the output layer.
 
-    If the adapter has a trained copy of this layer, return the copy if `on` is true, and the
-    original layer otherwise.
+    If the adapter has a trained copy of the output layer, return the trained copy if `on` is true,
+    and otherwise the original layer.
     """
     layer = model.model.get_output_embeddings()
     if not hasattr(layer, "modules_to_save"):
@@ -268,7 +269,8 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
 def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
     """Change the LoRA weights inside a `with` block, and restore them afterwards.
 
-    A parity check needs this, because a new adapter has no effect: its LoRA matrix B is 0.
+    A parity check needs changed weights: in a new adapter, the LoRA matrix B is 0, so the adapter
+    has no effect.
     """
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]

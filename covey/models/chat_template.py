@@ -5,8 +5,8 @@
     plain    the messages' contents, joined by newlines
     a text   with {question}, and with {system} if the task has a system message
 
-The prefill is text with which every completion begins. The prefill is part of the prompt and never
-trained.
+The prefill is text with which every completion begins. The prefill is part of the prompt, and is
+never trained.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Renderer:
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """Whether Covey puts the system message at the beginning of the first user message, because the
-    chat template drops or refuses system messages."""
+    """True if the chat template drops or refuses system messages. Covey then puts the system
+    message at the beginning of the first user message."""
     turn_end: int | None = None
     """Id of the special token that ends the assistant's turn; None if there is none."""
 

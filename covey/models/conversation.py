@@ -2,9 +2,10 @@
 
 After a turn of the policy, the chat template renders the conversation, including the new messages.
 If the rendered text begins with the previous prompt and the sampled text, Covey tokenizes only the
-new text, and appends the new tokens to the earlier tokens. Some templates change earlier turns:
-they remove thinking, trim whitespace or change the end of a turn. The rendered conversation then
-becomes the prompt of a new segment, which is trained as a separate row.
+new text. Covey appends the new tokens to the earlier tokens. Some templates change earlier turns:
+they remove thinking, trim whitespace or change the end of a turn. If a template changes earlier
+turns, the rendered conversation becomes the prompt of a new segment. The trainer treats a new
+segment as a separate row.
 
 The text of a message never becomes a special token. If a message contains the text of a special
 token, such as `<|im_end|>`, Covey splits this text, so that it becomes ordinary tokens. In tool
@@ -25,8 +26,8 @@ from covey.models.chat_template import Renderer, probed
 from covey.types import Message
 
 CUT = "\ue0c7"
-"""Split mark: a private-use character at which Covey splits a text before tokenization. Covey
-removes split marks that a message already contains."""
+"""The split mark, a private-use character: Covey splits texts at this mark before tokenization.
+Covey removes split marks that a message already contains."""
 PROBE = "COVEYTOOL"
 
 
@@ -40,7 +41,8 @@ class Context(NamedTuple):
     added: int
     """Number of tokens after the last sampled token."""
     new_segment: bool
-    """Whether a new segment begins: at the first turn, or if earlier text has changed."""
+    """Whether the turn begins a new segment. A new segment begins at the first turn, and at any
+    turn for which the chat template has changed earlier text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class Conversations:
 
     renderer: Renderer
     instruction: str
-    """Tool instructions if the chat template does not support tools; {tools} is filled in."""
+    """Tool instructions for chat templates that do not support tools, with the field {tools}."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
         """Return the prompt of the first turn as a Context."""
@@ -141,7 +143,7 @@ class Conversations:
 
     @cached_property
     def _control(self) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
-        """Two patterns that match the text of any special token, and of any control token.
+        """The patterns that match the text of any special token, and of any control token.
 
         Added tokens for runs of spaces or line breaks are not control tokens.
         """

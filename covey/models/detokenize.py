@@ -35,7 +35,7 @@ def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of the first `size` tokens of the vocabulary; special tokens have none.
+    """Return the bytes of the first `size` tokens of the vocabulary; special tokens get b"".
 
     Return None if the tokenizer is not byte-level, or if the bytes do not reproduce the tokenizer's
     text.
@@ -63,7 +63,7 @@ def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
 
 
 def _says_the_same(pieces: Pieces, backend: Any) -> bool:
-    """Return whether table and tokenizer decode all tokens, in shuffled order, alike."""
+    """Return whether the table decodes all tokens, in shuffled order, as the tokenizer does."""
     order = list(range(len(pieces)))
     random.Random(0).shuffle(order)
     rows = [order[at : at + TRIED_TOGETHER] for at in range(0, len(order), TRIED_TOGETHER)]

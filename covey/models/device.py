@@ -84,9 +84,9 @@ def make_deterministic() -> None:
 def skip_determinism_check() -> Iterator[None]:
     """Allow operations that are deterministic although torch's determinism check refuses them.
 
-    Torch refuses, for example, a cumulative sum over each row, which adds in a fixed order. In
-    deterministic mode, torch also writes to indexed elements with kernels that a CUDA graph cannot
-    capture.
+    For example, torch refuses a cumulative sum over each row, although the sum adds in a fixed
+    order. In deterministic mode, torch also writes to indexed elements with kernels that a CUDA
+    graph cannot capture.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

@@ -88,7 +88,7 @@ def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
 
 
 def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
-    """Yield the name of every adapted weight, and the peft layer that contains A and B.
+    """Yield the name of every adapted weight, and the peft layer with its LoRA matrices A and B.
 
     Peft wraps a mixture-of-experts layer once for each adapted tensor, so the wrappers are nested.
     """
@@ -100,7 +100,7 @@ def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
 
 
 def _delta(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the LoRA update (alpha / rank) B A; a layer of experts has one per expert."""
+    """Return the LoRA update (alpha / rank) B A; a layer of experts has one update per expert."""
     down, up = (getattr(layer, part)[NAME].weight.to(dtype) for part in ("lora_A", "lora_B"))
     experts, turned = getattr(layer, "num_experts", 1), layer.fan_in_fan_out
     if experts > 1:

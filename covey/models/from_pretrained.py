@@ -17,8 +17,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> Any:
     """Load a model of the given class; the model files must contain every weight.
 
-    Raise ValueError if weights are missing, because transformers would initialize them at random
-    and only warn. `more` are further arguments of `from_pretrained`.
+    Raise ValueError if weights are missing: transformers would initialize missing weights at random
+    and only print a warning. `more` are further arguments of `from_pretrained`.
     """
     model, found = kind.from_pretrained(
         source,
@@ -51,8 +51,8 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 def keep_gradients(model: Any) -> None:
     """Turn off a CPU layout of 4-bit weights that does not support gradients.
 
-    In evaluation mode, bitsandbytes converts weights to this layout and never converts them back,
-    so training passes after an evaluation would silently have no gradients.
+    In evaluation mode, bitsandbytes converts 4-bit weights to the CPU layout, and never converts
+    them back. Training after an evaluation would therefore silently have no gradients.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

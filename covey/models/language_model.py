@@ -1,8 +1,8 @@
 """A language model: backbone and head of a Hugging Face causal model, and a tokenizer.
 
 The backbone returns hidden states; the head turns selected hidden states into logits. The engine
-and the trainer never compute all logits of a batch at once, because with a vocabulary of 150,000
-tokens, these logits would be by far the largest tensor.
+and the trainer never compute all logits of a batch at once. With a vocabulary of 150,000 tokens,
+the logits of a batch would be by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LanguageModel:
     adapter: Any = None
     """peft's configuration of the trained adapter; None if all weights are trained."""
     longest_prompt: int | None = None
-    """Maximum prompt length, to which longer prompts are cut at the front; None if there is no
+    """Maximum number of prompt tokens; a longer prompt is cut at its beginning. None means no
     maximum."""
     sharded: bool = False
     """Whether the parameters are sharded over ranks (training/parallel/shard.py)."""
@@ -71,7 +71,7 @@ class LanguageModel:
 
     @property
     def opening(self) -> str:
-        """The prefill if Covey scores and shows completions with it; otherwise empty."""
+        """The prefill, if Covey scores and shows completions with the prefill; otherwise ""."""
         return "" if self.renderer is None else self.renderer.template.opening
 
     def decode(self, tokens: Sequence[int]) -> str:

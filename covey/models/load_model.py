@@ -42,7 +42,7 @@ logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
 """Relative tolerance of parity checks that run in a 16-bit type. Rounding changes the hidden states
-of a few 16-bit layers by 1 %, but wrong attention changes them by more than this tolerance."""
+of a few 16-bit layers by 1 %, but wrong attention changes the hidden states by more than 5 %."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -146,7 +146,7 @@ def _context(config: Any) -> int:
     """Return the context length within which a row's results do not depend on other rows.
 
     `longrope` changes the RoPE angles of all rows as soon as one row exceeds the original training
-    length, while cached keys keep the old angles.
+    length, but cached keys keep the old angles.
     """
     most = int(getattr(config, "max_position_embeddings", None) or 2**31)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -159,8 +159,8 @@ def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
     With dropout, the trained policy would differ from the policy that sampled the completions, and
-    probability ratios would be noisy from the first optimizer step on. Training results would also
-    depend on the state of a random generator, which checkpoints do not contain.
+    probability ratios would be noisy from the first optimizer step on. With dropout, training
+    results would also depend on the state of a random generator, which checkpoints do not contain.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -175,7 +175,7 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     Architectures use different names for the logit scale and the soft cap, and some divide the
     logits by the scale instead of multiplying them. With a wrong scale or soft cap, training would
     silently use wrong probabilities. The function therefore tries several scales and soft caps, and
-    compares the resulting logits with the model's own.
+    compares the resulting logits with the model's own logits.
     """
     config = model.config
     scales = [1.0]
@@ -207,10 +207,11 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 def _register_attention(model: Any) -> tuple[bool, bool]:
     """Use Covey's attention in a model if the model's hidden states stay the same.
 
-    Return two flags: whether packed rows give the same hidden states as the model's own attention,
-    and whether packed rows with flash attention do so too. The parity check runs the model on three
-    rows of different lengths. The check is necessary because a model's configuration does not say
-    whether its attention is standard, or whether its other layers process each token separately.
+    Return two flags. The first flag says whether packed rows give the same hidden states as the
+    model's own attention. The second flag says whether packed rows do so with flash attention too.
+    The parity check runs the model on three rows of different lengths. The parity check is
+    necessary because a model's configuration does not say whether its attention is standard, or
+    whether its other layers process each token separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")
@@ -256,7 +257,7 @@ def _checked_backbone(model: Any) -> nn.Module:
 
 
 def _supports_fused(model: Any) -> bool:
-    """Return whether the fused forward pass matches the model's own; if so, fuse weights."""
+    """If the fused forward pass matches the model's forward pass, fuse weights and return True."""
     try:
         from covey.accel.fused_forward import fused_backbone, is_llama_like
     except ImportError:  # without Triton there are no kernels

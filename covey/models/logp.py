@@ -43,8 +43,8 @@ def batch_logp(
 ) -> LogProbs:
     """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The batch is packed if the model supports packing, and padded otherwise. The results of the two
-    layouts differ only by rounding.
+    The batch is packed if the model supports packing, and padded otherwise. The results of a packed
+    and a padded batch differ only by rounding.
     """
     if model.sharded:
         options = {"temperature": temperature, "logits_megabytes": logits_megabytes}
@@ -64,9 +64,9 @@ class Predicting(NamedTuple):
     hidden: torch.Tensor
     """[M, D]."""
     chosen: torch.Tensor
-    """[M] int64: ids of the trained tokens."""
+    """The ids of the trained tokens, int64 [M]."""
     cells: torch.Tensor
-    """[M] int64: indices of the trained tokens in a flattened [B, T] tensor."""
+    """The indices of the trained tokens in a flattened [B, T] tensor, int64 [M]."""
 
 
 def predicting_hidden(model: LanguageModel, batch: Batch) -> Predicting:

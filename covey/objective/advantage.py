@@ -9,9 +9,10 @@ rollout batch, with rollouts in any order and groups of any size. Means and stan
 over a group or over the whole batch. A NaN reward means that scoring failed: the rollout is left
 out of all means and standard deviations, and its advantage is 0.
 
-The functions in the second half take the batch and return the advantages of all tokens [B, T], as
-an `Objective` needs for its field `advantage`; their keyword arguments are options of the
-objective. `of_rewards` makes such a function from a function of rewards.
+The functions in the second half of this module take a batch and return the advantages of all tokens
+[B, T]. An `Objective` has such a function in its field `advantage`. The keyword arguments of the
+function are options of the objective. The decorator `of_rewards` turns a function of rewards and
+group ids into a function of a batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_groups(group: torch.Tensor, among: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield, for each group, the indices of its rollouts in the mask `among` [B]."""
+    """For each group, yield the indices of the rollouts that the mask `among` [B] selects."""
     for number in group.unique():
         yield ((group == number) & among).nonzero().squeeze(1)
 
@@ -209,8 +210,8 @@ def parts_standardized(
 
     GDPO, arXiv 2601.05242. A reward part is a separate score, such as correctness or format. Each
     part is first standardized within its group, and `part_weights` gives the weights of the sum.
-    `gate` is the index of the gating part: where it is below `gate_at`, the other parts of the
-    completion's reward count as 0.
+    `gate` is the index of the gating part. If the gating part is below `gate_at`, all other parts
+    of the completion's reward count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
@@ -254,9 +255,9 @@ def divided_by_mean(
 def mixed_standardized(
     rewards: torch.Tensor, group: torch.Tensor, *, ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """ScaleRL's advantage: (R_i - mean_g R) / (std + eps), with the std over mixed groups.
+    """ScaleRL's advantage (R_i - mean_g R) / (std + eps), where the std is over mixed groups.
 
-    A mixed group is a group whose rewards are not all equal; the std leaves out all other groups.
+    A mixed group is a group whose rewards are not all equal. The std leaves out all other groups.
     Advantages are multiplied by (number of groups / number of mixed groups), which turns the loss's
     mean over all groups into a mean over the mixed groups.
     """
@@ -287,11 +288,11 @@ def scaled_up(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def group_whitened(
     batch: Batch, *, weighting: Literal["sequence", "token"] = "sequence", eps: float = 1e-8
 ) -> torch.Tensor:
-    """The advantage C_i / (std C + eps), where C_i = R_i - mean_g R; std over the batch.
+    """The advantage C_i / (std C + eps) with C_i = R_i - mean_g R, and with the std over the batch.
 
     REINFORCE++-baseline, arXiv 2501.03262. With `weighting = "token"`, as in verl, the mean and the
-    std are over tokens, so long completions count more, and the mean of the advantages over
-    completions is not 0.
+    std are over tokens, so long completions count more. With `weighting = "token"`, the mean of the
+    advantages over completions is not 0.
     """
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
@@ -303,14 +304,14 @@ def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> 
     """Discounted returns U_t = sum_{u>=t} gamma^(u-t) r_u, whitened over all tokens. REINFORCE++.
 
     The token reward r_u is -beta times the KL estimate k1_u, plus the rollout's reward R_i at the
-    last trained token. The advantage does not depend on groups (arXiv 2501.03262).
+    last trained token. The advantage of REINFORCE++ (arXiv 2501.03262) does not depend on groups.
     """
     mask = scored_tokens(batch)
     return whitened(returns(token_rewards(batch), mask, gamma=gamma), mask, eps=eps)
 
 
 def token_rewards(batch: Batch) -> torch.Tensor:
-    """Return token rewards [B, T]: R_i at the last trained token, minus each token's KL."""
+    """Return token rewards [B, T]: the rollout's reward at its last trained token, minus the KL."""
     later = batch.mask.flip(1).cumsum(dim=1).flip(1)
     rewards = batch.rewards[:, None].expand_as(batch.mask).where(batch.mask & (later == 1), 0.0)
     return rewards if batch.token_penalty is None else rewards - batch.token_penalty.double()
@@ -427,7 +428,7 @@ def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.
 
     Each baseline gives an unbiased gradient, and with k = 1, `loo1` equals `centred`. If scoring
     failed for some completions of a group, k is lowered to the largest value that the baseline
-    allows for the others.
+    allows for the scored completions.
     """
     n = len(rewards)
     if baseline == "loo1" and k == 1:
@@ -446,7 +447,7 @@ def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.
 
 
 def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return rho_k, the mean of the maxima of all k-subsets; `values` [n] must ascend."""
+    """Return rho_k, the mean of the maxima of all k-subsets; `values` [n] must be ascending."""
     return (values * _coefficients(values, lambda i: comb(i - 1, k - 1))).sum() / comb(
         len(values), k
     )

@@ -69,7 +69,7 @@ def extended(
     if objective.pairs and "kl_in" in changes:
         raise ConfigError(
             "objective.kl_in = 'reward' does not work with preference pairs, because objectives "
-            "on pairs have no KL penalty"
+            "on pairs have no KL penalty; leave out objective.kl_in"
         )
     if correction != "none":
         bounds = {"low": correction_low, "high": correction_high}
@@ -77,9 +77,9 @@ def extended(
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
                 f"objective.correction_low = {correction_low} must be at most {agreement:g}, and "
-                f"objective.correction_high = {correction_high} at least {agreement:g}, because "
-                f"objective.correction = {correction!r} applies these bounds to a value that is "
-                f"{agreement:g} if engine and trainer agree"
+                f"objective.correction_high = {correction_high} must be at least {agreement:g}; "
+                f"the value that objective.correction = {correction!r} compares with these bounds "
+                f"is {agreement:g} if engine and trainer agree"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)
@@ -90,7 +90,7 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
 
     The callable's parameters are the algorithm's own options and the shared options. For the
     algorithm `composed`, `pieces` names the advantage, ratio, surrogate and weights functions to
-    combine, and the options of these functions are parameters too.
+    combine. The options of the combined functions are parameters of the callable too.
     """
     if name == COMPOSED:
         own = composer(pieces or {})
@@ -119,13 +119,13 @@ def build(name: str, **options: Any) -> Objective:
 
 
 def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
-    """Wrap a user's function, so that an exception in it becomes a one-line error message."""
+    """Wrap a user's function, so that an exception becomes a one-line error message."""
     parameters = dict(inspect.signature(function).parameters)
     for key, parameter in parameters.items():
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise ConfigError(
-                f"objective.name = {name!r}: options are passed by name, so the function cannot "
-                f"have the parameter '{parameter}'"
+                f"objective.name = {name!r}: the function cannot have the parameter "
+                f"'{parameter}', because Covey passes every option by name"
             )
         parameters[key] = parameter.replace(kind=parameter.KEYWORD_ONLY)
 

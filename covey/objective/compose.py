@@ -1,8 +1,8 @@
 """Builds an algorithm's function from component functions and the names of its options.
 
 An algorithm lists its component functions (advantage, ratio, surrogate, weights) and its options.
-The component function that has an option defines its meaning, type and default, but the algorithm
-may set another default.
+The component function with an option defines the option's meaning, type and default, but the
+algorithm may set another default.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         towards_teacher: TEACHER,
     }
 )
-"""The inputs that an advantage function reads; functions not listed read only "groups"."""
+"""Maps an advantage function to the inputs that it reads; other functions read only "groups"."""
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
@@ -107,7 +107,7 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
-    """Return an objective's functions by kind; the function `kl` sets the KL penalty."""
+    """Return the functions of an objective by kind; the function `kl` sets the KL penalty."""
     kinds = (*PIECES, "marks", "targets", "value_loss")
     functions = {k: f for k in kinds if (f := getattr(objective, k)) is not None}
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)

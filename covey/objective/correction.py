@@ -1,17 +1,17 @@
 """Corrections for an engine whose sampling probabilities differ from the trainer's probabilities.
 
-Each correction takes (log rho, mask), where log rho = old_logp - sampler_logp [B, T] is 0 outside
-the mask, and returns factors [B, T], by which the loss multiplies the surrogate of each token. The
-factors have no gradient and do not change the denominators of the loss, so dropped tokens make the
-optimizer step smaller. The default is no correction, because the native engine samples from the
-trainer's weights.
+Each correction takes log rho and a mask, where log rho = old_logp - sampler_logp [B, T] is 0
+outside the mask. A correction returns factors [B, T]; the loss multiplies the surrogate of each
+token by its factor. The factors have no gradient and do not change the denominators of the loss, so
+dropped tokens make the optimizer step smaller. The default is no correction, because the native
+engine samples from the trainer's weights.
 
 Importance weights of single tokens are biased for long completions. The product of token ratios
 over a completion is unbiased, but for a long completion, the product is often extremely large or
-small. Truncating the factor then shrinks the gradient of long completions, and masking drops most
-long completions. The geometric mean of token ratios has the same scale for short and long
-completions. The geometric mean is not an importance weight, but it is a good criterion for dropping
-completions.
+small. Truncating the product shrinks the gradient of long completions, and masking by the product
+drops most long completions. The geometric mean of token ratios has the same scale for short and
+long completions. The geometric mean is not an importance weight, but it is a good criterion for
+dropping completions.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""Maps names to corrections, which use token ratios, their product or geometric mean over a
-completion, or a divergence."""
+"""The corrections by name."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""The number that a correction compares with its bounds if engine and trainer agree: 1 for
-corrections that are not listed, because they compare a ratio."""
+"""Maps a correction to the value that it compares with its bounds if engine and trainer agree. For
+all other corrections, the value is a ratio of 1."""

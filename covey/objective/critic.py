@@ -2,10 +2,11 @@
 
     delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      U_t = A_t + V_t
 
-The token reward r_t is the rollout's reward at the last trained token, and 0 at other tokens, minus
-the token's KL penalty if the penalty is part of the reward. The value V after the last trained
-token is 0, even if the completion was truncated, and tokens outside the mask are skipped. Shapes: B
-is the number of rollouts, one row each; T is the number of tokens; the mask is bool [B, T].
+The token reward r_t is the rollout's reward at the last trained token, and 0 at other tokens. If
+the KL penalty is part of the reward, each token's KL penalty is subtracted from r_t. The value V
+after the last trained token is 0, even if the completion was truncated. Tokens outside the mask are
+skipped. Shapes: B is the number of rollouts, with one row per rollout. T is the number of tokens.
+The mask is bool [B, T].
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def clipped_value_loss(
     *,
     value_clip: float = 0.2,
 ) -> ValueLoss:
-    """Return half the squared error of each token's value, or of the clipped value if larger."""
+    """Return half the larger squared error of each token's value and of its clipped value."""
     plain = (values - targets).square()
     if not value_clip:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))

@@ -120,7 +120,7 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "marks": "extra forward",
     }
 )
-"""Maps the inputs that descriptions show to their labels; other inputs are not shown."""
+"""Maps an input of an objective to its label in descriptions; descriptions omit other inputs."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")

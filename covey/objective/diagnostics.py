@@ -1,4 +1,4 @@
-"""Diagnostics of a training step: means over tokens, whatever the micro-batch sizes.
+"""Diagnostics of a training step: means over tokens that do not depend on micro-batch sizes.
 
 Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
 means. If the objective has one ratio per completion, the ratio and clip metrics count each row of
@@ -56,7 +56,7 @@ class Meter:
     """Collects the sum, count, smallest and largest value of each measurement, by name.
 
     Values that are observed together are summed in one operation, because many small sums would
-    cost more time than the objective itself. The results stay on the device until `measured` copies
+    cost more time than the objective itself. The sums stay on the device until `measured` copies
     all of them.
     """
 
@@ -70,7 +70,7 @@ class Meter:
         self._added.setdefault(name, []).append((value, count))
 
     def means(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
-        """For each tensor, add every element inside the mask as one observation."""
+        """Add every element of each tensor inside the mask as one observation."""
         stacked = torch.stack([v.double() for v in values.values()])
         sums = stacked.where(mask, 0.0).flatten(1).sum(dim=1)
         count = mask.sum(dtype=torch.float64)
@@ -85,7 +85,7 @@ class Meter:
     def measured(self) -> Measured:
         """Copy all observations from the device at once, and reduce them per measurement.
 
-        The CPU does the reduction, because it adds a few numbers faster than a device launches a
+        The reduction runs on the CPU, because a CPU adds a few numbers faster than a GPU launches a
         kernel.
         """
         groups = (*self._sums.values(), *self._ranges.values())
@@ -94,7 +94,7 @@ class Meter:
         at_host = iter(torch.cat(flat).cpu().split(sizes) if flat else ())
 
         def stacked(pairs: Sequence[object]) -> list[torch.Tensor]:
-            """Return the first tensors of all pairs, and the second tensors, from the host."""
+            """Stack the pairs' first tensors, and their second tensors, as copied to the host."""
             copies = [(next(at_host), next(at_host)) for _ in pairs]
             return [torch.stack(side) for side in zip(*copies, strict=True)]
 
@@ -169,7 +169,7 @@ def _observe_ratio(
 
 
 def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """If there is a reference, record each rollout's KL to it, summed over tokens."""
+    """If there is a reference, record each rollout's KL to the reference, summed over tokens."""
     if batch.ref_logp is None:
         return
     rollouts = joined(batch)
@@ -212,7 +212,7 @@ def observe_values(meter: Meter, batch: Batch, output: CriticLoss) -> None:
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Record the difference between the log-probs of engine and trainer, before any step."""
+    """Record how log-probs of engine and trainer differ before the first optimizer step."""
     mask = batch.mask
     gap = difference(logp.detach(), batch.sampler_logp, mask).double()
     log_rho = bounded(gap)

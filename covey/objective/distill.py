@@ -18,7 +18,7 @@ from covey.types import Batch
 
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
 LEAST_LOGP = -20.0
-"""Teacher log-probabilities below this number are replaced by it."""
+"""Lower limit of teacher log-probabilities; smaller ones are set to the limit."""
 
 
 def towards_teacher(

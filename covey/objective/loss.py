@@ -1,11 +1,11 @@
-"""The type `Objective`, which consists of an algorithm's functions, and its policy loss.
+"""The type `Objective`, which consists of an algorithm's functions, and the policy loss.
 
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
-computed over the batch of a training step, and token weights, corrections and the objective's
-`marks` over an optimizer step. Once advantages, weights, corrections and marks are known, the loss
+computed over the batch of a training step. Token weights, corrections and the objective's `marks`
+are computed over an optimizer step. With advantages, weights, corrections and marks given, the loss
 of a micro-batch is a plain sum over its tokens.
 """
 
@@ -55,7 +55,7 @@ class ValueLoss(NamedTuple):
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """Mask (bool) of the values outside the clip range, whose gradient is 0."""
+    """Mask of the values outside the clip range, whose gradient is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,9 @@ class Objective:
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer step,
-    given the step's batch with advantages and its logp [B, T]; None if the objective needs no such
-    function."""
+    """Function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer step. Its
+    arguments are the step's batch with advantages, and the logp [B, T] of the batch. None if the
+    objective needs no such function."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """Function that returns the critic's targets [B, T], with the same arguments as `advantage`;
     None without a critic."""
@@ -96,20 +96,22 @@ class Objective:
     """Number of rollouts over which an adaptive beta moves the KL to the target KL."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """Only this fraction of tokens, chosen by highest entropy, gets a policy gradient."""
+    """The fraction of tokens that get a policy gradient: the tokens with the highest entropy."""
     off_policy_limit: float = 0.0
-    """Limit on how far the mean log-probability of a completion may fall after sampling.
-    Completions with a negative advantage that exceed this limit are dropped; 0 keeps all of them.
+    """Limit on how far the mean log-probability of a completion may fall after sampling. A
+    completion with a negative advantage is dropped if it exceeds the limit; 0 keeps all
+    completions.
     """
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of any token is below this number times
     the engine's probability; 0 keeps all completions."""
     correction_mean_one: bool = False
     parts: tuple[str, ...] = ()
-    """Names of the parts of the reward that `advantage` reads, in this order; if empty, all parts
-    in alphabetical order."""
+    """Names of the reward parts that `advantage` reads, in order. If `parts` is empty, `advantage`
+    reads all reward parts in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
-    """Inputs that `advantage` reads; `needs` also lists inputs of other functions and options."""
+    """The inputs that `advantage` reads. The property `needs` also lists inputs of other functions
+    and options."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -181,8 +183,9 @@ class PolicyLoss(NamedTuple):
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
     """Return a training step's batch with advantages, computed over all its rollouts.
 
-    If the objective has a critic, the returned batch also contains the critic's targets, and its
-    mask leaves out rollouts that could not be scored, because the critic cannot learn from them.
+    If the objective has a critic, the returned batch also contains the critic's targets. The mask
+    of the returned batch then leaves out rollouts that could not be scored, because a critic cannot
+    learn from rollouts without a reward.
     """
     if objective.targets is not None:
         batch = replace(batch, mask=scored_tokens(batch))
@@ -231,7 +234,7 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
 
 
 def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None) -> Batch:
-    """Return an optimizer step's batch with token weights, and with corrections if used.
+    """Return an optimizer step's batch with token weights and the objective's corrections.
 
     Pass `totals` if the optimizer step contains more rows than `batch`. Without old_logp in the
     batch, `policy_loss` computes the corrections later.
@@ -348,7 +351,7 @@ def _gain(
 
 
 def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
-    """Return a mask [B, T] of the tokens that `off_policy_limit` keeps; None if it is 0.
+    """Return a mask [B, T] of the tokens that `off_policy_limit` keeps; None if the limit is 0.
 
     DeepSeek-V3.2, equation 9.
     """
@@ -370,8 +373,8 @@ def value_loss(
 ) -> CriticLoss:
     """Return the contribution of a batch's rows to the critic's loss on an optimizer step.
 
-    The critic's loss is a mean over all tokens of the optimizer step, so pass the step's `totals`
-    if it contains more rows than `batch`.
+    The critic's loss is a mean over all tokens of the optimizer step, so pass `totals` if the
+    optimizer step contains more rows than `batch`.
     """
     assert objective.value_loss is not None, "the objective has no critic"
     assert batch.values is not None, "the critic's values come before the optimizer steps"

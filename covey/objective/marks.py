@@ -6,9 +6,9 @@ tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
 M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
-data, so their ratio r is relative to the policy that generated the data, and uses sampler_logp
-instead of old_logp. All functions of this module need the log-probabilities of the whole step at
-once, which takes one more forward pass.
+data, so their ratio r is relative to the policy that generated the data. The ratio r therefore uses
+sampler_logp instead of old_logp. All functions of this module need the log-probabilities of the
+whole step at once, which takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
 
 
 def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.Tensor:
-    """Select the `count` largest values, and at least one."""
+    """Return a mask of the `count` largest values, and of at least one value."""
     flat = values.masked_fill(~among, -torch.inf).flatten()
     picked = flat.topk(min(max(1, int(count)), int(among.sum()))).indices
     return torch.zeros_like(among).flatten().index_fill(0, picked, True).view_as(among)
@@ -70,7 +70,7 @@ def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
     The number is a hash of the engine's log-probabilities of all tokens up to this token, and of
-    the whole completion, so tokens in a common prefix get different numbers in different
+    the whole completion. Tokens in a common prefix therefore get different numbers in different
     completions. The numbers do not depend on row order, micro-batches or ranks, and are the same in
     a resumed run.
     """
@@ -89,8 +89,8 @@ def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04)
     """Select tokens to drop until the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
     The mean is over the remaining tokens whose ratio r the optimizer step would move further from
-    1: those with A > 0 and r > 1, or A < 0 and r < 1. The tokens with the largest (log r)^2 are
-    dropped first. Among tokens with equal (log r)^2, earlier tokens are dropped first.
+    1: tokens with A > 0 and r > 1, or with A < 0 and r < 1. The tokens with the largest (log r)^2
+    are dropped first. Among tokens with equal (log r)^2, earlier tokens are dropped first.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -116,7 +116,7 @@ def balanced_bounds(
     high_step: float = 0.05,
     measure: Literal["gradient", "value"] = "gradient",
 ) -> torch.Tensor:
-    """Return the clip bound of each token's ratio: the upper bound if A > 0, else the lower.
+    """Return the clip bound of each token's ratio: an upper bound if A > 0, else a lower bound.
 
     Algorithm 1 of BAPO (arXiv 2510.18927) raises the upper clip bound to its maximum first, and
     then the lower clip bound. The search stops when tokens with A > 0 make up at least the fraction
@@ -151,9 +151,9 @@ def positive_value_share(
 ) -> float:
     """Return the fraction of sum |min(r A, clip(r) A)| that comes from tokens with A > 0.
 
-    This is equation 8 of the BAPO paper, in which the clip bound replaces the ratio of a clipped
-    token. Raising the lower clip bound therefore increases the contribution of tokens with A < 0,
-    and decreases the fraction.
+    The formula is equation 8 of the BAPO paper, in which the clip bound replaces the ratio of a
+    clipped token. Raising the lower clip bound therefore increases the contribution of tokens with
+    A < 0, and decreases the fraction.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

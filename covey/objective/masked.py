@@ -1,6 +1,6 @@
 """Sums and means of [B, T] tensors over trained tokens, which a bool mask [B, T] selects.
 
-The module also joins the rows of a rollout, so that such a sum covers the whole rollout.
+The module also joins the rows of a rollout, so that a sum covers the whole rollout.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return, at each trained token, the mean of the values over its completion, [B, T].
 
     Tokens that are not trained get 0. The backward pass also averages the gradient over the
-    completion, which leaves it exactly unchanged if it is the same for all tokens, as with one
-    advantage per completion. Sequence ratios and token ratios therefore give bit-identical
-    gradients wherever these gradients are mathematically equal.
+    completion. If all tokens of a completion have the same gradient, averaging leaves the gradient
+    exactly unchanged. Sequence ratios and token ratios therefore give bit-identical gradients if
+    the gradients are mathematically equal.
     """
     mean: torch.Tensor = _sequence_mean().apply(values, mask)
     return mean
@@ -109,11 +109,11 @@ class Joined(NamedTuple):
 
     batch: Batch
     row: torch.Tensor | None = None
-    """[B, T] int64: the row of each token in the joined batch; None if no rows were joined."""
+    """The row of each token in the joined batch, int64 [B, T]; None if no rows were joined."""
     column: torch.Tensor | None = None
-    """[B, T] int64: the column of each token in the joined batch."""
+    """The column of each token in the joined batch, int64 [B, T]."""
     cells: torch.Tensor | None = None
-    """[B, T] bool: mask of the tokens that are not padding."""
+    """Mask of the tokens that are not padding, bool [B, T]."""
 
     def split(self, values: Values) -> Values:
         """Split values [R, W] of joined rows into the original rows [B, T]; padding gets 0."""

@@ -196,7 +196,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an option is out of bounds or if two options are contradictory."""
+    """Raise ConfigError if an option is out of bounds or if two options contradict each other."""
     numbers = {k: v for k, v in options.items() if k in OPTIONS and _is_number(v, Real)}
     for key, value in numbers.items():
         option = OPTIONS[key]

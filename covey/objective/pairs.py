@@ -10,8 +10,8 @@ pair's loss l(D), and the gradient of l(D) with respect to the row's own log-rat
 
     loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
 
-The contributions of all rows add up to the loss and the gradient of all pairs, however the step is
-split into micro-batches and over ranks.
+The contributions of all rows add up to the loss and the gradient of all pairs, for any split of the
+optimizer step into micro-batches and over ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from covey.types import Batch
 def best_against_worst(batch: Batch) -> torch.Tensor:
     """Return the advantage c for the best completion of a group, -c for the worst, else 0.
 
-    Among completions with equal rewards, the shortest is taken; among equally short completions,
-    the first. A group whose rewards are all equal has no pair. The value c is the number of groups
-    divided by the number of pairs, so that a mean over all groups becomes a mean over the groups
-    that have a pair.
+    Among completions with equal rewards, the function takes the shortest. Among equally short
+    completions, the function takes the first. A group whose rewards are all equal has no pair. The
+    value c is the number of groups divided by the number of pairs, so that a mean over all groups
+    becomes a mean over the groups that have a pair.
     """
     rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
     able = ~rewards.isnan() & (lengths > 0)
@@ -55,7 +55,7 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
 
 def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch.Tensor:
-    """Return the margin D of each row's pair, [B, T]; NaN if `batch` has no such pair."""
+    """Return the margin D of each row's pair, [B, T]; NaN for rows without a pair in `batch`."""
     assert batch.advantage is not None
     assert batch.ref_logp is not None, "a pair is compared with the reference"
     gain = log_ratio(logp, batch.ref_logp, batch.mask, average=average).double().squeeze(1)

@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
 Each estimator takes (d, log r, mask), where d = logp - ref_logp and log r = logp - old_logp are
-tensors [B, T], clamped to +-20. An estimator with a good value may have the gradient of a different
+tensors [B, T], clamped to +-20. An accurate estimate of the KL may have the gradient of a different
 divergence:
 
 | name       | value            | gradient    | expected gradient, on policy             |
@@ -52,7 +52,7 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The estimator k3 for whole completions: d is first summed over a completion's tokens.
 
-    This is the formula that the DeepSeek-R1 paper prints (arXiv 2501.12948).
+    The DeepSeek-R1 paper prints this formula of k3 (arXiv 2501.12948).
     """
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 

@@ -30,8 +30,9 @@ def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean log-ratio of the completion, but with the gradient of the token's own logp.
 
-    This is GSPO-token, from the GSPO paper. The gradient equals that of `sequence` if all tokens of
-    a completion have the same advantage, but each token may have its own.
+    The GSPO paper calls this ratio GSPO-token. The gradient equals the gradient of `sequence` if
+    all tokens of a completion have the same advantage. With `sequence_token`, tokens of a
+    completion may have different advantages.
     """
     return sequence(x.detach(), mask) + (x - x.detach())
 
@@ -54,7 +55,7 @@ def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A log-ratio of 0 with the gradient of logp: REINFORCE treats data as on-policy."""
+    """A log-ratio of 0 with the gradient of logp; REINFORCE treats all data as on-policy."""
     return x - x.detach()
 
 

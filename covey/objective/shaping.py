@@ -4,10 +4,10 @@ This module contains the entropy-shaped advantages of GTPO and GRPO-S (arXiv 250
 the advantage of a different algorithm that is called GTPO too (arXiv 2508.03772). The entropy H is
 the entropy of the policy that collected the batch.
 
-In the formulas, O+ are the correct completions and O- are the wrong completions. A group whose
-completions are all correct or all wrong has advantage 0 and is left out of all statistics, because
-otherwise entropies alone would decide its advantages. In the experiments of arXiv 2508.04349,
-dynamic sampling drops such groups.
+In the formulas, O+ are the correct completions and O- are the wrong completions. If all completions
+of a group are correct, or all are wrong, their advantages are 0. Means and standard deviations
+leave out these completions, because their advantages would depend on entropies alone. In the
+experiments of arXiv 2508.04349, dynamic sampling drops groups that are all correct or all wrong.
 """
 
 from __future__ import annotations
@@ -119,10 +119,11 @@ def without_conflicts(
     """GTPO of arXiv 2508.03772: bad completions get no gradient for tokens shared with good ones.
 
     The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, where mean_g R is the
-    group's mean reward and H_i is the completion's mean entropy, or 0 if H_i exceeds max_entropy.
-    The advantage is divided by the completion's number of conflict tokens, which are in a prefix or
-    suffix that a good and a bad completion of the group have in common. The advantage of a conflict
-    token is also multiplied by `bonus` in good completions and by 0 in bad completions.
+    group's mean reward and H_i is the completion's mean entropy. If H_i exceeds max_entropy, A_i is
+    0. A completion with R_i > mean_g R is good, and a completion with R_i < mean_g R is bad. A
+    conflict token is a token of a prefix or suffix that a good and a bad completion of the group
+    have in common. A_i is divided by the completion's number of conflict tokens. The advantage of a
+    conflict token is also multiplied by `bonus` in good completions and by 0 in bad completions.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)

@@ -39,14 +39,11 @@ class Gain(NamedTuple):
 
     value: torch.Tensor
     clipped_low: torch.Tensor
-    """Mask (bool) of the tokens whose ratio is below its lower bound, so the gradient is 0 or
-    reduced."""
+    """Mask of the tokens with a ratio below the lower bound, where the gradient is 0 or reduced."""
     clipped_high: torch.Tensor
-    """Mask (bool) of the tokens whose ratio is above its upper bound, so the gradient is 0 or
-    reduced."""
+    """Mask of the tokens with a ratio above the upper bound, where the gradient is 0 or reduced."""
     clipped_dual: torch.Tensor | None = None
-    """Mask (bool) of the tokens with A < 0 whose ratio is above the bound `dual`; None if `dual` is
-    0."""
+    """Mask of the tokens with A < 0 and a ratio above the bound `dual`; None if `dual` is 0."""
 
 
 def clipped(
@@ -54,10 +51,10 @@ def clipped(
 ) -> Gain:
     """The PPO surrogate min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), arXiv 1707.06347.
 
-    The gradient is r A for an unclipped token and 0 for a clipped token. A token is clipped if
-    A > 0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low, but not if its ratio has moved
-    the other way. With `dual` (arXiv 1912.09729), a token with A < 0 is also clipped if r > dual,
-    so the surrogate is at least dual A.
+    The gradient is r A for an unclipped token and 0 for a clipped token. A token is clipped if A >
+    0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low. A token with A > 0 and r < 1 is never
+    clipped. With `dual` (arXiv 1912.09729), a token with A < 0 is also clipped if r > dual, so the
+    surrogate is at least dual A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -90,8 +87,8 @@ def log_likelihood(tokens: Tokens) -> Gain:
 def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: float = 0.0) -> Gain:
     """The surrogate w A logp, where the weight w is r clipped to [min_weight, max_weight].
 
-    CISPO, arXiv 2506.13585. The weight w is a constant that is clipped but never masked, so every
-    token keeps its gradient.
+    CISPO, arXiv 2506.13585. The weight w is clipped but never set to 0, so every token keeps its
+    gradient. No gradient flows through w.
     """
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(min_weight, max_weight)
@@ -121,8 +118,8 @@ def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float
 def soft_gate(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Gain:
     """The surrogate f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
 
-    SAPO, arXiv 2511.20347. The slope of f is 1 at r = 1 and falls off smoothly on both sides,
-    faster where A <= 0.
+    SAPO, arXiv 2511.20347. The slope of f is 1 at r = 1 and falls off smoothly on both sides. The
+    slope falls faster for tokens with A <= 0.
     """
     tau = _either(tokens.advantage > 0, tau_pos, tau_neg, tokens)
     gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau
@@ -137,11 +134,11 @@ def gamma_weight(
     power_neg: float = 3.0,
     rate_neg: float = 2.0,
 ) -> Gain:
-    """The surrogate phi(r) A logp, where phi(r) = r^power exp(rate (1 - r)) is a constant.
+    """The surrogate phi(r) A logp with the weight phi(r) = r^power exp(rate (1 - r)).
 
-    VESPO, arXiv 2602.10693. The weight phi is 1 for a ratio of 1, and goes to 0 for ratios near 0
-    and far above 1. The ratio r of a whole completion may be tiny, so it is clamped to at least
-    1e-8.
+    VESPO, arXiv 2602.10693. No gradient flows through the weight phi, which is 1 for a ratio of 1,
+    and goes to 0 for ratios near 0 and far above 1. The ratio r of a whole completion may be tiny,
+    so it is clamped to at least 1e-8.
     """
     good = tokens.advantage >= 0
     power = _either(good, power_pos, power_neg, tokens)

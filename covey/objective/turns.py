@@ -31,7 +31,7 @@ class TurnTable(NamedTuple):
     """Boolean mask: True for a turn of the rollout, False for padding."""
     state: torch.Tensor
     number: torch.Tensor
-    """[B, T]: the index of the turn that a token belongs to."""
+    """The index of the turn that a token belongs to, [B, T]."""
 
     def tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Copy the value [B, K] of each turn to its trained tokens [B, T]; other tokens get 0."""
@@ -59,7 +59,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
-    """Copy token values [B, T] to turns [B, count]; drop tokens whose turn index is `count`."""
+    """Return turn values [B, count] from token values [B, T]; `place` has turn indices."""
     table = values.new_zeros(len(values), count + 1)
     return table.scatter_(1, place, values)[:, :count]
 
@@ -82,9 +82,9 @@ def by_turn(
 ) -> torch.Tensor:
     """The return of each turn, standardized over the turns of its group.
 
-    With `compare = "turn"`, turns are compared only with turns of the same index, although these
-    are in different states once rollouts diverge. The algorithm `gigpo` compares only turns in
-    equal states.
+    With `compare = "turn"`, a turn is compared only with turns of the same index, although the
+    states of these turns differ after the rollouts diverge. The algorithm `gigpo` compares only
+    turns in equal states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)

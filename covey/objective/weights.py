@@ -64,7 +64,7 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
-    """Weights 1 / (P T_i): average over each rollout's tokens; sum the averages; divide by P.
+    """Weights 1 / (P T_i): average over each rollout's tokens, sum the averages, and divide by P.
 
     These weights are for pairwise losses such as DPO, where each group has one pair of completions.
     """

@@ -2,9 +2,9 @@
 
 A problem starts with a two-digit number and adds or subtracts single digits (3 to 9). Every partial
 result is between 0 and 99. One sum in six, such as `47+8`, is held out for evaluation. No training
-problem contains a held-out sum at any step, and held-out problems contain only held-out sums, so
-held-out accuracy measures arithmetic on number pairs that no training problem contains. Covey's
-embedded model, a small model inside the package, was trained for this task.
+problem contains a held-out sum, and held-out problems contain only held-out sums. Held-out accuracy
+therefore measures arithmetic on number pairs that no training problem contains. Covey's embedded
+model, a small model inside the package, was trained for this task.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sum:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sum is held out, which its hash decides, so the seed has no effect."""
+        """Whether the sum is held out; a hash of the sum decides, so the seed has no effect."""
         return zlib.crc32(f"{self.left}{self.operator}{self.right}".encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -61,7 +61,7 @@ def _choices(held_out: bool) -> dict[int, tuple[Sum, ...]]:
 
 
 def chain(random: Random, operations: int, held_out: bool) -> list[Sum]:
-    """Draw a problem: a chain of sums, each starting from the previous result."""
+    """Draw a problem: a chain of sums, in which each sum starts from the previous result."""
     choices = _choices(held_out)
     while True:
         sums: list[Sum] = []

@@ -39,7 +39,7 @@ class Term:
 
 
 def join(left: Term, right: Term, operator: str) -> Term | None:
-    """Combine two terms by an operator; return None if the result is no positive integer.
+    """Combine two terms by an operator; return None if the result is not a positive integer.
 
     >>> join(Term(6, "6"), Term(2, "2"), "/"), join(Term(2, "2"), Term(6, "6"), "-")
     (Term(value=3, text='6 / 2', operator='/'), None)
@@ -86,7 +86,7 @@ def prompt_text(numbers: Sequence[int], target: int) -> str:
 
 
 def is_held_out(numbers: Sequence[int], target: int) -> bool:
-    """Return whether a problem is held out, which depends on neither seed nor order of numbers."""
+    """Return whether a problem is held out; seed and order of numbers have no effect."""
     return hash_fraction(f"{sorted(numbers)} {target}") < HELD_OUT_SHARE
 
 

@@ -37,7 +37,7 @@ class DatasetTask(SplitTask):
     def _prompts(self, split: str) -> Sequence[Prompt]:
         """Split the prompts; a hash of a row's index decides whether its prompt is held out.
 
-        Prompts with equal text are in the same split, unless all prompts would then be held out.
+        Prompts with equal text are in the same split, except if all prompts would then be held out.
         """
         if self.evaluation is not None or not self.share:
             return self.prompts if split == "train" else self.evaluation or []
@@ -47,12 +47,14 @@ class DatasetTask(SplitTask):
         if all(chosen):
             chosen = self._held_out([prompt.id for prompt in self.prompts])
         if all(chosen):
-            raise ConfigError("dataset: give at least two rows, or give held_out rows separately")
+            raise ConfigError(
+                "dataset: pass at least two rows, or pass the held_out rows separately"
+            )
         held_out = split == "held_out"
         return [p for p, out in zip(self.prompts, chosen, strict=True) if out == held_out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
-        """Return for each prompt id whether it is held out: by its hash, or else only the last."""
+        """Hold out the prompt ids with a hash below `share`, or only the last if there are none."""
         chosen = [hash_fraction(each) < self.share for each in ids]
         return chosen if any(chosen) else [each == ids[-1] for each in ids]
 
@@ -63,7 +65,7 @@ def dataset_task(
     """Make a task from rows with a `prompt` column; `target` and other columns are optional.
 
     A prompt is a text or a list of messages. If `held_out` is None, one row in ten is held out, and
-    at least one; if it is empty, all rows are for training.
+    at least one row. If `held_out` is empty, all rows are for training.
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
     prompts, conversational = _read("train", rows), _is_conversational(rows)

@@ -62,9 +62,9 @@ class Hub(RowReader, SplitTask):
     """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
     If a dataset has only one split, leave `held_out_split` empty to hold out the fraction
-    `held_out_share` of its rows. A hash of the prompt decides whether it is held out, so the same
-    prompts are always held out, and equal prompts are in the same split. `RowReader` documents the
-    options that say how to use the columns.
+    `held_out_share` of its rows. A hash of the prompt's text decides whether the prompt is held
+    out. The same prompts are therefore always held out, and equal prompts are in the same split.
+    `RowReader` documents the options that say how to use the columns.
     """
 
     path: str

@@ -3,7 +3,8 @@
 A prompt asks for a text about a topic, and gives between one and `most` instructions. The task uses
 22 of the 25 kinds of instructions that IFEval defines (arXiv 2311.07911), in our own words. `info`
 has the same columns as google/IFEval: `instruction_id_list` has the names of the instructions, and
-`kwargs` has their arguments. Held-out prompts have other topics than training prompts.
+`kwargs` has the arguments of the instructions. Held-out prompts have other topics than training
+prompts.
 """
 
 from __future__ import annotations
@@ -160,9 +161,9 @@ MAKERS: Mapping[str, Callable[[Random], Made]] = MappingProxyType(
         "punctuation:no_comma": _plain("Use no commas."),
     }
 )
-"""Functions that make the instructions that fit any writing request, by IFEval name. The three
-other instructions of IFEval need a special request: a choice between answers, another language, or
-a repetition of the request."""
+"""Maps the IFEval name of an instruction to the function that makes the instruction. The
+instructions fit any writing request. The three other instructions of IFEval need a special request:
+a choice between answers, another language, or a repetition of the request."""
 
 APART: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())

@@ -20,8 +20,8 @@ def quotas(weights: Sequence[float]) -> list[int]:
     """Return how many prompts of each task are in a block, the unit that the mixture repeats.
 
     A block is the shortest sequence whose numbers of prompts are exactly proportional to the task
-    weights. If that would need more than 1000 prompts, the numbers are rounded so that the block
-    has about 1000. Each task has at least 1 prompt in a block.
+    weights. If a block would need more than 1000 prompts, the numbers of prompts are rounded so
+    that the block has about 1000 prompts. Each task has at least 1 prompt in a block.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -55,11 +55,11 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 class Mixed:
     """A mixture of tasks. `parts` maps a key to the name, weight and options of a task.
 
-    In `parts`, `name` defaults to the key, and `weight` to 1. The training prompts are divided into
-    blocks, in each of which the number of prompts of a task is proportional to its weight. There
-    are enough blocks to use every prompt of every task. When all prompts of a task have been used,
-    they are repeated, with ids that end in `~1`, `~2` and so on. The held-out prompts of the
-    mixture are those of its tasks, one task after the other.
+    In `parts`, `name` defaults to the key, and `weight` defaults to 1. The training prompts are
+    divided into blocks. In each block, the number of prompts of a task is proportional to the
+    task's weight. There are enough blocks to use every prompt of every task. When all prompts of a
+    task have been used, they are repeated, with ids that end in `~1`, `~2` and so on. The held-out
+    prompts of the mixture are the held-out prompts of its tasks, one task after the other.
 
     Prompts keep the name of their task, so rewards can depend on it. The id of a prompt starts with
     the key of its task in `parts`.

@@ -1,12 +1,12 @@
-"""The `reasoning_gym` task: problems from the generated datasets of that package.
+"""The `reasoning_gym` task: problems from the generated datasets of the package reasoning_gym.
 
 A hash of the question decides whether a problem is held out, so training and held-out problems
 never overlap, even if a dataset has few questions. If a generated problem does not belong to the
 requested split, the task generates another one with another seed.
 
-Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
-unless PYTHONHASHSEED is set; if it is not set, Covey refuses these datasets. Each prompt also
-stores its dataset entry, so every process computes the correct score.
+Some datasets (`HASH_DEPENDENT`) iterate over sets of strings. Without PYTHONHASHSEED, the order of
+a set differs between processes, so Covey refuses these datasets if PYTHONHASHSEED is not set. Each
+prompt also stores its dataset entry, so every process computes the correct score.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EXAMPLES = {
     "propositional_logic": "example_answer",
     "rubiks_cube": "example_correct_answer",
 }
-"""For datasets with several correct answers: the metadata field that holds one answer."""
+"""Maps a dataset with several correct answers to the metadata field with one correct answer."""
 
 HASH_DEPENDENT = frozenset(
     {
@@ -66,7 +66,7 @@ HASH_DEPENDENT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The arguments that create a reasoning_gym dataset; the key of the dataset cache."""
+    """The arguments that create a reasoning_gym dataset, used as the key of the dataset cache."""
 
     dataset: str
     seed: int
@@ -138,9 +138,9 @@ class ReasoningGym(GeneratedTask):
     """Problems of one dataset of reasoning_gym, such as chain_sum.
 
     `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. The text
-    `instruction` is appended to each prompt. The target is the answer that the dataset gives; it is
-    empty if the dataset gives none, because several answers are correct. The reward `reasoning_gym`
-    calls the dataset's scorer.
+    `instruction` is appended to each prompt. The target is the answer that the dataset gives. If
+    several answers are correct, the dataset may give no answer, and the target is then empty. The
+    reward `reasoning_gym` calls the dataset's scorer.
     """
 
     dataset: str

@@ -103,8 +103,8 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
 # A user's task, whose prompts are checked when they are read.
 
 FIRST = 8
-"""Number of prompts to check if a user's task generates its prompts on access. In a list, all
-prompts are checked."""
+"""Number of prompts to check if a user's task generates its prompts on access. If a user's task
+returns a list of prompts, all prompts are checked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = ("target", "answer")
 """Default names of the target column. A row with both `target` and `answer` uses `target`."""
 EXACT_FLOAT = 2**53
-"""Below this limit a float represents every integer exactly."""
+"""A float represents every integer below this limit exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 """Matches a doubled brace, a `{column}` placeholder, or `{}` in a prompt template."""
 
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]
-"""A row's number, its location for error messages, and the row, or an error text if the row cannot
-be read."""
+"""The number of a row, the row's location for error messages, and the row itself. If the row cannot
+be read, an error text takes the place of the row."""
 
 
 class BadRow(Exception):
@@ -36,14 +36,14 @@ class RowReader:
     """Turns rows into prompts. The options define the meaning of each column.
 
     - `prompt` names the column with the prompt, which is a text or a list of {role, content}
-      messages. By default, it is the first of `prompt`, `question` and `messages` that a row has.
-    - `template`, if given, is the text of the prompt instead, in which every `{column}` is replaced
-      by the row's value in that column. Write `{{` and `}}` for literal braces; `{}` is not
-      replaced.
+      messages. By default, the prompt column is the first of `prompt`, `question` and `messages`
+      that a row has.
+    - `template` is a text that replaces the prompt column: every `{column}` in the template becomes
+      the row's value in that column. Write `{{` and `}}` for literal braces; `{}` is not replaced.
     - `target` names the column with the expected answer; the default is `target` or `answer`.
     - `columns` maps the name of a column to the name under which `info` stores the value. `info`
       also stores the columns that no option uses.
-    - `system` is the system message for prompts that have none of their own.
+    - `system` is the system message for prompts that contain no system message.
     - `instruction` is a text that is appended to each prompt.
     - `only` maps the name of a column to its allowed values. Rows with other values are left out,
       and do not count as bad rows.

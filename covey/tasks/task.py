@@ -28,8 +28,8 @@ class Task(Protocol):
     """A task: prompts for training, and other prompts that are held out for evaluation.
 
     Each prompt depends only on its index in the sequence. Some tasks store a correct answer in
-    `info["solution"]`: the text between the answer tags, the code, or the tool call. The reasoning
-    that leads to it is `info["worked"]`.
+    `info["solution"]`: the text between the answer tags, the code, or the tool call. Some of these
+    tasks also store the reasoning that leads to the correct answer, in `info["worked"]`.
 
     A task that skips bad rows lists them in `bad_rows`; see `bad_rows_of`.
     """
@@ -52,8 +52,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """The task of each prompt in one block of a mixture, which repeats this order of tasks;
-        empty without a mixture."""
+        """The task of each prompt in a block of a mixture of tasks. The mixture repeats the block.
+        `block` is empty without a mixture."""
 
     def __len__(self) -> int:
         return self.size
@@ -71,7 +71,7 @@ class Generated(Sequence[Prompt]):
 
 
 def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
-    """Return the number of prompts, then their ids; only about `most` ids if generated.
+    """Return the number of prompts and their ids; of generated prompts, return about `most` ids.
 
     The settings of a task determine its generated prompts, so a sample of the prompt ids is enough
     to detect changed data. In a mixture of tasks, changed data in one task changes the ids of all
@@ -82,7 +82,7 @@ def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
 
 
 class SplitTask:
-    """Base class of tasks: `_prompts(split)` returns the prompts of the split train or held_out."""
+    """Base class of tasks with a method `_prompts(split)` for the splits "train" and "held_out"."""
 
     __slots__ = ()
 
@@ -131,7 +131,7 @@ def hash_fraction(text: str) -> float:
 
 
 def hashed_into(split: str, text: str, share: float) -> bool:
-    """Return whether the hash of a text puts it into a split; the fraction `share` is held out."""
+    """Return whether a text's hash puts the text into a split; the fraction `share` is held out."""
     return (hash_fraction(text) < share) == (split == "held_out")
 
 

@@ -21,14 +21,14 @@ def grpo() -> Objective:
     Choices: the paper does not specify ddof, eps and the clip range. The defaults are ddof 1, eps
     1e-6 and a clip range of 0.2.
 
-    Departure: if all rewards of a group are equal, its advantages are exactly 0. The paper's
-    formula would divide the rounding error of the group's mean by eps: six float32 rewards of 0.3
-    with eps 1e-8 would give an advantage of 0.7.
+    Departure: if all rewards of a group are equal, the advantages of the group are exactly 0. The
+    paper's formula would divide the rounding error of the group's mean by eps. For example, six
+    float32 rewards of 0.3 with eps 1e-8 would give an advantage of 0.7.
 
-    Worth knowing: with beta 0, which most users want today, no reference model is loaded. A k3
-    penalty in the loss has the gradient of KL(reference, policy), the forward KL; with `kl = "k2"`,
-    it has the gradient of KL(policy, reference), the reverse KL. With one optimizer step per
-    rollout batch, every ratio is 1 and the clip has no effect.
+    Worth knowing: with beta 0, as in many recent recipes, Covey loads no reference model. A k3
+    penalty in the loss has the gradient of the forward KL, KL(reference, policy). A k2 penalty in
+    the loss (`kl = "k2"`) has the gradient of the reverse KL, KL(policy, reference). With one
+    optimizer step per rollout batch, every ratio is 1 and the clip has no effect.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -46,12 +46,13 @@ def dr_grpo() -> Objective:
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant: the maximum number of tokens that a completion may have. In a training
-    run, `length` defaults to rollout.max_tokens; a call of `dr_grpo` from Python must pass it. Some
-    libraries divide by the padded width of the batch instead, which changes from batch to batch.
+    run, `length` defaults to rollout.max_tokens. A call of `dr_grpo` from Python must pass
+    `length`. Some libraries divide by the padded width of the batch, which changes from batch to
+    batch.
 
-    Worth knowing: in other libraries, `dr_grpo` often keeps the division by the standard deviation
-    (TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` divides by
-    neither.
+    Worth knowing: in other libraries, `dr_grpo` often still divides by the standard deviation (in
+    TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` divides
+    neither by the standard deviation nor by the completion's length.
     """
     return Objective(
         advantage=advantage.group_centered,
@@ -69,13 +70,13 @@ def dapo(
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
-    `dapo` is only the loss of DAPO, with its clip range and its mean over tokens. Dynamic sampling
-    (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
-    punishment (length_penalty.name = "soft") are separate settings, which work with any algorithm.
+    `dapo` is only the loss of DAPO, with its clip range and its mean over tokens. DAPO's dynamic
+    sampling (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
+    punishment (length_penalty.name = "soft") are separate settings for any algorithm.
 
     Where paper and released code differ: equation 8 of the paper first averages over the tokens of
-    each group (`aggregation = "group_mean_token_mean"`), whereas the authors' released code
-    averages over all tokens of the optimizer step, as Covey does by default.
+    each group (`aggregation = "group_mean_token_mean"`). The authors' released code averages over
+    all tokens of the optimizer step, and so does Covey by default.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -91,7 +92,7 @@ def lite_ppo() -> Objective:
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The standard deviation is over all completions of a training step, not of a single optimizer
+    The standard deviation is over all completions of a training step, not only of an optimizer
     step.
     """
     return Objective(
@@ -130,8 +131,8 @@ def reinforce_pp() -> Objective:
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Because the baseline is the mean of the batch, most completions of an easy prompt are
-    reinforced, but few completions of a hard prompt. `reinforce_pp_baseline` subtracts the mean of
+    Because the baseline is the mean of the batch, `reinforce_pp` reinforces most completions of an
+    easy prompt, but few completions of a hard prompt. `reinforce_pp_baseline` subtracts the mean of
     each group instead.
     """
     return Objective(
@@ -153,9 +154,9 @@ def reinforce_pp_baseline() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
-    ms-swift over completions. Covey computes the standard deviation over completions, over which
-    the mean of C is 0, whatever their lengths. With `weighting = "token"`, it is computed over
-    tokens. The KL estimator in the loss is k2, as the paper recommends.
+    ms-swift over completions. Covey computes the standard deviation over completions, because the
+    mean of C over completions is always 0. With `weighting = "token"`, Covey computes the standard
+    deviation over tokens. The KL estimator in the loss is k2, as the paper recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

@@ -17,20 +17,20 @@ def opd(*, task: float = 0.0) -> Objective:
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
 
     With discount 0, a token's advantage depends only on the KL estimate at that token, not at later
-    tokens. On policy, the gradient is then the same as that of a k2 KL penalty in the loss, with
+    tokens. With discount 0 and on policy, the gradient is that of a k2 KL penalty in the loss, with
     the teacher as the reference. With discount 1, the gradient is an unbiased estimate of the
-    gradient of the KL over whole completions, but has more variance. `task` is the weight of GRPO's
-    advantage A_i; with `task = 0`, `opd` needs no rewards and no groups.
+    gradient of the KL over whole completions, but the estimate has more variance. `task` is the
+    weight of GRPO's advantage A_i. With `task = 0`, `opd` needs no rewards and no groups.
 
     The teacher must use the student's tokenizer. Teacher log-probabilities below -20 count as -20.
 
-    The paper differentiates the KL over the whole vocabulary. Covey instead uses a KL estimate from
-    the sampled token as part of the advantage, so the teacher may also run on a server that returns
+    The paper differentiates the KL over the whole vocabulary. In Covey, a KL estimate from the
+    sampled token is part of the advantage. The teacher may therefore run on a server that returns
     only the sampled token's log-probability.
 
     Choice: the student's log-probability is old_logp, which does not change between the optimizer
     steps of a batch. Other libraries take the student's log-probability from the engine or from the
-    current policy. On policy, all three are equal.
+    current policy. On policy, all three log-probabilities are equal.
     """
     return Objective(
         advantage=distill.towards_teacher,
@@ -48,17 +48,18 @@ def sdpo(*, task: float = 0.0) -> Objective:
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t sg(min(r, max_weight)) A_t logp,  r = exp(logp - old_logp)
 
-    The teacher is the policy itself, with privileged text in its prompt: a correct completion from
-    the same group, the reward function's feedback on the completion, or text from a column of the
-    dataset. The teacher's log-probabilities show whether the policy would still choose each sampled
-    token if it knew this text. The setting `teacher.policy` chooses the teacher's weights.
+    The teacher is the policy itself, with privileged text in its prompt. Privileged text is a
+    correct completion from the same group, the reward function's feedback on the completion, or
+    text from a column of the dataset. The teacher's log-probabilities show whether the policy would
+    still choose each sampled token if the policy knew the privileged text. The setting
+    `teacher.policy` chooses the teacher's weights.
 
     `task` is the weight of GRPO's advantage A_i. With `task = 0`, completions without privileged
     text are not trained on, and the token count T leaves out their tokens, as in the authors' code.
     With `task` above 0, completions without privileged text are trained with GRPO's advantage only.
 
     Departure: the authors differentiate a Jensen-Shannon divergence over the 100 likeliest tokens.
-    Covey instead uses a KL estimate from the sampled token as part of the advantage, as in `opd`
+    In Covey's `sdpo`, a KL estimate from the sampled token is part of the advantage, as in `opd`
     and in TRL's SDPO.
     """
     return Objective(

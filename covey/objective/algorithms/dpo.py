@@ -29,18 +29,18 @@ def dpo() -> Objective:
         loss = - 1/pairs sum log sigmoid(beta D)
 
     The chosen completion has the highest reward of its group, and the rejected completion has the
-    lowest; the other completions are not trained on. Among completions with equal rewards, the
-    shortest is taken, and among equally short ones, the first. A group whose rewards are all equal
-    has no pair, and the metric `pairs/ties` counts such groups. With the configuration section
-    [preferences], pairs are read from a file.
+    lowest. Covey does not train on the other completions of the group. Among completions with equal
+    rewards, Covey takes the shortest. Among equally short completions, Covey takes the first. A
+    group whose rewards are all equal has no pair, and the metric `pairs/ties` counts such groups.
+    With the configuration section [preferences], Covey reads pairs from a file.
 
     The two completions of a pair may be in different micro-batches or on different ranks. Before
     each optimizer step, one more forward pass therefore computes the margin D of all pairs in the
     step.
 
-    Choice: the loss is a mean over the pairs of a training step, so every pair has the same weight,
-    whichever optimizer step trains on it. With the option `average`, the margin D contains means
-    over the tokens of a completion instead of sums.
+    Choice: the loss is a mean over the pairs of a training step, so all pairs of a training step
+    have the same weight. With the option `average`, the margin D contains means over the tokens of
+    a completion instead of sums.
 
     Worth knowing: if policy and reference agree, the gradient is that of REINFORCE with advantages
     of beta / 2 and -beta / 2. DPO has no importance ratio, so it does not correct for stale pairs.
@@ -56,12 +56,12 @@ def ipo() -> Objective:
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
-    `ipo` chooses pairs as `dpo` does. The loss of `ipo` moves the margin D towards 1 / (2 beta),
-    while the loss of `dpo` increases D without limit. With `ipo`, the policy therefore stays near
-    the reference, even if it already prefers the chosen completion in every pair.
+    `ipo` chooses pairs as `dpo` does. The loss of `dpo` increases the margin D without limit, but
+    the loss of `ipo` moves D towards 1 / (2 beta). With `ipo`, the policy therefore stays near the
+    reference, even if it already prefers the chosen completion in every pair.
 
-    Choice: the margin D uses means over tokens, as in TRL's DPO trainer, whose developers asked the
-    authors of IPO whether to use means or sums. The paper's formula and OpenRLHF use sums, as Covey
-    does with `average = false`.
+    Choice: the margin D uses means over tokens. TRL's DPO trainer also uses means, after its
+    developers asked the authors of IPO. The paper's formula and OpenRLHF use sums, as Covey does
+    with `average = false`.
     """
     return _of_pairs(pairs.squared)

@@ -21,9 +21,9 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
     The weights in part_weights multiply advantages, not rewards, so scaling a part of the reward
-    does not change its influence. The option `gate` is the index of the gating part: the other
+    does not change its influence. The option `gate` is the index of the gating part. The other
     parts of a completion's reward count only if the gating part is at least `gate_at` (equation 8).
-    In a configuration, `parts` lists the names of the reward parts to use, in the order of
+    In a configuration, `parts` lists the names of the reward parts to use, in the same order as
     part_weights. Without `parts`, `gdpo` uses every number that the reward function reports, even
     one that is not meant as a reward.
 
@@ -33,8 +33,9 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     all means and standard deviations.
 
     Worth knowing: if the reward has only one part, the loss is that of GRPO times a factor that is
-    the same for the whole step. `gdpo` refuses a KL penalty in the reward, because it normalizes
-    only numbers that the reward function reports; put the KL penalty into the loss instead.
+    the same for the whole step. `gdpo` refuses a KL penalty in the reward, because `gdpo`
+    normalizes only numbers that the reward function reports. Put the KL penalty into the loss
+    instead.
     """
     return Objective(
         advantage=advantage.parts_standardized,
@@ -55,7 +56,7 @@ def maxrl() -> Objective:
     `maxrl` weights each group by 1 / (pass rate of the group). With binary rewards and groups of G
     completions, the expected gradient is the gradient of a series expansion of log(pass rate) to
     order G - 1. With `all_wrong = "minus_one"`, completions in groups without success get an
-    advantage of -1; the expansion then has order G, but the gradient has much more noise.
+    advantage of -1. The series expansion then has order G, but the gradient has much more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The code of MaxRL's
     authors takes the mean over tokens, so its gradient estimate is biased. Rewards must not be
@@ -77,19 +78,20 @@ def pkpo() -> Objective:
         A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The expected gradient is the gradient of max@k, which is pass@k for binary rewards, and every
-    choice of `baseline` keeps it unbiased. Among the baselines in the paper, the default `loo1` has
-    the least variance. With `loo1`, the advantage is never negative: it measures how much the
-    completion raises the best reward of k - 1 other completions. With `centred`, the advantages of
-    a group add up to 0. With `loo`, the baseline is equation 29 of the paper.
+    The expected gradient is the gradient of max@k, which is pass@k for binary rewards. The gradient
+    is unbiased with every choice of `baseline`. Among the baselines in the paper, the default
+    `loo1` has the least variance. With `loo1`, the advantage measures how much the completion
+    raises the best reward of k - 1 other completions, so the advantage is never negative. With
+    `centred`, the advantages of a group add up to 0. With `loo`, the baseline is equation 29 of the
+    paper.
 
     Choices: to keep the gradient unbiased, Covey divides by a constant length and does not divide
-    by a standard deviation. If all rewards of a group are equal, its advantages are 0. The
-    baselines `loo1` and `centred` give this result by themselves. With `loo`, setting the
-    advantages to 0 makes the gradient biased.
+    by a standard deviation. If all rewards of a group are equal, Covey sets the group's advantages
+    to 0. With the baselines `loo1` and `centred`, the advantages of equal rewards are always 0.
+    With `loo`, setting the advantages to 0 makes the gradient biased.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
-    completions with more than G-k+1 successes has no gradient: lower k as the policy gets better.
+    completions with more than G-k+1 successes has no gradient. Lower k when the policy gets better.
     """
     return Objective(
         advantage=advantage.best_of_k,
@@ -106,14 +108,14 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The token count T includes all completions, as in equation 2 of the paper; TRL's GFPO counted
+    The token count T includes all completions, as in equation 2 of the paper. TRL's GFPO counted
     only the tokens of the completions in S. With `filter.skip_zero_gradient`, the completions
     outside S need no forward pass. The default of ddof is 1, as in `grpo`, but the paper uses 0.
     Training on half of each group (4 of 8 completions) is a good default.
 
     Worth knowing: in a group with correct and wrong completions, the shortest completions may all
-    be wrong, and then the group has no gradient. If `keep` is at least the group size, `gfpo`
-    equals `grpo` with a mean over tokens.
+    be wrong. The group then has no gradient. If `keep` is at least the group size, `gfpo` equals
+    `grpo` with a mean over tokens.
     """
     return Objective(
         advantage=advantage.kept_standardized,
@@ -131,11 +133,13 @@ def scalerl() -> Objective:
         r    = exp(logp - sampler_logp),  P = number of mixed groups
 
     A mixed group is a group whose rewards are not all equal. The paper does not say over which
-    completions the standard deviation is computed; Covey uses all completions of mixed groups.
+    completions the standard deviation is computed. Covey computes the standard deviation over all
+    completions of mixed groups.
 
-    The ScaleRL recipe is more than this loss. The recipe also drops groups with equal rewards and
-    samples no replacements (filter.drop_flat), stops drawing prompts that the policy already solves
-    (curriculum), and runs the LM head in float32 in the engine and in the trainer.
+    The ScaleRL recipe is more than this loss. The recipe also drops groups with equal rewards
+    without sampling replacements (filter.drop_flat). The recipe stops drawing prompts that the
+    policy already solves (curriculum), and runs the LM head in float32 in the engine and in the
+    trainer.
     """
     return Objective(
         advantage=advantage.mixed_standardized,
@@ -161,7 +165,7 @@ def gigpo() -> Objective:
     state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
     occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation.
     Covey takes the mean and standard deviation of A_E over the rollouts of a group. The authors'
-    code takes mean and standard deviation over turns, so long episodes count more.
+    code takes the mean and standard deviation over turns, so long episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

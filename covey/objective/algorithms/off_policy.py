@@ -23,14 +23,14 @@ def bapo() -> Objective:
 
     In a stale batch, tokens with a negative advantage dominate the surrogate. BAPO raises the clip
     bounds c_low and c_high until tokens with a positive advantage make up the fraction `target` of
-    the step's surrogate. The clip bounds are computed once per optimizer step, over all
-    micro-batches and ranks, which costs one more forward pass.
+    the step's surrogate. Covey computes the clip bounds once per optimizer step, over all
+    micro-batches and ranks, at the cost of one more forward pass.
 
-    Choices: `share` leaves out clipped tokens, which have no gradient. The option
-    `measure = "value"` follows the paper's equation 8 as printed, which replaces the ratio of a
-    clipped token by the clip bound. Raising c_low then lowers the share of tokens with a positive
-    advantage, although the paper's text says the opposite. The authors' code raises c_low first,
-    and computes both bounds per micro-batch.
+    Choices: the number `share` leaves out clipped tokens, because clipped tokens have no gradient.
+    The option `measure = "value"` follows the paper's equation 8 as printed, which replaces the
+    ratio of a clipped token by the clip bound. With `measure = "value"`, raising c_low lowers the
+    share of tokens with a positive advantage, although the paper's text says the opposite. The
+    authors' code raises c_low first, and computes both clip bounds per micro-batch.
 
     Worth knowing: on policy, no token is clipped, and `bapo` equals `grpo` with a mean over tokens.
     """
@@ -51,10 +51,10 @@ def m2po() -> Objective:
         drop the largest (log r)^2 of H until the mean of the rest is at most tau
         loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
 
-    `m2po` drops a few outlier tokens, which still count in T, and gives all other tokens unclipped
-    importance weights. Covey chooses the outliers over a whole optimizer step, which costs one more
-    forward pass. The authors' code chooses outliers per micro-batch, clips ratios, and bounds a
-    different mean.
+    `m2po` drops a few outlier tokens, which still count in the token count T. All other tokens get
+    unclipped importance weights. Covey chooses the outliers over a whole optimizer step, at the
+    cost of one more forward pass. The authors' code chooses outliers per micro-batch, clips ratios,
+    and bounds a different mean.
 
     Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
     and without a clip.
@@ -75,15 +75,15 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
 
-    The behaviour policy is the policy that sampled a token, whose version may differ from token to
-    token. The proximal policy is the trainer's policy at the start of the batch, the same for every
-    token. The clip range is centred on the proximal policy, and the importance weight w corrects
-    for tokens that an older policy sampled. With one optimizer step per batch, the ratio r is 1,
-    and only w has an effect.
+    The behaviour policy of a token is the version of the policy that sampled the token. The
+    proximal policy is the trainer's policy at the start of the batch, the same for every token. The
+    clip range is centred on the proximal policy, and the importance weight w corrects for tokens
+    that an older policy sampled. With one optimizer step per batch, the ratio r is 1, and only w
+    has an effect.
 
-    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper; AReaL's
-    code now leaves the weight out by default. For another off-policy correction, set the option
-    `objective.correction`.
+    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. AReaL's
+    code no longer uses the importance weight by default. For another off-policy correction, set the
+    option `objective.correction`.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -1,4 +1,4 @@
-"""Algorithms with a critic, which is a model that is trained to predict the reward."""
+"""Algorithms with a critic, a model that is trained to predict the reward."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def ppo() -> Objective:
     PPO does not compare the completions of a group, so a prompt may have any number of completions.
 
     Choices: value_lam is 1, so the critic's targets are the returns, as in VC-PPO (arXiv
-    2503.01491); TRL and verl use lam for both the advantages and the targets. The KL penalty is
+    2503.01491). TRL and verl use lam for both the advantages and the targets. The KL penalty is
     part of the reward, as usual in RLHF, and is estimated with k1. A completion that could not be
     scored is left out of every loss, and its tokens do not count in any denominator.
 
     Worth knowing: with lam = 1 and without whitening, the advantage equals the reward if the critic
-    always predicts 0, and the advantage of Dr.GRPO if the critic always predicts the group's mean
-    reward.
+    always predicts 0. If the critic always predicts the group's mean reward, the advantage equals
+    the advantage of Dr.GRPO.
     """
     return Objective(
         advantage=critic.over_values,

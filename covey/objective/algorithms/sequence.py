@@ -18,8 +18,8 @@ def gspo() -> Objective:
         s_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    Worth knowing: the ratio s of a completion is a geometric mean of token ratios, so it changes
-    far less than the ratio of a token, and a clip range of 0.2 would have no effect on it. With one
+    Worth knowing: the ratio s of a completion is a geometric mean of token ratios, so s changes far
+    less than the ratio of a token. A clip range of 0.2 would have no effect on s. With one
     optimizer step per rollout batch, s is 1 and the gradient equals the gradient of GRPO. GSPO's
     loss is a mean over completions. Several libraries average over tokens under the name GSPO,
     which gives the loss of `luspo` times a constant.
@@ -40,8 +40,8 @@ def gspo_token() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-clip_low, 1+clip_high) A)
 
     If all tokens of a completion have the same advantage, the loss and the gradient are those of
-    `gspo`. Use `gspo_token` if tokens have their own advantages, for example with the option
-    `top_entropy`.
+    `gspo`. Use `gspo_token` if the tokens of a completion have different advantages, for example
+    with the option `top_entropy`.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -57,8 +57,8 @@ def luspo() -> Objective:
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    GSPO divides by the completion's length, which favours short correct completions. `luspo` leaves
-    this division out.
+    GSPO divides by the completion's length, which favours short correct completions. `luspo` does
+    not divide by the completion's length.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -75,8 +75,8 @@ def gmpo() -> Objective:
         z_t  = min(x, clip(x, -clip_low, clip_high)) if A > 0 else max(...),  x = logp - old_logp
         loss = - 1/N sum_i A_i exp( 1/T_i sum_t z_t )
 
-    The clip bounds apply to the logarithm of the ratio: the default of 0.4 allows ratios from 0.67
-    to 1.49, and bounds of 0.2 and 0.28 allow ratios from exp(-0.2) to exp(0.28).
+    The clip bounds apply to the logarithm of the ratio. The default bounds of 0.4 allow ratios from
+    exp(-0.4) = 0.67 to exp(0.4) = 1.49.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -96,8 +96,8 @@ def rloo() -> Objective:
 
     RLOO treats a completion as one action, so its ratio q is the product of its token ratios. In an
     optimizer step of N completions, the gradient of each token has weight 1/N, whatever the length
-    of its completion. The paper takes one optimizer step per batch, so the ratio is always 1; the
-    clip is taken from TRL and has an effect only with several optimizer steps per batch. With long
+    of its completion. The paper takes one optimizer step per batch, so the ratio is always 1. The
+    clip is taken from TRL, and has an effect only with several optimizer steps per batch. With long
     completions, take few optimizer steps, because the product of ratios soon leaves the clip range.
     """
     return Objective(
@@ -124,16 +124,16 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
         w_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
 
-    Choices: the paper defines the ratio w of a completion in two ways. Algorithm 1 takes the
-    geometric mean of token ratios, which is Covey's default, and equation 8 takes the arithmetic
-    mean (`mean = "arithmetic"`). Clip bounds of 0.2 and 0.28 have practically no effect on the
-    geometric mean. Entropies are summed over the group, as in the paper's equations. The paper's
-    runs sum entropies over the batch (`scope = "batch"`). In the factor 1/H, an entropy H below
-    entropy_floor is replaced by entropy_floor. A completion is correct if the reward function calls
-    it a success.
+    Choices: the paper defines the ratio w of a completion in two ways. Algorithm 1 of the paper
+    takes the geometric mean of token ratios, which is Covey's default. Equation 8 of the paper
+    takes the arithmetic mean (`mean = "arithmetic"`). Clip bounds of 0.2 and 0.28 have practically
+    no effect on the geometric mean. Entropies are summed over the group, as in the paper's
+    equations. The paper's runs sum entropies over the batch (`scope = "batch"`). In the factor 1/H,
+    an entropy H below entropy_floor is replaced by entropy_floor. A completion is correct if the
+    reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    In the paper's runs, dynamic sampling drops such groups.
+    In the paper's runs, dynamic sampling drops groups that are all correct or all wrong.
     """
     return Objective(
         advantage=shaping.entropy_shaped_sequences,

@@ -22,22 +22,24 @@ def gtpo() -> Objective:
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     d_t is the number of correct completions that reach position t, and h_t is the number of wrong
-    ones. Do not confuse `gtpo` with `gtpo_trajectory`, an algorithm with the same initials.
+    completions that reach position t. Do not confuse `gtpo` with `gtpo_trajectory`, an algorithm
+    with the same initials.
 
-    Choices: the mean and standard deviation of a shaped reward are over all tokens of the batch,
-    where rp is 0 for tokens of wrong completions and rn is 0 for tokens of correct completions. The
-    option `norm = "polarity"` follows another interpretation of the paper, in which tokens of
-    correct completions and tokens of wrong completions have separate means and standard deviations.
-    With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half the tokens of correct
-    completions get a negative advantage.
+    Choices: the shaped rewards rp and rn have separate means and standard deviations, each over all
+    tokens of the batch. Tokens of wrong completions have rp = 0, and tokens of correct completions
+    have rn = 0. The option `norm = "polarity"` follows another interpretation of the paper. With
+    `norm = "polarity"`, the mean of rp is only over tokens of correct completions, and the mean of
+    rn is only over tokens of wrong completions. The standard deviations are over the same tokens as
+    the means. With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half the tokens of
+    correct completions get a negative advantage.
 
-    By default, `gtpo` sums entropies over the group, as in the paper's equations; the paper's
-    experiments sum them over the batch (`scope = "batch"`). In the factor 1/H, an entropy H below
-    entropy_floor is replaced by entropy_floor. A completion is correct if the reward function calls
-    it a success.
+    By default, `gtpo` sums entropies over the group, as in the paper's equations. The paper's
+    experiments sum entropies over the batch (`scope = "batch"`). In the factor 1/H, an entropy H
+    below entropy_floor is replaced by entropy_floor. A completion is correct if the reward function
+    calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    In the paper's runs, dynamic sampling drops such groups.
+    In the paper's runs, dynamic sampling drops groups that are all correct or all wrong.
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
@@ -54,17 +56,18 @@ def gtpo_trajectory() -> Objective:
         A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
-    H_i is the mean entropy of completion i. A conflict token occurs at the same position in a good
-    and in a bad completion of the group, within a common prefix or a common suffix. The factor
-    delta of a conflict token is `bonus` in a good completion and 0 in a bad one, so bad completions
-    do not lower the probability of the format that all completions share. A token in both a common
-    prefix and a common suffix gets the factor twice, and the factor of all other tokens is 1.
-    `gtpo_trajectory` has no ratio, no clip and no reference.
+    H_i is the mean entropy of completion i. A completion is good if its reward is above the group's
+    mean, and bad if its reward is below the group's mean. A conflict token is a token of a prefix
+    or suffix that a good and a bad completion of the group have in common. The factor delta of a
+    conflict token is `bonus` in a good completion and 0 in a bad completion. Bad completions
+    therefore do not lower the probability of the format that all completions share. If a token is
+    in both a common prefix and a common suffix, delta is squared. The factor delta of all other
+    tokens is 1. `gtpo_trajectory` has no ratio, no clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
-    not change between optimizer steps; the authors' code computes it again in every optimizer step.
-    In a group with equal rewards, advantages are 0, whereas the authors' code gives completion i
-    the advantage -entropy_cost H_i.
+    not change between optimizer steps. The authors' code computes the entropy again in every
+    optimizer step. In a group with equal rewards, Covey's advantages are 0. In the authors' code,
+    completion i of a group with equal rewards has the advantage -entropy_cost H_i.
     """
     return Objective(
         advantage=shaping.without_conflicts,
@@ -85,7 +88,7 @@ def clip_cov() -> Objective:
 
     Choices: the covariance cov is computed over the whole optimizer step instead of per
     micro-batch, at the cost of one more forward pass. The random choice of tokens uses a hash of
-    the engine's log-probs, so it does not depend on the order of completions or on the
+    the engine's log-probs, so the choice does not depend on the order of completions or on the
     micro-batches.
     """
     return Objective(

@@ -17,9 +17,9 @@ def cispo() -> Objective:
 
     Every token keeps its gradient, but its importance weight is bounded. The bounds min_weight and
     max_weight are values of the ratio, not distances from 1. The paper and verl write the upper
-    bound as 1 + eps_high, and TRL as eps_high. The paper gives no value for the upper bound, so the
-    default max_weight of 5 is taken from ScaleRL. In the paper, the importance weight has no lower
-    bound.
+    bound as 1 + eps_high, and TRL writes it as eps_high. The paper gives no value for the upper
+    bound, so the default max_weight of 5 is taken from ScaleRL. In the paper, the importance weight
+    has no lower bound.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -35,8 +35,8 @@ def sapo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t f(r) A,  f(r) = 4/tau sigmoid(tau (r - 1))
         tau  = tau_pos if A > 0 else tau_neg
 
-    The slope of the gate f is 1 at a ratio of 1 and falls smoothly on both sides, faster for tokens
-    with a negative advantage.
+    The slope of the gate f is 1 at a ratio of 1 and falls smoothly on both sides. The slope falls
+    faster for tokens with a negative advantage.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -56,7 +56,7 @@ def gpg(
 
     `gpg` has no ratio and no clip, so with several optimizer steps per batch, nothing limits the
     change of the policy. Groups with equal rewards have no gradient, and the factor alpha scales up
-    the advantages of all other groups to compensate; if the rewards within every group are equal,
+    the advantages of all other groups to compensate. If the rewards within every group are equal,
     all advantages are 0. To compute alpha, verl counts completions with non-zero rewards, which
     gives a different factor.
     """
@@ -94,8 +94,9 @@ def dppo() -> Objective:
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
         keep = p - p_old <= clip_high if A > 0 else p - p_old >= -clip_low,  p = exp(logp)
 
-    The bounds of `dppo` apply to probabilities, not to ratios: the probability of a rare token may
-    double, but the probability of a common token may change only slightly.
+    The clip bounds of `dppo` limit the change of a token's probability, not its ratio. The
+    probability of a rare token may therefore double, but the ratio of a common token must stay near
+    1.
     """
     return Objective(
         advantage=advantage.group_standardized,
