@@ -8,8 +8,8 @@ turns, the rendered conversation becomes the prompt of a new segment. The traine
 segment as a separate row.
 
 The text of a message never becomes a special token. If a message contains the text of a special
-token, such as `<|im_end|>`, Covey splits this text, so that it becomes ordinary tokens. In tool
-results, Covey also splits the text of other control tokens, such as `<think>`.
+token, such as `<|im_end|>`, Covey splits this text into ordinary tokens. In tool results, Covey
+also splits the text of other control tokens, such as `<think>`.
 """
 
 from __future__ import annotations

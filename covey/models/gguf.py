@@ -209,8 +209,8 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
     )
     if repaired.eos_token_id != stop:
         raise ModelError(
-            f"model: {file} has the end-of-text token {stop}, but its tokenizer gives this token "
-            f"the id {repaired.eos_token_id}"
+            f"model: {file} cannot be imported: the id of its end-of-text token is {stop}, but its "
+            f"tokenizer gives this token the id {repaired.eos_token_id}"
         )
     return repaired
 

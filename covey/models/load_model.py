@@ -172,10 +172,10 @@ def _disable_dropout(model: Any) -> None:
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Return a Head with the logit scale and soft cap that reproduce the model's own logits.
 
-    Architectures use different names for the logit scale and the soft cap, and some divide the
-    logits by the scale instead of multiplying them. With a wrong scale or soft cap, training would
-    silently use wrong probabilities. The function therefore tries several scales and soft caps, and
-    compares the resulting logits with the model's own logits.
+    Architectures use different names for the logit scale and the soft cap, and some architectures
+    divide the logits by the scale instead of multiplying by the scale. With a wrong scale or soft
+    cap, training would silently use wrong probabilities. The function therefore tries several
+    scales and soft caps, and compares the resulting logits with the model's own logits.
     """
     config = model.config
     scales = [1.0]

@@ -2,12 +2,12 @@
 
 Shapes: B is the number of rollouts, and T is the number of completion tokens. Rewards, means and
 standard deviations are float64. In float32, the mean of equal rewards can differ slightly from the
-rewards, and dividing by the resulting standard deviation of 3e-8 would give advantages near 1.
+rewards. Dividing by the resulting standard deviation of 3e-8 would give advantages near 1.
 
 The functions in the first half of this module take the rewards [B] and the group ids [B] of a whole
-rollout batch, with rollouts in any order and groups of any size. Means and standard deviations are
-over a group or over the whole batch. A NaN reward means that scoring failed: the rollout is left
-out of all means and standard deviations, and its advantage is 0.
+rollout batch. The rollouts may be in any order, and groups may have any size. Means and standard
+deviations are over a group or over the whole batch. A NaN reward means that scoring failed. A
+rollout with a NaN reward is left out of all means and standard deviations, and has the advantage 0.
 
 The functions in the second half of this module take a batch and return the advantages of all tokens
 [B, T]. An `Objective` has such a function in its field `advantage`. The keyword arguments of the
@@ -95,7 +95,8 @@ def standardized(
 
     In a group with equal rewards, A_i is exactly 0. The GRPO paper (arXiv 2402.03300 section 4.1.2)
     does not specify ddof and eps; public code uses ddof 0 or 1 and eps from 1e-9 to 1e-4. In a
-    group of G rollouts, the advantages with ddof 0 are sqrt(G / (G - 1)) times those with ddof 1.
+    group of G rollouts, the advantages with ddof 0 are sqrt(G / (G - 1)) times the advantages with
+    ddof 1.
     """
     difference = centered(rewards, group)
     count = group_sum((~rewards.isnan()).double(), group)
@@ -131,7 +132,7 @@ def sum_of_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Standardize each reward part [K, B] per group, and then standardize their weighted sum.
+    """Standardize each reward part [K, B] per group, and then the weighted sum of the parts.
 
     The K parts are separate scores, such as correctness and format. With equal weights, all parts
     have the same influence, even if their spreads differ (GDPO, arXiv 2601.05242).
@@ -152,7 +153,7 @@ def all_equal(values: torch.Tensor) -> bool:
 def whitened(
     values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten values over all tokens, (v - mean v) / sqrt(var v + eps); 0 if all are equal."""
+    """Whiten values v over all tokens, (v - mean v) / sqrt(var v + eps); equal values become 0."""
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
     if len(chosen) == 0:
@@ -257,9 +258,9 @@ def mixed_standardized(
 ) -> torch.Tensor:
     """ScaleRL's advantage (R_i - mean_g R) / (std + eps), where the std is over mixed groups.
 
-    A mixed group is a group whose rewards are not all equal. The std leaves out all other groups.
-    Advantages are multiplied by (number of groups / number of mixed groups), which turns the loss's
-    mean over all groups into a mean over the mixed groups.
+    A mixed group is a group whose rewards are not all equal. Advantages are multiplied by (number
+    of groups / number of mixed groups), which turns the loss's mean over all groups into a mean
+    over the mixed groups.
     """
     mixed = ~zero_variance(rewards, group) & ~rewards.isnan()
     groups = len(group.unique()) / max(1, len(group[mixed].unique()))
@@ -374,8 +375,9 @@ def kept_rows(
     """Return a mask [B] of the `keep` best completions of each group.
 
     The best completions are the shortest (`metric = "length"`), or those with the most reward per
-    token (`metric = "rate"`). Ties go to the shorter completion, and then to the earlier one. A
-    completion that could not be scored is never kept.
+    token (`metric = "rate"`). Among equally good completions, the shorter completion is kept. Among
+    equally short completions, the earlier completion is kept. A completion that could not be scored
+    is never kept.
     """
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):

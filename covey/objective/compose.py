@@ -1,7 +1,7 @@
 """Builds an algorithm's function from component functions and the names of its options.
 
 An algorithm lists its component functions (advantage, ratio, surrogate, weights) and its options.
-The component function with an option defines the option's meaning, type and default, but the
+An option's meaning, type and default come from the component function that has the option. An
 algorithm may set another default.
 """
 

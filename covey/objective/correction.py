@@ -40,7 +40,7 @@ def truncated(
 def masked(
     log_rho: torch.Tensor, mask: torch.Tensor, *, of: ratio.Ratio, low: float, high: float
 ) -> torch.Tensor:
-    """Return the ratio rho where low <= rho <= high, and 0 for other tokens.
+    """Return the ratio rho of each token with low <= rho <= high, and 0 for other tokens.
 
     With token ratios and the bounds 0.5 and 5, the correction `masked` is IcePop.
     """
@@ -90,5 +90,5 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 """The corrections by name."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Maps a correction to the value that it compares with its bounds if engine and trainer agree. For
-all other corrections, the value is a ratio of 1."""
+"""Maps a correction to the value that it compares with its bounds if engine and trainer agree.
+Corrections that are not listed compare a ratio, which is 1 if engine and trainer agree."""

@@ -5,8 +5,8 @@
 The token reward r_t is the rollout's reward at the last trained token, and 0 at other tokens. If
 the KL penalty is part of the reward, each token's KL penalty is subtracted from r_t. The value V
 after the last trained token is 0, even if the completion was truncated. Tokens outside the mask are
-skipped. Shapes: B is the number of rollouts, with one row per rollout. T is the number of tokens.
-The mask is bool [B, T].
+skipped. In tensor shapes, B is the number of rollouts, with one row per rollout, and T is the
+number of tokens. The mask is a bool tensor [B, T].
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def over_values(
 ) -> torch.Tensor:
     """Generalized advantage estimates from the critic's values, whitened over the step's tokens.
 
-    PPO, arXiv 1707.06347. With `alpha` above 0, lam is max(0, 1 - 1 / (alpha T_i)) for a completion
-    of T_i tokens, so that lam is larger for longer completions (VAPO, arXiv 2504.05118).
+    PPO, arXiv 1707.06347. With `alpha` above 0, a completion of T_i tokens has lam = max(0, 1 - 1 /
+    (alpha T_i)), as in VAPO (arXiv 2504.05118). The lambda of a longer completion is larger.
     """
     each = length_lambda(batch.mask, alpha) if alpha else lam
     estimates = gae(token_rewards(batch), _values(batch), batch.mask, gamma=gamma, lam=each)
@@ -87,7 +87,7 @@ def clipped_value_loss(
     *,
     value_clip: float = 0.2,
 ) -> ValueLoss:
-    """Return half the larger squared error of each token's value and of its clipped value."""
+    """Return 1/2 max((V - U)^2, (clip(V) - U)^2) for the values V and targets U of all tokens."""
     plain = (values - targets).square()
     if not value_clip:
         return ValueLoss(plain / 2, torch.zeros_like(plain, dtype=torch.bool))

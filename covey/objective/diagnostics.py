@@ -1,8 +1,8 @@
-"""Diagnostics of a training step: means over tokens that do not depend on micro-batch sizes.
+"""Diagnostics of a training step, as means that do not depend on micro-batch sizes.
 
 Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
 means. If the objective has one ratio per completion, the ratio and clip metrics count each row of
-the batch once, instead of each token.
+the batch once. Otherwise, the ratio and clip metrics count each token once.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Meter:
         at_host = iter(torch.cat(flat).cpu().split(sizes) if flat else ())
 
         def stacked(pairs: Sequence[object]) -> list[torch.Tensor]:
-            """Stack the pairs' first tensors, and their second tensors, as copied to the host."""
+            """Return the stacked first tensors and the stacked second tensors of all pairs."""
             copies = [(next(at_host), next(at_host)) for _ in pairs]
             return [torch.stack(side) for side in zip(*copies, strict=True)]
 

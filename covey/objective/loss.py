@@ -5,8 +5,8 @@
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
 computed over the batch of a training step. Token weights, corrections and the objective's `marks`
-are computed over an optimizer step. With advantages, weights, corrections and marks given, the loss
-of a micro-batch is a plain sum over its tokens.
+are computed over an optimizer step. Given advantages, weights, corrections and marks, the loss of a
+micro-batch is a plain sum over its tokens.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Objective:
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer step. Its
-    arguments are the step's batch with advantages, and the logp [B, T] of the batch. None if the
-    objective needs no such function."""
+    """Function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer step. The
+    function takes the step's batch with advantages, and the logp [B, T] of the batch. `marks` is
+    None if the objective needs no such function."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """Function that returns the critic's targets [B, T], with the same arguments as `advantage`;
     None without a critic."""
@@ -99,8 +99,8 @@ class Objective:
     """The fraction of tokens that get a policy gradient: the tokens with the highest entropy."""
     off_policy_limit: float = 0.0
     """Limit on how far the mean log-probability of a completion may fall after sampling. A
-    completion with a negative advantage is dropped if it exceeds the limit; 0 keeps all
-    completions.
+    completion with a negative advantage and a larger fall is dropped. With 0, all completions are
+    kept.
     """
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of any token is below this number times
@@ -159,7 +159,7 @@ class Objective:
 
     @property
     def only_surrogate(self) -> bool:
-        """Whether a token with advantage 0 has no gradient at all."""
+        """Whether a token with advantage 0 has no gradient from any term of the loss."""
         rest = self.kl_in_loss or self.entropy_bonus or self.value_loss is not None
         return not rest and (self.marks is None or self.pairs)
 
@@ -183,9 +183,9 @@ class PolicyLoss(NamedTuple):
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
     """Return a training step's batch with advantages, computed over all its rollouts.
 
-    If the objective has a critic, the returned batch also contains the critic's targets. The mask
-    of the returned batch then leaves out rollouts that could not be scored, because a critic cannot
-    learn from rollouts without a reward.
+    If the objective has a critic, the returned batch also contains the critic's targets. With a
+    critic, the mask of the returned batch leaves out rollouts that could not be scored, because a
+    critic cannot learn from rollouts without a reward.
     """
     if objective.targets is not None:
         batch = replace(batch, mask=scored_tokens(batch))

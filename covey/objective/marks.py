@@ -138,7 +138,7 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
     """Return the fraction of the sum of r |A| that comes from tokens with A > 0.
 
     The sum includes only unclipped tokens, so raising either clip bound increases the fraction. If
-    the sum is 0, return 1.
+    the sum is 0, the function returns 1.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)

@@ -25,7 +25,7 @@ def scored_tokens(batch: Batch) -> torch.Tensor:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return a - b inside the mask and 0 outside the mask, even if a or b is NaN there."""
+    """Return a - b inside the mask and 0 outside the mask, even for NaN in a or b."""
     # Padding may contain any value, even NaN. It is replaced before the arithmetic and not after,
     # because the gradient of `where` behind a NaN is itself NaN.
     return a.where(mask, 0.0) - b.where(mask, 0.0)

@@ -119,11 +119,12 @@ def without_conflicts(
     """GTPO of arXiv 2508.03772: bad completions get no gradient for tokens shared with good ones.
 
     The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, where mean_g R is the
-    group's mean reward and H_i is the completion's mean entropy. If H_i exceeds max_entropy, A_i is
-    0. A completion with R_i > mean_g R is good, and a completion with R_i < mean_g R is bad. A
-    conflict token is a token of a prefix or suffix that a good and a bad completion of the group
-    have in common. A_i is divided by the completion's number of conflict tokens. The advantage of a
-    conflict token is also multiplied by `bonus` in good completions and by 0 in bad completions.
+    group's mean reward and H_i is the completion's mean entropy. A_i is 0 if H_i exceeds
+    max_entropy. A completion with R_i > mean_g R is good, and a completion with R_i < mean_g R is
+    bad. A conflict token is a token of a prefix or suffix that a good and a bad completion of the
+    group have in common. The advantage A_i is divided by the completion's number of conflict
+    tokens. The advantage of a conflict token is also multiplied by `bonus` in good completions and
+    by 0 in bad completions.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)

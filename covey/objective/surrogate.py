@@ -88,7 +88,7 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
     """The surrogate w A logp, where the weight w is r clipped to [min_weight, max_weight].
 
     CISPO, arXiv 2506.13585. The weight w is clipped but never set to 0, so every token keeps its
-    gradient. No gradient flows through w.
+    gradient. No gradient flows through the weight w.
     """
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(min_weight, max_weight)
@@ -118,8 +118,8 @@ def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float
 def soft_gate(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Gain:
     """The surrogate f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
 
-    SAPO, arXiv 2511.20347. The slope of f is 1 at r = 1 and falls off smoothly on both sides. The
-    slope falls faster for tokens with A <= 0.
+    SAPO, arXiv 2511.20347. The slope of f is 1 at r = 1 and falls off smoothly on both sides. For
+    tokens with A <= 0, the slope of f falls faster.
     """
     tau = _either(tokens.advantage > 0, tau_pos, tau_neg, tokens)
     gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau
@@ -153,10 +153,10 @@ def trust_mask(
 ) -> Gain:
     """The surrogate min(r, max_weight) A logp; 0 for tokens whose probability changed a lot.
 
-    DPPO with total variation, arXiv 2602.04879. A token with A > 0 is trained if
-    p - p_old <= clip_high, and any other token is trained if p - p_old >= -clip_low. These bounds
-    limit the change of a token's probability p, not the ratio r, so a rare token may double its
-    probability.
+    DPPO with total variation, arXiv 2602.04879. A token with A > 0 is trained if p - p_old <=
+    clip_high, and any other token is trained if p - p_old >= -clip_low. The bounds clip_low and
+    clip_high limit the change of a token's probability p, not the ratio r. The probability of a
+    rare token may therefore double.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0

@@ -1,13 +1,13 @@
 """Advantages for the turns of multi-turn rollouts.
 
-The reward R of a rollout is the total of its turn rewards r_k, which the environment may give to
-individual turns. If the turn rewards do not sum to R, the last turn gets the difference:
+An environment may give a reward to each turn of a rollout. If the turn rewards r_k do not sum to
+the rollout's reward R, the last turn gets the difference:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
 All tokens of a turn have the same advantage. A rollout that is not divided into turns counts as one
-turn. Shapes: B is the number of rollouts (one row per rollout), T is the number of tokens per row,
-and K is the largest number of turns in a rollout.
+turn. In tensor shapes, B is the number of rollouts, with one row per rollout. T is the number of
+tokens per row, and K is the largest number of turns in a rollout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Token weights: the loss is minus the weighted sum of the per-token objectives.
 
-Each function returns the weights [B, T] of all tokens, computed once per optimizer step from the
-step's total numbers of tokens, rollouts and groups. The loss is then a plain weighted sum, which
-does not depend on how the step is split into micro-batches or over ranks. Weights are computed in
-float64, and rounded once to the dtype of the loss.
+Each function returns the weights [B, T] of all tokens. Covey computes the weights once per
+optimizer step, from the step's total numbers of tokens, rollouts and groups. The loss is then a
+plain weighted sum, which does not depend on how the step is split into micro-batches or over ranks.
+Weights are computed in float64, and rounded once to the dtype of the loss.
 
 In the formulas, an optimizer step has N rollouts, T tokens and P groups. Rollout i has T_i tokens,
 and group g has T_g tokens.
@@ -24,8 +24,8 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (N T_i): average over each rollout's tokens, then over the N rollouts.
 
     GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
-    are penalized too little (arXiv 2503.20783). If all tokens of a rollout have the same value, as
-    with one ratio per completion, the weighted sum is the mean of the rollouts' values.
+    are penalized too little (arXiv 2503.20783). With one ratio per completion, all tokens of a
+    rollout have the same value, and the weighted sum is the mean of the rollouts' values.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:

@@ -1,10 +1,10 @@
 """The `arithmetic` task: chains of additions and subtractions, such as `47+8-6?`.
 
-A problem starts with a two-digit number and adds or subtracts single digits (3 to 9). Every partial
-result is between 0 and 99. One sum in six, such as `47+8`, is held out for evaluation. No training
-problem contains a held-out sum, and held-out problems contain only held-out sums. Held-out accuracy
-therefore measures arithmetic on number pairs that no training problem contains. Covey's embedded
-model, a small model inside the package, was trained for this task.
+A problem starts with a two-digit number and adds or subtracts single digits (3 to 9). Every
+intermediate result is between 0 and 99. One sum in six, such as `47+8`, is held out for evaluation.
+No training problem contains a held-out sum, and held-out problems contain only held-out sums.
+Held-out accuracy therefore measures arithmetic on number pairs that no training problem contains.
+Covey's embedded model, a small model inside the package, was trained for this task.
 """
 
 from __future__ import annotations

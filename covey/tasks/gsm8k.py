@@ -53,7 +53,7 @@ class Gsm8k(SplitTask):
         if bool(self.train_file) != bool(self.held_out_file):
             raise ConfigError(
                 f"task: train_file = {self.train_file!r} and held_out_file = "
-                f"{self.held_out_file!r}: set both options, or leave out both options to use "
+                f"{self.held_out_file!r}: set both files, or set neither file to use "
                 "openai/gsm8k"
             )
 

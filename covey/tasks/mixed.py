@@ -61,8 +61,8 @@ class Mixed:
     task have been used, they are repeated, with ids that end in `~1`, `~2` and so on. The held-out
     prompts of the mixture are the held-out prompts of its tasks, one task after the other.
 
-    Prompts keep the name of their task, so rewards can depend on it. The id of a prompt starts with
-    the key of its task in `parts`.
+    Prompts keep the name of their task, so rewards can depend on the task. The id of a prompt
+    starts with the key of its task in `parts`.
     """
 
     parts: Mapping[str, Mapping[str, Any]]

@@ -92,8 +92,8 @@ def lite_ppo() -> Objective:
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The standard deviation is over all completions of a training step, not only of an optimizer
-    step.
+    The standard deviation is over all completions of a training step, even if the training step has
+    several optimizer steps.
     """
     return Objective(
         advantage=advantage.standardized_by_batch,

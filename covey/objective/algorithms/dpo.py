@@ -60,8 +60,8 @@ def ipo() -> Objective:
     the loss of `ipo` moves D towards 1 / (2 beta). With `ipo`, the policy therefore stays near the
     reference, even if it already prefers the chosen completion in every pair.
 
-    Choice: the margin D uses means over tokens. TRL's DPO trainer also uses means, after its
-    developers asked the authors of IPO. The paper's formula and OpenRLHF use sums, as Covey does
-    with `average = false`.
+    Choice: the margin D uses means over tokens. TRL's DPO trainer also uses means, after TRL's
+    developers consulted the authors of IPO. The paper's formula and OpenRLHF use sums, as Covey
+    does with `average = false`.
     """
     return _of_pairs(pairs.squared)

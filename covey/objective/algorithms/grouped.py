@@ -21,9 +21,9 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
     The weights in part_weights multiply advantages, not rewards, so scaling a part of the reward
-    does not change its influence. The option `gate` is the index of the gating part. The other
-    parts of a completion's reward count only if the gating part is at least `gate_at` (equation 8).
-    In a configuration, `parts` lists the names of the reward parts to use, in the same order as
+    does not change its influence. The option `gate` is the index of the gating part. If the gating
+    part of a completion's reward is below `gate_at`, all other parts count as 0 (equation 8). In a
+    configuration, `parts` lists the names of the reward parts to use, in the same order as
     part_weights. Without `parts`, `gdpo` uses every number that the reward function reports, even
     one that is not meant as a reward.
 
@@ -34,8 +34,8 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
 
     Worth knowing: if the reward has only one part, the loss is that of GRPO times a factor that is
     the same for the whole step. `gdpo` refuses a KL penalty in the reward, because `gdpo`
-    normalizes only numbers that the reward function reports. Put the KL penalty into the loss
-    instead.
+    normalizes only numbers that the reward function reports. With `gdpo`, put the KL penalty into
+    the loss.
     """
     return Objective(
         advantage=advantage.parts_standardized,
@@ -91,7 +91,8 @@ def pkpo() -> Objective:
     With `loo`, setting the advantages to 0 makes the gradient biased.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
-    completions with more than G-k+1 successes has no gradient. Lower k when the policy gets better.
+    completions with more than G-k+1 successes has no gradient. When the policy solves more prompts,
+    lower k.
     """
     return Objective(
         advantage=advantage.best_of_k,
@@ -109,13 +110,13 @@ def gfpo() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The token count T includes all completions, as in equation 2 of the paper. TRL's GFPO counted
-    only the tokens of the completions in S. With `filter.skip_zero_gradient`, the completions
-    outside S need no forward pass. The default of ddof is 1, as in `grpo`, but the paper uses 0.
+    only the tokens of kept completions. With `filter.skip_zero_gradient`, completions that are not
+    kept need no forward pass. The default of ddof is 1, as in `grpo`, but the paper uses 0.
     Training on half of each group (4 of 8 completions) is a good default.
 
-    Worth knowing: in a group with correct and wrong completions, the shortest completions may all
-    be wrong. The group then has no gradient. If `keep` is at least the group size, `gfpo` equals
-    `grpo` with a mean over tokens.
+    Worth knowing: if the `keep` shortest completions of a group are all wrong, the group has no
+    gradient, even if longer completions are correct. If `keep` is at least the group size, `gfpo`
+    equals `grpo` with a mean over tokens.
     """
     return Objective(
         advantage=advantage.kept_standardized,
@@ -136,10 +137,10 @@ def scalerl() -> Objective:
     completions the standard deviation is computed. Covey computes the standard deviation over all
     completions of mixed groups.
 
-    The ScaleRL recipe is more than this loss. The recipe also drops groups with equal rewards
-    without sampling replacements (filter.drop_flat). The recipe stops drawing prompts that the
-    policy already solves (curriculum), and runs the LM head in float32 in the engine and in the
-    trainer.
+    The ScaleRL recipe contains more than the loss. The ScaleRL recipe also drops groups with equal
+    rewards without sampling replacements (filter.drop_flat). The ScaleRL recipe stops drawing
+    prompts that the policy already solves (curriculum), and runs the LM head in float32 in the
+    engine and in the trainer.
     """
     return Objective(
         advantage=advantage.mixed_standardized,
@@ -164,8 +165,9 @@ def gigpo() -> Objective:
     Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states. A
     state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
     occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation.
-    Covey takes the mean and standard deviation of A_E over the rollouts of a group. The authors'
-    code takes the mean and standard deviation over turns, so long episodes count more.
+    Covey takes the mean and standard deviation of the episode advantage A_E over the rollouts of a
+    group. The authors' code takes the mean and standard deviation of A_E over turns, so long
+    episodes count more.
     """
     return Objective(
         advantage=turns.by_state,

@@ -1,4 +1,4 @@
-"""Algorithms for stale data; they limit how far the policy moves from the sampling policy."""
+"""Algorithms for stale data, which limit how far the policy moves from the sampling policy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def bapo() -> Objective:
     the step's surrogate. Covey computes the clip bounds once per optimizer step, over all
     micro-batches and ranks, at the cost of one more forward pass.
 
-    Choices: the number `share` leaves out clipped tokens, because clipped tokens have no gradient.
-    The option `measure = "value"` follows the paper's equation 8 as printed, which replaces the
-    ratio of a clipped token by the clip bound. With `measure = "value"`, raising c_low lowers the
-    share of tokens with a positive advantage, although the paper's text says the opposite. The
-    authors' code raises c_low first, and computes both clip bounds per micro-batch.
+    Choices: the fraction `share` leaves out clipped tokens, because clipped tokens have no
+    gradient. The option `measure = "value"` follows the paper's equation 8 as printed, which
+    replaces the ratio of a clipped token by the clip bound. With `measure = "value"`, raising c_low
+    lowers the share of tokens with a positive advantage, although the paper's text says the
+    opposite. The authors' code raises c_low first, and computes both clip bounds per micro-batch.
 
     Worth knowing: on policy, no token is clipped, and `bapo` equals `grpo` with a mean over tokens.
     """
@@ -78,8 +78,8 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
     The behaviour policy of a token is the version of the policy that sampled the token. The
     proximal policy is the trainer's policy at the start of the batch, the same for every token. The
     clip range is centred on the proximal policy, and the importance weight w corrects for tokens
-    that an older policy sampled. With one optimizer step per batch, the ratio r is 1, and only w
-    has an effect.
+    that an older policy sampled. With one optimizer step per batch, the ratio r is 1, and only the
+    importance weight w has an effect.
 
     Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. AReaL's
     code no longer uses the importance weight by default. For another off-policy correction, set the

@@ -21,8 +21,8 @@ def ppo() -> Objective:
 
     The reward r_t of token t is -beta (old_logp - ref_logp)_t, plus the rollout's reward at the
     last trained token. V_t is the critic's value before token t, computed at the start of the
-    training step. After the last token of a completion, V is 0, even if the completion was
-    truncated. The critic's target is U = A + V, where A is not whitened and is computed with
+    training step. After the last token of a completion, the value V is 0, even if the completion
+    was truncated. The critic's target is U = A + V, where A is not whitened and is computed with
     `value_lam` instead of lam. The critic is a separate model with its own optimizer, set in the
     configuration section [critic].
 
@@ -34,8 +34,8 @@ def ppo() -> Objective:
     scored is left out of every loss, and its tokens do not count in any denominator.
 
     Worth knowing: with lam = 1 and without whitening, the advantage equals the reward if the critic
-    always predicts 0. If the critic always predicts the group's mean reward, the advantage equals
-    the advantage of Dr.GRPO.
+    always predicts 0. With lam = 1 and a critic that always predicts the group's mean reward, the
+    advantage equals the advantage of Dr.GRPO.
     """
     return Objective(
         advantage=critic.over_values,

@@ -19,10 +19,10 @@ def gspo() -> Objective:
         loss = - 1/N sum_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
     Worth knowing: the ratio s of a completion is a geometric mean of token ratios, so s changes far
-    less than the ratio of a token. A clip range of 0.2 would have no effect on s. With one
-    optimizer step per rollout batch, s is 1 and the gradient equals the gradient of GRPO. GSPO's
-    loss is a mean over completions. Several libraries average over tokens under the name GSPO,
-    which gives the loss of `luspo` times a constant.
+    less than the ratio of a token. A clip range of 0.2 would have no effect on the ratio of a
+    completion. With one optimizer step per rollout batch, s is 1 and the gradient equals the
+    gradient of GRPO. GSPO's loss is a mean over completions. In several libraries, GSPO averages
+    over tokens, which gives the loss of `luspo` times a constant.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -29,9 +29,9 @@ def gtpo() -> Objective:
     tokens of the batch. Tokens of wrong completions have rp = 0, and tokens of correct completions
     have rn = 0. The option `norm = "polarity"` follows another interpretation of the paper. With
     `norm = "polarity"`, the mean of rp is only over tokens of correct completions, and the mean of
-    rn is only over tokens of wrong completions. The standard deviations are over the same tokens as
-    the means. With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half the tokens of
-    correct completions get a negative advantage.
+    rn is only over tokens of wrong completions. The standard deviations of rp and rn are over the
+    same tokens as the means. With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half
+    the tokens of correct completions get a negative advantage.
 
     By default, `gtpo` sums entropies over the group, as in the paper's equations. The paper's
     experiments sum entropies over the batch (`scope = "batch"`). In the factor 1/H, an entropy H
@@ -60,9 +60,9 @@ def gtpo_trajectory() -> Objective:
     mean, and bad if its reward is below the group's mean. A conflict token is a token of a prefix
     or suffix that a good and a bad completion of the group have in common. The factor delta of a
     conflict token is `bonus` in a good completion and 0 in a bad completion. Bad completions
-    therefore do not lower the probability of the format that all completions share. If a token is
-    in both a common prefix and a common suffix, delta is squared. The factor delta of all other
-    tokens is 1. `gtpo_trajectory` has no ratio, no clip and no reference.
+    therefore do not lower the probability of the format that all completions share. The factor
+    delta is squared for a token that is in a common prefix and in a common suffix. For a token that
+    is not a conflict token, delta is 1. `gtpo_trajectory` has no ratio, no clip and no reference.
 
     Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
     not change between optimizer steps. The authors' code computes the entropy again in every

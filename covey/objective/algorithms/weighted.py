@@ -35,8 +35,8 @@ def sapo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t f(r) A,  f(r) = 4/tau sigmoid(tau (r - 1))
         tau  = tau_pos if A > 0 else tau_neg
 
-    The slope of the gate f is 1 at a ratio of 1 and falls smoothly on both sides. The slope falls
-    faster for tokens with a negative advantage.
+    The slope of the gate f is 1 at a ratio of 1 and falls smoothly on both sides. For tokens with a
+    negative advantage, the slope of the gate falls faster.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -56,9 +56,9 @@ def gpg(
 
     `gpg` has no ratio and no clip, so with several optimizer steps per batch, nothing limits the
     change of the policy. Groups with equal rewards have no gradient, and the factor alpha scales up
-    the advantages of all other groups to compensate. If the rewards within every group are equal,
-    all advantages are 0. To compute alpha, verl counts completions with non-zero rewards, which
-    gives a different factor.
+    the advantages of all other groups to compensate. If every group has equal rewards, all
+    advantages are 0. To compute alpha, verl counts completions with non-zero rewards, which gives a
+    different factor.
     """
     return Objective(
         advantage=advantage.scaled_up,
@@ -75,9 +75,9 @@ def vespo() -> Objective:
         loss = - 1/T sum_i sum_t sg(phi(q)) A logp,  phi(w) = w^power exp(rate (1 - w))
 
     By default, (power, rate) is (2, 3) for an advantage A >= 0, and (3, 2) for A < 0. The weight
-    phi is 1 on policy, and approaches 0 for small and large ratios q of a completion. In Covey, the
-    correction for differences between engine and trainer is a separate factor, not part of the
-    ratio q.
+    phi of a completion is 1 on policy, and approaches 0 if the completion's ratio q is very small
+    or very large. In Covey, the correction for differences between engine and trainer is a separate
+    factor, not part of the ratio q.
     """
     return Objective(
         advantage=advantage.group_standardized,
