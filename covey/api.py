@@ -250,7 +250,7 @@ def _request(
 
     for name, given in (("algorithms", algorithms), ("arms", arms)):
         if isinstance(given, str):
-            raise ConfigError(f"{name} must be a list, such as {name}=[{given!r}], not a text")
+            raise ConfigError(f"{name} must be a list, such as {name}=[{given!r}], not a string")
     if seeds < 1:
         raise ConfigError(f"seeds = {seeds} must be at least 1")
     return Request(

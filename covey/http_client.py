@@ -29,7 +29,7 @@ def check_url(url: str, key: str, example: str, secret: str = "") -> None:
     except ValueError:
         proper = hides = None
     if hides:  # the URL is not shown, because it may contain a secret
-        raise ConfigError(f"{key} must not contain a password or a query{secret}")
+        raise ConfigError(f"{key} must not contain a password, a query or a fragment{secret}")
     if not proper or not re.fullmatch("[!-~]+", url):
         raise ConfigError(f"{key} = {url!r} is not a URL such as {example}")
 

@@ -106,6 +106,6 @@ def pickled(thing: Any, name: str) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = str(error)
     raise ConfigError(
-        f"{name} cannot be sent to a worker process ({why}); define it in a module, or set its "
-        "attribute `quick = True` if it is always fast"
+        f"{name} cannot be sent to a worker process ({why}); define the function or class in a "
+        "module, or give it the attribute `quick = True` if it is always fast"
     )

@@ -114,6 +114,6 @@ def _check_origin(function: Any, path: str, where: str) -> None:
         inspect.signature(function)
     except (ValueError, TypeError):
         raise ConfigError(
-            f"config: the signature of {where} = {path!r} cannot be read; wrap the function in one "
-            "that names its parameters"
+            f"config: the parameters of {where} = {path!r} cannot be read; wrap the function in a "
+            "Python function with named parameters"
         ) from None

@@ -178,9 +178,9 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 fitting, notes = fitting_prompts(config, model, prompts, "held-out")
                 if found and len(fitting) < len(prompts):
                     raise DataError(
-                        f"{path}: this model cannot use all prompts of the first model "
-                        f"({notes[0]}); set rollout.max_prompt_tokens to a length that fits both "
-                        "models"
+                        f"{path} cannot be evaluated on all prompts of the first model "
+                        f"({notes[0]}); lower rollout.max_prompt_tokens to a length that suits "
+                        "both models"
                     )
                 prompts = fitting
                 engine = NativeEngine(model)

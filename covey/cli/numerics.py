@@ -83,8 +83,8 @@ def numerics_command(
     source = str(run.config_file) if run is not None else target or "arithmetic"
     if run is not None and run.is_sft:
         raise RunError(
-            f"{run.path} is an SFT run, which has no rollouts to measure; to measure its model, "
-            "give a configuration, and the SFT checkpoint as --model"
+            f"{run.path} is an SFT run, which has no rollouts to measure; to measure a checkpoint "
+            "of the run, use covey numerics CONFIG --model CHECKPOINT"
         )
     with waiting(STARTING) as say:
         config = resolved(source, settings_of(overrides, model), smoke=smoke)

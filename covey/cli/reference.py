@@ -91,8 +91,8 @@ def serve_command(
     token = read_token(token_env, f"--token-env {token_env}")
     if host not in LOOPBACK and not token:
         raise ConfigError(
-            f"--host {host} accepts requests from other machines, so --token-env is needed to "
-            "protect the server"
+            f"--host {host} accepts requests from other machines; protect the server with an "
+            "access token (--token-env)"
         )
     _need_extra()
     listener = _bound(host, port)

@@ -158,8 +158,8 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
         )
     if step is not None:
         raise ConfigError(
-            f"--step {step} chooses the checkpoint to resume from, so it needs --resume RUN; to "
-            "set the number of training steps, use train.steps"
+            f"--step {step} chooses the checkpoint to resume from, and needs --resume RUN; to set "
+            "the number of training steps, use --set train.steps=N"
         )
     if run is not None:
         check_new_run(run)
@@ -169,6 +169,6 @@ def check_alone(*given: object) -> None:
     """Reject options that cannot be used with --resume."""
     if any(given):
         raise ConfigError(
-            "--resume uses the saved settings of the run; to change settings, use --set, and "
-            "leave out CONFIG and options such as --model"
+            "--resume uses the saved settings of the run; leave out CONFIG and options such as "
+            "--model, and change settings with --set"
         )

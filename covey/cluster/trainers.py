@@ -174,8 +174,8 @@ class _Ranks:
             return told[0]
         rank = next(rank for rank, code in sorted(self.codes.items()) if code)
         raise EngineError(
-            f"rank {rank} died, because its process or its Ray actor was killed or its node is "
-            "down; all ranks stop, and --resume continues from the last checkpoint"
+            f"rank {rank} died, because its process was killed or its node is down; resume from "
+            "the last checkpoint with --resume"
         )
 
     @contextmanager

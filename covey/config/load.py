@@ -103,21 +103,25 @@ def _check_depth(data: Mapping[str, Any], where: str) -> None:
         level = [v for values in inner for v in values]
         level = [v for v in level if isinstance(v, Mapping | list | tuple)]
     if level:
-        raise ConfigError(f"{where}: values are nested too deeply, in more than {DEEPEST} tables")
+        raise ConfigError(
+            f"{where}: values are nested too deeply, in more than {DEEPEST} tables or lists"
+        )
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, raw = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
-            f"the setting {override!r} is not of the form key=value, such as train.steps=100"
+            f"the setting {override!r} must have the form key=value, such as train.steps=100"
         )
     *sections, last = key.strip().split(".")
     table = data
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"config: {key}: {section!r} is a single value, so it has no keys")
+            raise ConfigError(
+                f"config: {key}: {section!r} is a single value, not a table with keys"
+            )
     value = _value(raw.strip())
     if last == "name" and value != _present_name(sections, table):
         table.clear()

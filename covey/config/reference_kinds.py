@@ -43,8 +43,8 @@ def read_token(variable: str, where: str) -> str:
     token = os.environ.get(variable, "") if variable else ""
     if variable and not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"{where}, but this environment variable does not contain a valid token; set it to a "
-            "token of printable ASCII characters"
+            f"{where}, but this environment variable does not contain a valid token; a token "
+            "consists of printable ASCII characters"
         )
     return token
 

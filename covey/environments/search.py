@@ -47,9 +47,9 @@ def read_documents(folder: str) -> dict[str, str]:
     except OSError as error:
         raise DataError(f"environment: cannot read {folder}: {reason(error)}") from None
     if not found:
-        endings = ", ".join(ENDINGS)
+        endings = " or ".join(ENDINGS)
         raise ConfigError(
-            f"environment: folder = {folder!r} has no documents with the endings {endings}"
+            f"environment: folder = {folder!r} has no documents that end in {endings}"
         )
     return found
 

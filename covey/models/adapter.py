@@ -87,7 +87,8 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     model = _inject(model, config)
     if not _is_plain(model):
         raise ModelError(
-            f"model: {folder} must be a plain LoRA adapter on linear layers of the backbone"
+            f"model: {folder} is not a plain LoRA adapter on linear layers of the backbone; Covey "
+            "supports no other adapters"
         )
     weights = named_weights(model, saved)
     if unknown := saved.keys() - {_file_name(name) for name in weights}:

@@ -333,7 +333,7 @@ def _unusable_worker(code: int) -> ModelError:
     if code == FAILED:
         return ModelError("model: the process that renders chat templates failed to start")
     why = f"took longer than {SECONDS:g} seconds" if code == -SIGPROF else "took too much memory"
-    return ModelError(f"model: rendering one prompt with the chat template {why}; {ADVICE}")
+    return ModelError(f"model: the chat template {why} for one prompt; {ADVICE}")
 
 
 _PROCESS = RenderProcess()

@@ -23,7 +23,9 @@ def device_of(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"model: the device is {name!r}, but torch finds no CUDA device")
+        raise ModelError(
+            f"model: torch finds no CUDA device, so the device {name!r} cannot be used"
+        )
     if not re.fullmatch(DEVICE, name):
         raise ModelError(
             f"model: unknown device {name!r}; use auto, cpu, cuda, cuda:0, cuda:1, ..."

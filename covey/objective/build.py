@@ -177,8 +177,8 @@ def _checked(name: str, objective: Objective) -> Objective:
         )
     if objective.penalty is k3_sequence and objective.kl_in == "reward":
         raise ConfigError(
-            f"{name}: objective.kl = 'k3_sequence' is computed over whole completions, so it "
-            "cannot be used with objective.kl_in = 'reward'; set objective.kl = 'k1', or set "
+            f"{name}: objective.kl = 'k3_sequence' does not work with objective.kl_in = 'reward', "
+            "because this KL estimate covers whole completions; set objective.kl = 'k1', or "
             "objective.kl_in = 'loss'"
         )
     if "parts" in objective.needs and objective.kl_in_reward:

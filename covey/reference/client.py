@@ -60,8 +60,7 @@ class Address:
             self.url,
             "config: reference.url",
             "http://127.0.0.1:8500",
-            "; put the token in an environment variable, and set reference.token_env to the name "
-            "of that variable",
+            "; put the token in an environment variable, and set reference.token_env to its name",
         )
 
 

@@ -178,7 +178,7 @@ class Judge(Reward):
             self.base_url,
             "judge: base_url",
             "http://localhost:8000/v1",
-            "; put the key in an environment variable, and give the name of that variable",
+            "; put the key in an environment variable, and set api_key_env to its name",
         )
         for name, least, most in (
             ("scale", 1, 100),
@@ -214,8 +214,7 @@ class Judge(Reward):
             wrong = "not a key" if key else "not set"
             raise ConfigError(
                 f"judge: the environment variable {self.api_key_env} is {wrong}; set this "
-                "variable, set api_key_env to another variable, or set api_key_env = '' if the "
-                "server needs no key"
+                "variable, or set api_key_env = '' if the server needs no key"
             )
         return key
 

@@ -378,7 +378,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _not_a_reward(function: Callable[..., Any], why: str) -> ConfigError:
     return ConfigError(
-        f"reward: {_name(function)} is not a reward function: {why}; define f(prompt, text), which "
-        "scores one completion, or f(completions, **columns) as in TRL, which scores all "
-        "completions of a prompt"
+        f"reward: {_name(function)} is not a reward function: {why}; define f(prompt, text) to "
+        "score one completion, or f(completions, **columns) as in TRL to score all completions of "
+        "a prompt"
     )

@@ -451,9 +451,9 @@ class MultiTurnEpisodes(Episodes):
         if episode.taken:
             return None
         raise DataError(
-            f"prompt {episode.prompt.id} has {size} tokens, and with a turn of "
-            f"{self.sampling.max_tokens} tokens it would exceed environment.max_tokens = "
-            f"{self.interaction.max_tokens}; raise environment.max_tokens, up to the model's "
+            f"prompt {episode.prompt.id} has {size} tokens, so a turn of "
+            f"{self.sampling.max_tokens} tokens would exceed environment.max_tokens = "
+            f"{self.interaction.max_tokens}; raise environment.max_tokens, at most to the model's "
             f"context of {self.model.context} tokens"
         )
 

@@ -153,8 +153,7 @@ class PromptChoice:
         if self.settings.mixture == "progress" and not self.block:
             raise ConfigError(
                 "config: curriculum.mixture = 'progress' needs task.name = 'mixed', because "
-                "curriculum.mixture sets how often prompts are drawn from each part of a mixed "
-                "task"
+                "curriculum.mixture sets the share of prompts from each part of a mixed task"
             )
 
     @property

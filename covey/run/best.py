@@ -90,7 +90,7 @@ def check_metric(name: str, *, samples: int) -> None:
     """Refuse an unknown or renamed metric, or one that depends on the machine, such as a time."""
     own, present = metric(name), current_name(name)
     if own is None and metric(present) is not None:
-        raise ConfigError(f"config: save.best: the metric {name!r} is called {present!r}")
+        raise ConfigError(f"config: save.best: the metric {name!r} was renamed to {present!r}")
     if own is not None:
         if own.source == MACHINE:
             raise ConfigError(
@@ -108,6 +108,6 @@ def check_metric(name: str, *, samples: int) -> None:
     if name not in known:
         choices = [*known, *METRICS] if closest(name, METRICS) else known
         raise ConfigError(
-            f"config: save.best: {name!r} is neither a metric of training steps nor a metric of "
-            f"evaluations with evaluate.samples = {samples}{nearest(name, choices)}"
+            f"config: save.best: {name!r} is not a metric of training steps, nor of evaluations "
+            f"with evaluate.samples = {samples}{nearest(name, choices)}"
         )

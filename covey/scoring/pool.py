@@ -309,6 +309,6 @@ def check_timeout(name: str, reward: Reward, timeout: float) -> None:
     if timeout < longest:
         raise ConfigError(
             f"config: scoring.timeout = {timeout:g} is less than the {longest:g} seconds that the "
-            f"reward {name} may take; raise scoring.timeout, or lower the reward's option "
-            "total_seconds if it has this option"
+            f"reward {name} may take; raise scoring.timeout, or lower total_seconds if the reward "
+            "has this option"
         )

@@ -52,9 +52,8 @@ class Gsm8k(SplitTask):
     def __post_init__(self) -> None:
         if bool(self.train_file) != bool(self.held_out_file):
             raise ConfigError(
-                f"task: train_file = {self.train_file!r} and held_out_file = "
-                f"{self.held_out_file!r}: set both files, or set neither file to use "
-                "openai/gsm8k"
+                "task: set both train_file and held_out_file, or set neither file to use the "
+                "dataset openai/gsm8k"
             )
 
     def _prompts(self, split: str) -> list[Prompt]:

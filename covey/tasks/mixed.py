@@ -140,7 +140,7 @@ def _build(key: str, options: Mapping[str, Any]) -> Task:
     for option in sorted(preset.keys() & given.keys()):
         raise ConfigError(
             f"config: {where}.{option} cannot be set, because the task name {name!r} already sets "
-            "it"
+            "this option"
         )
     section = Named.model_validate({"name": name, **preset, **given})
     resolved = resolve_options(constructor, section, where)

@@ -118,8 +118,8 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
     check_teacher(resolved.teacher, privileged=privileged)
     if privileged and resolved.environment.name != NONE:
         raise ConfigError(
-            f"config: {resolved.objective.name} does not work with an environment, because its "
-            "teacher reads privileged text in a single-turn prompt"
+            f"config: {resolved.objective.name} does not work with an environment, because the "
+            "teacher's prompt with the privileged text has only one turn"
         )
 
 
@@ -149,7 +149,7 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     if objective.pairs and mini_batches > prompts:
         raise ConfigError(
             f"config: train.mini_batches = {mini_batches} must be at most rollout.prompts_per_step "
-            f"= {prompts}, because {resolved.objective.name} needs whole groups in an optimizer "
+            f"= {prompts}, because {resolved.objective.name} needs whole groups in every optimizer "
             "step"
         )
     given = resolved.objective.options

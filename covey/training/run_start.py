@@ -178,8 +178,8 @@ def resumed_config(
     if "train.steps" in changed and now.train.stop_after.epochs:
         raise ConfigError(
             f"the resumed run {run.path} cannot change train.steps, because "
-            f"train.stop_after.epochs = {now.train.stop_after.epochs:g} determines it; change "
-            "train.stop_after"
+            f"train.stop_after.epochs = {now.train.stop_after.epochs:g} determines train.steps; "
+            "change train.stop_after"
         )
     return now, changed
 

@@ -430,7 +430,7 @@ def test_naming_an_algorithm_drops_the_pieces_of_one_that_had_no_name(
 def test_an_override_that_is_not_key_and_value_says_what_one_is(override: str) -> None:
     message = error_of(override)
     assert (
-        message == f"the setting {override!r} is not of the form key=value, such as train.steps=100"
+        message == f"the setting {override!r} must have the form key=value, such as train.steps=100"
     )
 
 

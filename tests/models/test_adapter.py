@@ -384,14 +384,14 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (
             peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]),
-            "must be a plain LoRA adapter",
+            "is not a plain LoRA adapter",
         ),
         (
             peft.LoraConfig(r=2, bias="all", target_modules=["q_proj"]),
-            "must be a plain LoRA adapter",
+            "is not a plain LoRA adapter",
         ),
-        (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "must be a plain LoRA adapter"),
-        (peft.LoraConfig(r=2, target_modules=["lm_head"]), "must be a plain LoRA adapter"),
+        (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "is not a plain LoRA adapter"),
+        (peft.LoraConfig(r=2, target_modules=["lm_head"]), "is not a plain LoRA adapter"),
         (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "supports only LoRA"),
     ],
 )

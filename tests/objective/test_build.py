@@ -447,7 +447,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:needy", "config: objective.strength must be set for own_module:needy, because it has no default"),
         (
             "builtins:int",
-            "config: the signature of objective.name = 'builtins:int' cannot be read; wrap the function in one that names its parameters",
+            "config: the parameters of objective.name = 'builtins:int' cannot be read; wrap the function in a Python function with named parameters",
         ),
     ],
 )  # fmt: skip
@@ -551,7 +551,7 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction_low = 0.0 must be at most 1, and objective.correction_high = 0.9 must be at least 1; the value that objective.correction = 'token_mask' compares with these bounds is 1 if engine and trainer agree"),
         ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction_low = 0.5 must be at most 0, and objective.correction_high = 2.0 must be at least 0; the value that objective.correction = 'divergence_mask' compares with these bounds is 0 if engine and trainer agree"),
         ("gspo", {"correction_low": 3.0}, "gspo: objective.correction_low = 3.0 must not exceed objective.correction_high = 2.0"),
-        ("rloo", {"kl": "k3_sequence"}, "rloo: objective.kl = 'k3_sequence' is computed over whole completions, so it cannot be used with objective.kl_in = 'reward'; set objective.kl = 'k1', or set objective.kl_in = 'loss'"),
+        ("rloo", {"kl": "k3_sequence"}, "rloo: objective.kl = 'k3_sequence' does not work with objective.kl_in = 'reward', because this KL estimate covers whole completions; set objective.kl = 'k1', or objective.kl_in = 'loss'"),
         ("dapo", {"veto": 1.5}, "dapo: objective.veto = 1.5 must be at least 0 and at most 1"),
         ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts objective.beta, so it has no effect with objective.beta = 0; set objective.beta above 0"),
         ("dapo", {"clip_low": "0.2"}, "dapo: objective.clip_low = '0.2' must be a number"),

@@ -612,7 +612,7 @@ def test_a_bad_option_is_a_config_error_of_one_line(options: dict[str, Any], mes
     "url", [f"http://me:{KEY}@h/v1", f"http://h/v1?key={KEY}", f"http://h/#{KEY}"]
 )
 def test_a_secret_in_the_url_is_an_error_that_does_not_show_it(url: str) -> None:
-    with pytest.raises(ConfigError, match="must not contain a password or a query") as raised:
+    with pytest.raises(ConfigError, match="must not contain a password, a query") as raised:
         Judge(base_url=url, model="m")
     assert KEY not in str(raised.value)
 

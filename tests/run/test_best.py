@@ -37,7 +37,7 @@ def check(name: str, samples: int = 4) -> None:
     ],
 )
 def test_an_old_metric_name_is_an_error_that_gives_the_new_name(old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=f"save.best: the metric '{old}' is called '{new}'$"):
+    with pytest.raises(ConfigError, match=f"save.best: the metric '{old}' was renamed to '{new}'$"):
         check(old)
 
 

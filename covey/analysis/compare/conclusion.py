@@ -65,8 +65,8 @@ def _check_same_prompts(runs: Iterable[RunResult]) -> None:
             if list(point.correct) != list(first.points[0].correct):
                 raise RunError(
                     f"arm {run.arm} with seed {run.seed} and arm {first.arm} with seed "
-                    f"{first.seed} were not evaluated on the same prompts (at step {point.step}); "
-                    "delete one of the two runs, and repeat the command"
+                    f"{first.seed} were evaluated on different prompts at step {point.step}; "
+                    "delete one of these two runs, and repeat the command"
                 )
 
 

@@ -77,8 +77,8 @@ def parse_arm(text: str) -> Arm:
     name = name.strip()
     if not colon or not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name):
         raise ConfigError(
-            f"the arm {text!r} is not of the form 'NAME: key=value, key=value', where NAME has "
-            "only letters, digits and the characters _ . + -"
+            f"the arm {text!r} must have the form 'NAME: key=value, key=value'; NAME may contain "
+            "letters, digits and the characters _ . + -"
         )
     settings, offset = [], 0
     # Commas separate settings, except inside brackets and quotes.
@@ -233,8 +233,8 @@ def _declared(design: Design, arm: Arm) -> Arm:
         key, value = fixed[0], toml_value(differences[fixed[0]])
         other_seeds = ", or add an offset with seed+=1000" if key == "seed" else ""
         raise ConfigError(
-            f"arm {arm.name}: {key} = {value} must be the same for all arms; set {key} for all "
-            f"arms{other_seeds}"
+            f"arm {arm.name} sets {key} = {value}, but all arms must have the same {key}; set "
+            f"{key} for all arms{other_seeds}"
         )
     if arm.seed_offset:
         differences["seed"] = f"+{arm.seed_offset}"

@@ -62,7 +62,7 @@ def prepare(request: Request, folder: Path | None = None) -> Prepared:
             )
     raise ConfigError(
         f"{folder} already contains a comparison with different settings, arms or budget; choose "
-        f"another folder, or extend it: covey compare --folder {folder} --add ALGORITHM"
+        f"another folder, or add an arm with covey compare --folder {folder} --add ALGORITHM"
     )
 
 

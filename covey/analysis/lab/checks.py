@@ -258,7 +258,7 @@ def examine(
 ) -> list[Check]:
     """Run every check."""
     if not prompts:
-        raise RewardError("rewards lab: there are no prompts to test the reward on")
+        raise RewardError("rewards lab: the task has no held-out prompts to test the reward on")
     correct, form = check_correct(lab, prompts)
     # Some hacks are programs that run until their time limit.
     tried = prompts[: 8 if lab.reward.quick else 3]

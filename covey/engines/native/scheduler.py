@@ -365,8 +365,8 @@ def check_length(request: Request, model: LanguageModel, most: int) -> None:
         raise DataError(f"prompt {prompt} has no tokens")
     if size + most > model.context:
         raise DataError(
-            f"prompt {prompt} has {size} tokens, and with max_tokens = {most} it would exceed the "
-            f"model's context of {model.context} tokens"
+            f"prompt {prompt} has {size} tokens, so max_tokens = {most} would exceed the model's "
+            f"context of {model.context} tokens"
         )
 
 

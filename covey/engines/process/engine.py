@@ -126,9 +126,9 @@ class ProcessEngine:
             self.deaths += 1
             if self.deaths >= MOST_DEATHS:
                 raise ModelError(
-                    f"engine: the engine's process failed {self.deaths} times in a row, and ended "
-                    f"{how}; see the messages above, and lower engine.max_concurrent if memory ran "
-                    "out"
+                    f"engine: the engine's process ended {self.deaths} times in a row, the last "
+                    f"time {how}; see the messages above, and lower engine.max_concurrent if the "
+                    "process ran out of memory"
                 )
             self.happened.append(f"the engine's process ended {how} and was restarted")
 

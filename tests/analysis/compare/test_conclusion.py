@@ -400,7 +400,7 @@ def test_runs_on_different_prompts_are_an_error() -> None:
     other = RunResult(arm="b", seed=0, state="done", points=(point,))
     with pytest.raises(
         RunError,
-        match="arm b with seed 0 and arm a with seed 0 were not evaluated on the same prompts",
+        match="arm b with seed 0 and arm a with seed 0 were evaluated on different prompts at step",
     ):
         conclude(compared({"a": [50]}, other))
 

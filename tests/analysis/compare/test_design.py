@@ -73,7 +73,7 @@ def test_arm_is_parsed(text: str, arm: Arm) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", ": x=1", "a b: x=1", "../a: x=1", "..: x=1", "a/b: x=1"])
 def test_arm_needs_a_name_that_can_be_a_folder(text: str) -> None:
-    with pytest.raises(ConfigError, match="not of the form 'NAME: key=value"):
+    with pytest.raises(ConfigError, match="must have the form 'NAME: key=value"):
         parse_arm(text)
 
 
@@ -122,7 +122,7 @@ def test_a_single_arm_is_compared_with_the_common_configuration() -> None:
     ],
 )  # fmt: skip
 def test_no_arm_can_change_how_it_is_measured(setting: str) -> None:
-    with pytest.raises(ConfigError, match="must be the same for all arms"):
+    with pytest.raises(ConfigError, match="but all arms must have the same"):
         planned("grpo", arms=(f"other: {setting}",))
 
 
