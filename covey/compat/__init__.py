@@ -1,1 +1,1 @@
-"""Conversion of other libraries' options to settings of Covey."""
+"""Converts options of other libraries to settings of Covey."""

@@ -1,4 +1,4 @@
-"""Convert the GRPOConfig options of a TRL script to settings; list unsupported options.
+"""Converts the GRPOConfig options of a TRL script to settings; lists unsupported options.
 
 If TRL's default of an option differs from Covey's, the converted settings include TRL's default. On
 one device, the ported run trains in the same way as the TRL script.
@@ -56,7 +56,7 @@ class Ported:
     computed: Mapping[str, str] = field(default_factory=dict)
     """Maps each setting whose value is unknown to the TRL option that determines it."""
     unpacked: tuple[str, ...] = ()
-    """Each `**name` argument of the script whose contents are not known."""
+    """Each `**name` argument of the script whose contents are unknown."""
 
     def toml(self) -> str:
         """Return the settings as a configuration file, with the notes as comments."""
@@ -106,7 +106,7 @@ def from_script(text: str, name: str = "script.py") -> Ported:
         for wanted in ("GRPOConfig", "GRPOTrainer", "LoraConfig")
     )
     if config is None:
-        raise ConfigError(f"port: {name} creates no GRPOConfig")
+        raise ConfigError(f"port: {name} creates no GRPOConfig, so there is nothing to convert")
     given = values.arguments(config)
     for attribute in attributes(tree, config, trainer):
         if attribute.plain:
@@ -133,8 +133,8 @@ def from_script(text: str, name: str = "script.py") -> Ported:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The option's first setting is always returned, each further one only if its value in `settings`
-    is nonzero.
+    The result always includes the option's first setting. Each further setting is included only if
+    its value in `settings` is nonzero.
     """
     first, *others = *_depends(option), None
     found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]
@@ -327,7 +327,7 @@ def _engine(options: Mapping[str, Any]) -> Settings:
 
 
 def _remarks(options: Mapping[str, Any]) -> list[str]:
-    """Return notes about the ported settings that the user should read."""
+    """Return notes for the user about the ported settings."""
     scale, loss = options["scale_rewards"], options["loss_type"]
     plain = scale in (False, "none")
     found = []

@@ -8,12 +8,12 @@ from typing import Any
 Convert = Callable[[Any], Any]
 
 ALGORITHMS = {"bnpo": "dapo"}
-"""Covey's algorithm for a loss_type of TRL, if the two names differ."""
+"""Maps TRL's loss_type to Covey's algorithm, if the two names differ."""
 
 VERSION = "1.16"
 """The version of TRL that the options and defaults in this module come from."""
 OLDER = ("max_prompt_length", "warmup_ratio")
-"""Options of older versions of TRL, which scripts still use."""
+"""Options of older TRL versions that scripts still use."""
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULTS: Mapping[str, Any] = {
     "loss_type": "dapo", "importance_sampling_level": "token", "scale_rewards": "group",
@@ -208,7 +208,7 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
          "generation_batch_size", "num_iterations"), _STEPS),
 }  # fmt: skip
-"""Maps a TRL option to settings, besides those in `HANDLED`, that depend on its value."""
+"""Maps a TRL option to the settings that depend on its value and are not in `HANDLED`."""
 
 TRAINER: Mapping[str, str] = {
     "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",

@@ -1,4 +1,4 @@
-"""Port a TRL script: keep the user's functions and data, and train with Covey instead of TRL."""
+"""Ports a TRL script to Covey, and keeps the user's reward functions and data."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class _Edits:
 def covey_script(text: str, config: str, name: str = "script.py") -> str:
     """Return a script that trains with Covey on the data and the reward functions of a TRL script.
 
-    `config` is the configuration file that `covey port` wrote. All lines of the script are kept,
-    except those that import or create objects of TRL and peft. `trainer.train()` becomes a call of
-    `covey.train`.
+    `config` is the configuration file that `covey port` wrote. The result keeps all lines of the
+    script, except lines that import or create objects of TRL and peft. `trainer.train()` becomes a
+    call of `covey.train`.
     """
     tree = parsed(text, name)
     trainer = next((c for c in ast.walk(tree) if _is_call(c, ("GRPOTrainer",))), None)
@@ -60,7 +60,9 @@ def covey_script(text: str, config: str, name: str = "script.py") -> str:
         _use(edits, node, call)
         _attribute(edits, node)
     if not edits.trains:
-        raise ConfigError(f"port: {name} has no statement that calls train() of its GRPOTrainer")
+        raise ConfigError(
+            f"port: {name} never calls train() on its GRPOTrainer; add a statement that does"
+        )
     lines = edits.apply(text)
     result = "\n".join([*_leftovers(lines, edits.removed), *lines]) + "\n"
     parsed(result, f"the ported {name}")
@@ -83,7 +85,7 @@ def _import(edits: _Edits, node: ast.stmt) -> None:
 
 
 def _object(edits: _Edits, node: ast.stmt) -> None:
-    """Remove a statement that creates a TRL object, and remember the variable's name."""
+    """Remove a statement that creates a TRL object, and remember the name of its variable."""
     if isinstance(node, ast.Assign) and _is_call(node.value, TRL_OBJECTS):
         edits.removed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         edits.replace(node)

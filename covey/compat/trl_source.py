@@ -21,7 +21,7 @@ ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 LARGEST = 2**63
-"""Arithmetic with operands above this number is not evaluated, to avoid huge numbers."""
+"""The largest operand of arithmetic that Covey evaluates, to avoid huge numbers."""
 LARGEST_EXPONENT = 64
 RESUME = "resume_from_checkpoint"
 
@@ -43,12 +43,12 @@ def called(call: ast.Call) -> str:
 
 @dataclass(slots=True)
 class Values:
-    """Computes expressions that contain only literals and names that are bound once."""
+    """Computes expressions that contain only literals and names that the script binds once."""
 
     bound: Mapping[str, ast.expr]
     known: dict[str, Any] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
-    """Names whose values are being computed. A name that depends on itself has no value."""
+    """Names whose values are being computed, because a name that depends on itself has no value."""
 
     @classmethod
     def of(cls, tree: ast.Module) -> Values:
@@ -72,7 +72,7 @@ class Values:
         )
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression; raise ValueError if it is not known."""
+        """Return the value of an expression; raise ValueError if the value is unknown."""
         try:
             return self._value(node)
         except (ArithmeticError, TypeError, RecursionError) as error:
@@ -158,11 +158,11 @@ class Arguments:
     """The keyword arguments of a call."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """The arguments with known values."""
+    """The arguments whose values are known."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Maps each argument whose value is not known to the argument's source code."""
+    """Maps each argument whose value is unknown to the argument's source code."""
     unpacked: list[str] = field(default_factory=list)
-    """Each `**name` whose keys are not all known."""
+    """Each `**name` argument whose keys are not all known."""
 
 
 def loading(tree: ast.Module, trainer: ast.Call | None) -> list[str]:
@@ -222,7 +222,7 @@ class Attribute:
     name: str
     value: ast.expr
     plain: bool
-    """Whether the assignment always happens, and happens before the trainer reads the config."""
+    """Whether the assignment always runs, and runs before the trainer reads the config."""
 
 
 def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:

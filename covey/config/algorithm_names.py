@@ -47,7 +47,7 @@ ALGORITHM_TITLES: Mapping[str, str] = {
 """Title of each algorithm, in the order of covey.objective.ALGORITHMS, which has the same keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms that train on preference pairs; they have no importance ratio, and their beta is not a
+"""Algorithms that train on preference pairs, which have no importance ratio and whose beta is not a
 KL weight."""
 COMPOSED = "composed"
 """The objective.name of a user's combination of advantage, ratio, surrogate and weights."""

@@ -1,4 +1,4 @@
-"""Read configurations (TOML files, recipes, `--set a.b=1` overrides), and write them.
+"""Reads configurations from TOML files, recipes and `--set a.b=1` overrides, and writes them.
 
 Every mistake raises a one-line error that names the key, the value and the nearest valid name.
 """
@@ -26,7 +26,7 @@ RECIPES = files("covey.config") / "recipes"
 DEEPEST = 16
 """Maximum depth of nested tables; settings need only a few levels."""
 PLAIN = ("seed", "trackers")
-"""Settings outside any section."""
+"""Settings that belong to no section."""
 MAIN = ("model", "rollout", "optimizer", "train", "evaluate")
 """Sections that every run uses."""
 
@@ -53,7 +53,7 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
 
 
 def _order(override: str) -> tuple[bool, int]:
-    """Return a sort key: overrides of `name` come first, and outer before inner sections."""
+    """Return a sort key: overrides of `name` first, then outer sections before inner sections."""
     key = override.partition("=")[0].strip()
     is_name = key.endswith(".name")
     return not is_name, key.count(".") if is_name else 0
@@ -129,7 +129,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return the `name` of a section; if none is given, the default for these keys."""
+    """Return the `name` of a section, or the default for its keys if the section has no `name`."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -182,7 +182,7 @@ def _other_section(key: str) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Return a configuration as TOML text, from which `load_config` gives the same one."""
+    """Return a configuration as TOML text that `load_config` reads as the same configuration."""
     lines = [f"{name} = {toml_value(getattr(config, name))}" for name in PLAIN]
     for name in Config.model_fields:
         section = getattr(config, name)
@@ -199,14 +199,14 @@ def to_toml(config: Config) -> str:
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Return the TOML lines of a table, one line per key.
 
-    TOML has no null, so values of None are omitted; no setting is lost, because one that may be
-    None is None by default.
+    TOML has no null, so values of None are omitted. No setting is lost, because each setting that
+    may be None is None by default.
     """
     return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
 
 
 def _key(key: str) -> str:
-    """Return a key as TOML, with quotes if it needs them."""
+    """Return a key as TOML, with quotes if TOML needs them."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 

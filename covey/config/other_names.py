@@ -108,7 +108,7 @@ COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temp
 
 
 def theirs(*names: str) -> str:
-    """Return a hint if one of these names is a setting of TRL or verl; otherwise an empty text."""
+    """Return a hint if one of these names is a setting of TRL or verl, or else an empty text."""
     found = next((new for name in names if (new := ours(name))), None)
     return "" if found is None else f"; TRL's or verl's {names[-1]} is '{found}' here"
 
@@ -139,7 +139,7 @@ SETTINGS: Mapping[str, str] = {
 }
 """Maps each renamed key of Covey 0.1 to its new name.
 
-If a whole section was renamed, its entry applies to all keys that have no entry of their own.
+The entry of a renamed section applies to all keys of the section that have no entry of their own.
 """
 
 

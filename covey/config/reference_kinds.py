@@ -54,7 +54,7 @@ SELF_TEACHER = ("alpha", "every", "context", "template")
 
 
 def check_teacher(section: Teacher, *, privileged: bool) -> None:
-    """Reject [teacher] if it names no teacher that fits the objective, or has unused settings.
+    """Reject [teacher] if the objective cannot use the teacher, or if a setting has no effect.
 
     If `privileged` is true, the teacher must be the policy itself, which sees extra text in its
     prompt, such as a correct completion.

@@ -1,4 +1,4 @@
-"""Check a section's options against the signature of the function that it names."""
+"""Checks a section's options against the signature of the function that the section names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resolve_options(
     where: str,
     defaults: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """Check the given options of `function`; return them, with defaults for the others.
+    """Check the given options of `function`, and add the defaults of its other options.
 
     `defaults` has values for options that have no default in the function.
     """
@@ -75,7 +75,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function's options; {} if its type hints cannot be resolved."""
+    """Return the types of a function's options, or an empty dict if a type hint is invalid."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only

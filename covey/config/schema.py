@@ -1,7 +1,7 @@
-"""The configuration schema: one class per section, one documented line per setting.
+"""The configuration schema, with a class for each section and a field for each setting.
 
 The sections `task`, `reward`, `length_penalty` and `objective` name a function and contain its
-options, which Covey checks against the function's signature before a run starts.
+options. Covey checks the options against the function's signature before a run starts.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Vllm(Section):
-    """[engine.vllm]: settings of engine.kind = "vllm"."""
+    """Settings in [engine.vllm], for engine.kind = "vllm"."""
 
     servers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of vLLM servers to start on this machine."""
     urls: list[Annotated[str, Field(min_length=1)]] = []
-    """Addresses of running vLLM servers, such as http://127.0.0.1:8000; if set, Covey starts no
-    server."""
+    """Addresses of running vLLM servers, such as http://127.0.0.1:8000, to use instead of starting
+    servers."""
     colocated: bool = False
-    """Run vLLM in the trainer's process and on its GPU, instead of in a server. vLLM sleeps while
-    the trainer trains."""
+    """Run vLLM in the trainer's process and on the trainer's GPU, instead of in a server; vLLM
+    sleeps during training."""
     memory: Annotated[float, Field(gt=0)] = 0.5
     """Fraction of a GPU's memory that a server uses; on a CPU, the size of a server's KV cache in
     GiB."""
@@ -66,58 +66,65 @@ class Vllm(Section):
     first_gpu: Count = 1
     """Index of the first GPU that vLLM servers use; the trainer uses GPUs with smaller indices."""
     transfer: Literal["file", "nccl"] = "file"
-    """How weights are sent to vLLM servers: file (a file in shared memory or in engine.vllm.folder)
-    or nccl (from GPU to GPU)."""
+    """How weights are sent to vLLM servers: file (through a file in shared memory or in
+    engine.vllm.folder) or nccl (from GPU to GPU)."""
     folder: str = ""
-    """With transfer = "file", a folder that trainer and servers share; empty: shared memory."""
+    """With transfer = "file", a folder that trainer and servers share; empty means shared
+    memory."""
     host: str = "127.0.0.1"
     """With transfer = "nccl", the address at which servers reach this machine."""
     timeout: Seconds = 600.0
-    """Seconds to wait for the reply to a request, after which the server counts as dead."""
+    """Seconds to wait for the reply to a request before the server counts as dead."""
     patience: Seconds = 600.0
-    """Seconds to wait for a server to start or come back."""
+    """Seconds to wait for a server to start or to restart."""
     restarts: Count = 3
-    """Covey restarts a dead server, or waits for it, at most this often; then the run ends."""
+    """Maximum number of times that Covey restarts a dead server, or waits for it, before the run
+    ends."""
     arguments: list[str] = []
     """Additional arguments for the command that starts vLLM."""
 
 
 class Cluster(Section):
-    """[cluster]. Settings of Ray actors on this machine or on others."""
+    """[cluster].
+
+    Settings of Ray actors on this machine or on other machines.
+    """
 
     address: str = ""
-    """Address of a Ray cluster; 'local': start Ray on this machine; 'auto': find a running cluster;
-    empty: no Ray."""
+    """Address of a Ray cluster; 'local' starts Ray on this machine, 'auto' finds a running cluster,
+    and an empty address means no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Number of trainer ranks that Ray starts; 0: train in this process or in torchrun's ranks."""
+    """Number of trainer ranks that Ray starts; 0 means to train in this process or in torchrun's
+    ranks."""
     trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per trainer rank that Ray starts."""
     engines: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Number of engine actors per trainer rank, each with a copy of the model; 0: the trainer
-    ranks generate."""
+    """Number of engine actors per trainer rank, each with a copy of the model; 0 means that the
+    trainer ranks generate."""
     max_engines: Count = 0
-    """Maximum number of engine actors per trainer rank; those beyond cluster.engines start when the
-    cluster has free resources. 0: no more than cluster.engines."""
+    """Maximum number of engine actors per trainer rank; 0 means the number in cluster.engines.
+    Engine actors beyond cluster.engines start when the cluster has free resources."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs per engine."""
     trainer_gpus: Count = 0
-    """GPUs of this machine reserved for the trainer; with cluster.trainers, GPUs per rank."""
+    """Number of GPUs of this machine that are reserved for the trainer; with cluster.trainers, the
+    number of GPUs per rank."""
     scoring_actors: Count = 0
-    """Number of scoring actors, each with scoring.workers processes; 0: scoring runs on the
-    trainer's machine."""
+    """Number of scoring actors, each with scoring.workers processes; 0 means that scoring runs on
+    the trainer's machine."""
     reference_actor: bool = False
     """Run a frozen reference policy in its own Ray actor, with as many CPUs and GPUs as an engine
     actor."""
     restarts: Count = 3
-    """Maximum number of actor deaths in a run; one more ends it."""
+    """Maximum number of actors that may die before one more death ends the run."""
     patience: Seconds = 300.0
     """Seconds to wait until the cluster has free resources for an actor."""
 
     @property
     def engine_actors(self) -> int:
-        """Number of engine actors per trainer rank; 0 without Ray."""
+        """Number of engine actors per trainer rank, which is 0 without Ray."""
         return self.engines if self.address else 0
 
     @property
@@ -140,17 +147,17 @@ class Parallel(Section):
     """[parallel]. Settings of runs with several ranks, which torchrun starts."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """How the model is distributed over the ranks. ddp: every rank has the whole model; fsdp:
-    parameters, gradients and optimizer state are divided among ranks (FSDP2)."""
+    """How the model is distributed over the ranks. With ddp, every rank has the whole model; with
+    fsdp (FSDP2), the ranks share parameters, gradients and optimizer state."""
     shard_ranks: Count = 0
     """With strategy = "fsdp", the number of ranks that share one copy of the model, such as the
-    ranks of one machine; 0: all ranks."""
+    ranks of one machine; 0 means all ranks."""
     timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
     """Seconds that a rank waits for other ranks, at the start and in a step."""
 
 
 class StopAfter(Section):
-    """[train.stop_after]: the limit at which a run ends, in one of four units."""
+    """Settings in [train.stop_after]: the limit at which a run ends, in one of four units."""
 
     steps: Count = 0
     """Training steps."""
@@ -159,7 +166,7 @@ class StopAfter(Section):
     updates: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Optimizer steps."""
     epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
-    """Passes over the training prompts, which determine `train.steps`."""
+    """Passes over the training prompts, from which Covey computes `train.steps`."""
 
     @model_validator(mode="after")
     def _one(self) -> StopAfter:
@@ -174,32 +181,35 @@ class Train(Section):
     steps: Positive = 100
     """Training steps."""
     stop_after: StopAfter = StopAfter()
-    """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
-    over the training prompts; {steps = n} is the same as `steps`. Learning rate and evaluations
-    depend on the used fraction of the limit: half of the limit corresponds to step `steps` / 2."""
+    """The limit at which the run ends: {tokens = n} sampled tokens, {updates = n} optimizer steps,
+    or {epochs = n} passes over the training prompts; {steps = n} is the same as `steps`. The
+    learning rate and the times of evaluations depend on the used fraction of the limit. Half of the
+    limit corresponds to step `steps` / 2."""
     mini_batches: Positive = 1
-    """Mini-batches in one epoch of a training step; each takes one optimizer step."""
+    """Mini-batches in one epoch of a training step. Each mini-batch takes one optimizer step."""
     epochs: Positive = 1
-    """Epochs: passes over the completions of a training step."""
+    """Passes over the completions of a training step."""
     micro_batch_tokens: Positive = 16_384
     """Maximum number of padded tokens in one micro-batch (a forward and backward pass)."""
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
-    """Maximum memory for logits, which are computed for a few tokens at a time."""
+    """Maximum memory for logits, which the trainer computes for a few tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp, the log-probs in the denominator of the ratio: a forward pass of the
-    trainer before the first optimizer step (recompute) or the engine (sampler). With auto, it is
-    the engine if its log-probs are exact (float32, no truncation) or if the ratio has to correct
-    for staleness; otherwise the trainer computes them, which needs no extra forward pass if a
-    training step has one optimizer step."""
+    """Source of old_logp, the log-probs in the denominator of the ratio. With recompute, the
+    trainer computes old_logp in a forward pass before the first optimizer step; with sampler,
+    old_logp comes from the engine. With auto, old_logp comes from the engine if the engine's
+    log-probs are exact (float32, no truncation) or if the ratio has to correct for staleness.
+    Otherwise the trainer computes old_logp, without an extra forward pass if a training step has
+    one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
-    """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
-    small models, but activations stay in memory between steps."""
+    """On a GPU, use CUDA graphs for forward and backward passes if the model allows it. CUDA graphs
+    make small models faster, but activations stay in memory between steps."""
 
     stop_on: Names = Field(default_factory=list)
-    """Names of health problems that end the run, such as nan or collapse; docs/health.md lists
-    them."""
+    """Names of the health problems that end the run, such as nan or collapse; docs/health.md lists
+    the names."""
     patience: Count = 0
-    """End the run if the metric save.best does not improve in this many measurements; 0: never."""
+    """End the run if the metric save.best does not improve in this many measurements; 0 means
+    never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -216,8 +226,8 @@ class Train(Section):
     def over_prompts(self, prompts: int, per_step: int) -> Train:
         """If `stop_after.epochs` is set, return the settings with `steps` computed from it.
 
-        All prompts of a step come from the same epoch, which omits its last prompts if they do not
-        fill a step.
+        All prompts of a step come from the same epoch. An epoch omits its last prompts if they do
+        not fill a step.
         """
         if not self.stop_after.epochs:
             return self
@@ -253,13 +263,16 @@ CONTEXT = {
 
 
 class Teacher(Section):
-    """[teacher]. An objective that needs a teacher gets it from `path`, `url` or `policy`."""
+    """[teacher].
+
+    An objective that needs a teacher gets the teacher from `path`, `url` or `policy`.
+    """
 
     path: str = ""
-    """The teacher: a model, in the form of model.path, or a LoRA adapter folder. It must have the
-    policy's tokenizer."""
+    """The teacher: a model, in the form of model.path, or a LoRA adapter folder. The teacher must
+    have the policy's tokenizer."""
     offload: bool = False
-    """Keep the teacher's weights in main memory between training steps. This works only with
+    """Keep the teacher's weights in main memory between training steps. Offloading works only with
     teacher.path or with teacher.policy = "frozen"."""
     url: str = ""
     """Address of the teacher's server, which `covey reference serve` starts, such as
@@ -271,29 +284,29 @@ class Teacher(Section):
     patience: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to retry while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature of a teacher that `path` or `url` names, instead of
+    """Softmax temperature of a teacher that `path` or `url` names, used instead of
     rollout.temperature."""
     policy: Literal["", "current", "frozen", "moving"] = ""
-    """For sdpo: the policy itself is the teacher, and gets privileged text in its prompt, such as a
-    correct completion. The teacher's weights are the current policy's weights (current), the
-    initial weights (frozen), or a moving average (moving)."""
+    """For sdpo, the policy itself is the teacher, and gets privileged text in its prompt, such as a
+    correct completion. The teacher's weights are the weights of the current policy (current), the
+    initial weights (frozen), or a moving average of the weights (moving)."""
     alpha: Share = 0.05
     """Weight of the policy in an update of a teacher with policy = "moving": teacher = alpha *
     policy + (1 - alpha) * teacher."""
     every: Positive = 1
     """Optimizer steps between updates of a teacher with policy = "moving"."""
     context: dict[str, str] = Field(default=CONTEXT)
-    """With teacher.policy: one template for each kind of privileged text in the teacher's prompt,
-    where {text} stands for the text. The kinds are `success` (a correct completion of the same
-    group), `feedback` (the reward's feedback on the trained completion), `target` (the reference
-    answer) and any column of the data."""
+    """With teacher.policy, a template for each kind of privileged text in the teacher's prompt,
+    where {text} stands for the privileged text. The kinds are `success` (a correct completion of
+    the same group), `feedback` (the reward's feedback on the trained completion), `target` (the
+    reference answer) and any column of the data."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
-    """With teacher.policy: the template of the last message in the teacher's prompt, with the
+    """With teacher.policy, the template of the last message in the teacher's prompt, with the
     placeholders {prompt} and {context}."""
 
 
 class RewardChange(Section):
-    """[reward_change]: notes for the log of reward changes, without effect on training."""
+    """Settings in [reward_change]: notes for the log of reward changes, ignored in training."""
 
     reason: str = ""
     """Why the reward was changed since the previous run of the same task."""
@@ -315,14 +328,15 @@ class Environment(Named):
     context."""
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
     """Format of tool calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3),
-    or <tool>text</tool> (tags); auto: the chat template's format, else hermes."""
+    or <tool>text</tool> (tags); auto means the chat template's format, or hermes if the template
+    has none."""
     parallel_calls: bool = True
-    """Whether a turn may have several tool calls; if not, it ends after the first call."""
+    """Whether a turn may have several tool calls, instead of ending after the first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Number of worker processes for environments; 0: one per core. Environments with quick = True
-    need none."""
+    """Number of worker processes for environments; 0 means one per core. Environments with quick =
+    True need no worker processes."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of one environment step, in seconds. After a longer step, the rollout ends with an
+    """Time limit of one environment step, in seconds; after a longer step, the rollout ends with an
     error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process, in GiB."""
@@ -333,25 +347,27 @@ class Engine(Section):
 
     kind: Literal["native", "process", "vllm"] = "native"
     """The engine: native (in the trainer's process, with the trainer's weights), process (the
-    native engine in another process, with a copy of the weights) or vllm (vLLM servers)."""
+    native engine in another process, with a copy of the weights), or vllm (vLLM servers)."""
     vllm: Vllm = Vllm()
     """Settings of engine.kind = "vllm"."""
     device: Device = "auto"
-    """Device of the engine if engine.kind = "process"; auto: the trainer's device."""
+    """Device of the engine if engine.kind = "process"; auto means the trainer's device."""
     dtype: Literal["model", "float8"] = "model"
-    """Dtype of the matrix products in the native engine's layers. float8 rounds weights and
-    activations to 8 bits, so models of several billion parameters generate faster on Ada, Hopper
-    and newer GPUs. It needs objective.correction, whose default is then token_truncate."""
+    """Dtype of the matrix products in the native engine's layers. With float8, the engine rounds
+    weights and activations to 8 bits, so models of several billion parameters generate faster on
+    Ada, Hopper and newer GPUs. An engine with float8 needs objective.correction, whose default is
+    then token_truncate."""
     kv_dtype: Literal["model", "float8"] = "model"
-    """Dtype of the KV cache in the native engine. With float8, it takes half the memory, and
-    attention to long completions is faster. The requirements are those of engine.dtype =
-    "float8"."""
+    """Dtype of the KV cache in the native engine. A float8 KV cache takes half the memory, and
+    makes attention to long completions faster. A float8 KV cache has the same requirements as
+    engine.dtype = "float8"."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Size of the KV cache for completions on a GPU, in GiB; 0: enough for all concurrent
+    """Size of the KV cache for completions on a GPU, in GiB; 0 means enough for all concurrent
     completions at their maximum length, or less if the GPU has less free memory. If completions
-    need more, the native engine pauses those with the fewest tokens and continues them later."""
+    need more memory, the native engine pauses the completions with the fewest tokens and continues
+    them later."""
 
     @property
     def rounds(self) -> str:
@@ -360,23 +376,23 @@ class Engine(Section):
 
 
 class Curriculum(Section):
-    """[curriculum]: how the prompts of a step depend on the results of earlier steps."""
+    """Settings in [curriculum]: how a step's prompts depend on the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
-    """How the sampling weight of a prompt depends on its running pass rate p. uniform: equal
-    weights; hard: 1 - p; uncertain: p (1 - p). A prompt without results has the pass rate p =
-    0.5."""
+    """How the sampling weight of a prompt depends on its running pass rate p. The weight is equal
+    for all prompts (uniform), 1 - p (hard), or p (1 - p) (uncertain). A prompt without results has
+    the pass rate p = 0.5."""
     memory: Share = 0.2
     """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01
     """Smallest sampling weight of a prompt, or of one task in a mixed task, so that the run
-    sometimes draws each of them."""
+    sometimes draws every prompt."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Stop drawing a prompt once its pass rate over all its completions reaches this value, such as
-    0.9; 0: never."""
+    """Stop drawing a prompt when its pass rate over all its completions reaches this value, such as
+    0.9; 0 means never."""
     mixture: Literal["fixed", "progress"] = "fixed"
-    """How a step's prompts are divided among the tasks of a mixed task. fixed: by the tasks'
-    weights; progress: by the recent change of each task's pass rate."""
+    """How a step's prompts are divided among the tasks of a mixed task: by the tasks' weights
+    (fixed), or by the recent change of each task's pass rate (progress)."""
 
     @property
     def active(self) -> bool:
@@ -388,41 +404,41 @@ class Replay(Section):
     """[replay]"""
 
     groups: Count = 0
-    """Number of groups from earlier steps that a training step also trains on; 0: none."""
+    """Number of groups from earlier steps that a training step also trains on; 0 means none."""
     size: Positive = 64
-    """Number of groups to keep for replay: the newest with both correct and incorrect
-    completions."""
+    """Number of groups to keep for replay. Covey keeps the newest groups that have both correct and
+    incorrect completions."""
     max_age: Positive = 16
-    """Maximum age of a replayed group, in optimizer steps since it was sampled."""
+    """Maximum age of a replayed group, in optimizer steps since the group was sampled."""
 
 
 class Critic(Section):
-    """[critic]: the model that is trained to predict the reward, for objectives with a critic."""
+    """Settings in [critic]: the model that predicts rewards, for objectives with a critic."""
 
     path: str = ""
-    """Initial model of the critic, in the form of model.path; empty: the policy's initial model. It
-    must have the policy's tokenizer."""
+    """Initial model of the critic, in the form of model.path; empty means the policy's initial
+    model. The critic must have the policy's tokenizer."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Constant learning rate of the critic's AdamW, whose other options come from [optimizer]."""
     warmup_steps: Count = 0
-    """Number of training steps at the start that train only the critic, not the policy."""
+    """Number of training steps at the start that train the critic and not the policy."""
     initial_value: float = 0.0
     """The critic's initial prediction for every token, such as the initial mean reward."""
 
 
 class Preferences(Section):
-    """[preferences]: settings of objectives that compare pairs of completions."""
+    """Settings in [preferences], for objectives that compare pairs of completions."""
 
     file: str = ""
-    """JSON Lines file of preference pairs with the fields prompt, chosen and rejected. If set, the
-    run trains on this file instead of sampled completions."""
+    """JSON Lines file of preference pairs with the fields prompt, chosen and rejected. If the file
+    is set, the run trains on its pairs instead of on sampled completions."""
     max_tokens: Count = 0
-    """Leave out pairs in which a completion has more tokens than this; 0: the limit is
+    """Leave out pairs in which a completion has more tokens than this number; 0 means
     rollout.max_tokens."""
 
 
 MOST_COMPLETIONS = 10**7
-"""Maximum number of completions in a step; all stay in memory until the step ends."""
+"""Maximum number of completions in a step. All completions stay in memory until the step ends."""
 
 
 class Model(Section):
@@ -431,23 +447,24 @@ class Model(Section):
     path: Annotated[str, Field(min_length=1)] = "embedded"
     """The model: a folder, a Hugging Face Hub name, a GGUF file, 'smollm2' or 'embedded'."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Compute dtype; auto means bfloat16 on a GPU and float32 on a CPU."""
     device: Device = "auto"
     """Device of the model: cpu, cuda, cuda:1, or auto."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: slower, less memory."""
+    """Recompute activations in the backward pass, which needs less memory but more time."""
     offload_activations: bool = False
-    """With gradient_checkpointing on a GPU, move the stored layer inputs to main memory; useful for
-    long sequences."""
+    """With gradient_checkpointing on a GPU, move the stored layer inputs to main memory, which is
+    useful for long sequences."""
     deterministic: bool = False
-    """Make results on a GPU bitwise reproducible, which is slower. On a CPU, they always are."""
+    """Make results on a GPU bitwise reproducible, which is slower. On a CPU, results are always
+    reproducible."""
     template: str = "auto"
     """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
-    auto: the tokenizer's chat template, or plain if it has none."""
+    auto means the tokenizer's chat template, or plain if the tokenizer has none."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, as in {enable_thinking = false}."""
     prefill: str = ""
-    """Text that every completion starts with; it belongs to the prompt, so it is not trained."""
+    """Text that every completion starts with; it belongs to the prompt and is not trained."""
     prefill_in_text: bool = True
     """Include the prefill text in the completions that are scored and recorded."""
 
@@ -456,15 +473,16 @@ class Adapter(Section):
     """[adapter]"""
 
     rank: Annotated[int, Field(ge=0, le=2**16)] = 0
-    """Train a LoRA adapter of this rank instead of the weights; 0: no adapter."""
+    """Train a LoRA adapter of this rank instead of the weights; 0 means no adapter."""
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapter's inputs in training passes; generation uses no dropout."""
     load_in_4bit: bool = False
-    """Keep the frozen weights in 4 bits (NF4); needs bitsandbytes."""
+    """Keep the frozen weights in 4 bits (NF4), which needs bitsandbytes."""
     targets: Names = Field(default=["all-linear"])
-    """Linear layers to adapt, such as q_proj; 'all-linear': all linear layers except the head."""
+    """Linear layers to adapt, such as q_proj; 'all-linear' means all linear layers except the
+    head."""
     also_train: Names = Field(default=[])
     """Modules to train in full, such as lm_head."""
 
@@ -487,7 +505,7 @@ class EvaluationReward(Named):
     """[evaluate.reward]"""
 
     name: str = ""
-    """Name of the reward for evaluations; empty: the training reward in [reward]."""
+    """Name of the reward for evaluations; empty means the training reward in [reward]."""
 
 
 class LengthPenalty(Named):
@@ -502,8 +520,8 @@ class Objective(Named):
 
     name: str = "grpo"
     """Name of an algorithm, MODULE:FUNCTION, or 'composed' for your own combination of advantage,
-    ratio, surrogate and weights. The default is 'composed' if the section sets advantage, ratio,
-    surrogate or weights, and 'grpo' otherwise."""
+    ratio, surrogate and weights. The default name is 'composed' if the section sets advantage,
+    ratio, surrogate or weights, and otherwise 'grpo'."""
 
     @model_validator(mode="before")
     @classmethod
@@ -521,12 +539,15 @@ class Objective(Named):
 
 
 class Reference(Section):
-    """[reference]; settings that the chosen kind of reference does not use are rejected."""
+    """Settings in [reference].
+
+    Covey rejects settings that the chosen kind of reference does not use.
+    """
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Kind of the reference policy for the KL penalty: a copy of the initial weights (frozen), a
     copy in main memory (offloaded), the model without its adapter (adapter_off), a moving average
-    of the policy (moving), a copy of the policy that is renewed every reference.every optimizer
+    of the policy (moving), a copy of the policy that Covey renews every reference.every optimizer
     steps (renewed), or a server. The reference is loaded only if the objective has a KL penalty."""
     alpha: Share = 0.6
     """Weight of the policy in an update of a moving reference: reference = alpha * policy +
@@ -542,30 +563,32 @@ class Reference(Section):
     patience: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to retry while the reference server cannot be reached."""
     fingerprint: str = ""
-    """Digest that the reference server's weights must have; empty: that of its first reply."""
+    """Digest that the reference server's weights must have; empty means the digest in the server's
+    first reply."""
 
 
 class Rollout(Section):
     """[rollout]"""
 
     prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
-    """Prompts in a training step."""
+    """Number of prompts in a training step."""
     group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
     """Completions sampled per prompt; 1 works only with objectives that do not compare completions,
     such as opd."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
-    """Maximum number of tokens in a prompt; 0: the model's context minus max_tokens."""
+    """Maximum number of tokens in a prompt; 0 means the model's context minus max_tokens."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
     """What to do with prompts that are too long: stop before training (error), leave them out
     (skip), or cut off their first tokens (truncate)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
-    """Sample from the k likeliest tokens; 0: from all tokens."""
+    """Sample from the k likeliest tokens; 0 means all tokens."""
     top_p: Share = 1.0
-    """Sample from the likeliest tokens whose total probability reaches this value."""
+    """Sample from the smallest set of likeliest tokens whose total probability reaches this
+    value."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens whose probability is below this fraction of the likeliest token's probability."""
     mask_replay: bool = False
@@ -579,7 +602,8 @@ class Scoring(Section):
     """[scoring]"""
 
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Worker processes for slow rewards; 0: one per core. Quick rewards need none."""
+    """Number of worker processes for slow rewards; 0 means one per core. Quick rewards need no
+    worker processes."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Time limit for scoring one completion, in seconds. A completion that takes longer counts as
     unscored."""
@@ -589,24 +613,24 @@ class Scoring(Section):
     """Stop the run if more than this fraction of a step's completions cannot be scored."""
     none_rewards: Literal["error", "skip"] = "error"
     """What to do if a reward function returns None for a completion. With error, the completion
-    counts as unscored. With skip, the other reward functions give its reward, as in TRL; if all
-    return None, it is not trained on."""
+    counts as unscored. With skip, the other reward functions determine the reward, as in TRL. If
+    all reward functions return None, the run does not train on the completion."""
 
 
 class Filter(Section):
     """[filter]"""
 
     dynamic_sampling: bool = False
-    """Train only on groups that are neither all correct nor all wrong."""
+    """Train only on groups that contain both correct and wrong completions."""
     max_rounds: Positive = 4
     """Maximum number of rounds in which dynamic_sampling samples groups to fill a training step."""
     drop_flat: bool = False
     """Train only on groups whose rewards are not all equal; dropped groups are not replaced."""
     mask_truncated: bool = False
-    """Do not train on truncated completions; group statistics still include them."""
+    """Do not train on truncated completions, although group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0. This changes no gradients, but token metrics leave them
-    out."""
+    """Skip completions with advantage 0, which changes no gradients, but excludes these completions
+    from token metrics."""
 
     @property
     def rounds(self) -> int:
@@ -618,17 +642,18 @@ class Overlap(Section):
     """[overlap]"""
 
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of training steps by which generation may be ahead of training; 0: each step
-    generates, then trains."""
+    """Number of training steps by which generation may be ahead of training; 0 means that each step
+    first generates and then trains."""
     mode: Literal["ahead", "copy"] = "ahead"
-    """How generation runs ahead of training. ahead: one engine call generates the rollouts of
-    staleness + 1 steps, with the trainer's weights; copy: an engine with a copy of the weights
-    generates while the trainer trains."""
+    """How generation runs ahead of training. With ahead, one engine call generates the rollouts of
+    staleness + 1 steps with the trainer's weights; with copy, an engine with a copy of the weights
+    generates during training."""
     in_flight: bool = False
-    """With overlap.mode = "copy", load new weights while completions are generated, which makes
-    results depend on timing."""
+    """With overlap.mode = "copy", load new weights during the generation of completions, which
+    makes results depend on timing."""
     max_staleness: Count = 0
-    """Drop groups sampled more than this many optimizer steps ago; 0: keep all."""
+    """Drop groups that were sampled more than this many optimizer steps ago; 0 means to keep all
+    groups."""
 
 
 class Optimizer(Section):
@@ -641,21 +666,22 @@ class Optimizer(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of AdamW's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """AdamW's epsilon, which is added to the root of the second moment."""
+    """AdamW's epsilon, which is added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are clipped to this norm."""
+    """Maximum norm of the gradient; a larger gradient is scaled down to this norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or decreasing to 0 (linear, cosine)."""
     warmup_steps: Count = 0
-    """Optimizer steps of linear learning-rate warm-up."""
+    """Number of optimizer steps of linear learning-rate warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
-    """Precision of the optimizer state. float32: float32 moments, and float32 master weights for
-    bfloat16 models; compact: bfloat16 moments with stochastic rounding, and only the lower 16 bits
-    of each master weight, because the bfloat16 model weight holds the upper 16 bits."""
+    """Precision of the optimizer state. With float32, the moments are float32, and bfloat16 models
+    have float32 master weights. With compact, the moments are bfloat16 with stochastic rounding,
+    and the optimizer stores only the lower 16 bits of each master weight, because the bfloat16
+    model weight holds the upper 16 bits."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Optimizer:
@@ -668,38 +694,38 @@ class Sft(Section):
     """[sft]"""
 
     steps: Count = 0
-    """Number of optimizer steps; 0: as many as sft.epochs needs."""
+    """Number of optimizer steps; 0 means as many as sft.epochs needs."""
     epochs: Positive = 1
     """Number of passes over all solutions if sft.steps is 0."""
     solutions: Positive = 32
-    """Solutions per optimizer step."""
+    """Number of solutions per optimizer step."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Learning rate after the warm-up: constant, or decreasing to 0 (linear, cosine)."""
     warmup_steps: Count = 0
-    """Optimizer steps of linear learning-rate warm-up."""
+    """Number of optimizer steps of linear learning-rate warm-up."""
     max_tokens: Count = 0
-    """Leave out solutions with more tokens than this; 0: the limit is rollout.max_tokens."""
+    """Leave out solutions with more tokens than this number; 0 means rollout.max_tokens."""
     template: str = "<think>{worked}</think><answer>{answer}</answer>"
     """Template for the text of a solution, with the fields {worked}, {solution} and {answer}."""
     file: str = ""
     """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
     evaluate_every: Count = 50
-    """Steps between evaluations; 0: no evaluations. The run is also evaluated before the first and
-    after the last step."""
+    """Steps between evaluations; 0 means no evaluations at all. With a number above 0, Covey also
+    evaluates before the first and after the last step."""
 
 
 class Evaluate(Section):
     """[evaluate]"""
 
     every: Count = 20
-    """Steps between evaluations; 0: no evaluations. The run is also evaluated before the first and
-    after the last step."""
+    """Steps between evaluations; 0 means no evaluations at all. With a number above 0, Covey also
+    evaluates before the first and after the last step."""
     prompts: Count = 0
-    """Number of held-out prompts to evaluate; 0: all."""
+    """Number of held-out prompts to evaluate; 0 means all."""
     samples: Annotated[int, Field(ge=0, le=10**5)] = 0
-    """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
+    """Sampled completions per prompt for mean@k and pass@k; 0 means greedy completions only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of the sampled completions in evaluations."""
     reward: EvaluationReward = EvaluationReward()
@@ -709,20 +735,20 @@ class Save(Section):
     """[save]"""
 
     every: Count = 50
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints; 0 means one checkpoint, after the last step."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     best: str = ""
-    """Also keep the checkpoint with the best value of this metric: a metric of evaluations, such as
-    greedy or pass@4, or of steps, such as objective/scores, which is checked every save.every
-    steps."""
+    """Also keep the checkpoint with the best value of this metric of evaluations (such as greedy or
+    pass@4) or of training steps (such as objective/scores). A metric of training steps is checked
+    every save.every steps."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Which value of the metric save.best is the best."""
+    """Whether the largest or the smallest value of the metric save.best is the best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Steps that a sample page covers. It shows the completions with the highest and the lowest
-    rewards of these steps; 0: no pages."""
+    """Number of steps that a sample page covers; 0 means no pages. A sample page shows the
+    completions with the highest and the lowest rewards of its steps."""
     samples_shown: Positive = 20
     """Number of completions with the highest rewards, and also with the lowest, on a sample
     page."""
@@ -769,8 +795,9 @@ class Config(Section):
 
     @property
     def records_passes(self) -> bool:
-        """Whether training may use CUDA graphs, which a resumed run captures anew, so that its
-        results may differ by rounding.
+        """Whether training may use CUDA graphs.
+
+        A resumed run captures CUDA graphs anew, so its results may differ by rounding.
         """
         return self.train.graphs == "auto" and not self.model.deterministic
 

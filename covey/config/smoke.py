@@ -1,8 +1,8 @@
-"""`--smoke`: shrink a configuration so that a run takes 1 to 2 minutes on two CPU cores.
+"""`--smoke`, which shrinks a configuration so that a run takes 1 to 2 minutes on two CPU cores.
 
 A smoke run shows that prompts, reward, objective, reference model, evaluation and checkpoints work
-together; its results mean nothing. `--set` is applied after `--smoke`, so it can raise any setting
-that `--smoke` has lowered.
+together. The results of a smoke run are meaningless. Covey applies `--set` after `--smoke`, so
+`--set` can raise any setting that `--smoke` has lowered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AT_MOST: Mapping[str, float] = {
 """Upper limits of settings in smoke runs."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings in which 0 means "all" or "as many as needed", which smoke runs replace by a limit."""
+"""Settings in which 0 means "all" or "as many as needed", and which smoke runs set to a limit."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},

@@ -12,16 +12,16 @@ An environment is a class; each instance of the class runs one episode (see envi
     quick = True          optional: never slow and never crashes, so it runs in this process;
                           all others run in worker processes with limits (pool.py)
 
-Methods of an environment may be plain or async. An exception in one of them ends the rollout with
-the finish reason `error` and without a reward.
+Methods of an environment may be plain or async. An exception in a method ends the rollout with the
+finish reason `error` and without a reward.
 
-Most environments are subclasses of `ToolEnvironment` (tools.py), whose public methods the policy
-calls as tools; their type hints and docstrings give the JSON schemas. A message without tool calls
-ends the episode, and an exception in a tool becomes an error message to the policy.
+Most environments are subclasses of `ToolEnvironment` (tool_environment.py). The policy calls the
+public methods of a `ToolEnvironment` as tools. The type hints and docstrings of a tool's method
+give the tool's JSON schema. In a `ToolEnvironment`, a message without tool calls ends the episode,
+and the policy sees an exception in a tool as an error message.
 
-To add an environment to the package, write its class and add it to ENVIRONMENTS (registry.py).
-Environments do not handle chat templates, tokens or masks; models/conversation.py and
-rollout/episode.py do.
+To add an environment to the package, write its class and add it to ENVIRONMENTS (registry.py). Chat
+templates, tokens and masks belong to models/conversation.py and rollout/episode.py.
 """
 
 from covey.environments.adapters import as_environment

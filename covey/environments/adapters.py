@@ -1,10 +1,10 @@
-"""Adapters with which Covey can use environment classes that were written for TRL.
+"""Adapters, through which Covey uses environment classes that were written for TRL.
 
 An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
-add to the prompt. Its other public methods are tools, except the optional `get_reward`. Differences
-to TRL:
+add to the prompt. All other public methods of the class are tools, except `get_reward`, which is
+optional. Differences to TRL:
 
-- Covey makes a new instance for each rollout. TRL reuses the instances, and calls `reset` before
+- Covey makes a new instance for each rollout, but TRL reuses instances and calls `reset` before
   each rollout.
 - Tools are listed in the order of their definition in the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
@@ -27,10 +27,10 @@ from covey.types import Prompt
 
 
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class unchanged if it has Covey's interface; wrap a TRL-style class in an adapter.
+    """Return a class with Covey's interface unchanged; wrap a TRL-style class in an adapter.
 
-    A class with Covey's interface has `step`, and a `reset` with a seed. A function that returns
-    environments is also returned unchanged.
+    A class with Covey's interface has a method `step`, and a method `reset` with a parameter
+    `seed`. A function that creates environments is also returned unchanged.
     """
     if not inspect.isclass(kind):
         return kind

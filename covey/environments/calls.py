@@ -1,11 +1,11 @@
-"""Call formats: how a model writes tool calls in its text, and how the calls are parsed.
+"""Defines tool-call formats: how models write tool calls in text, and how Covey parses them.
 
     hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and most others do
     llama3   a message that is {"name": ..., "parameters": {...}}, several separated by ;
     tags     <name>argument</name>, for tools that take one text
 
-A tool call that cannot be parsed has an `error` in place of arguments, with which the environment
-replies to the policy.
+A tool call that cannot be parsed has an `error` instead of arguments, and the environment sends
+this error to the policy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from covey.types import Message
 
 Call = dict[str, Any]
 LONGEST = 100_000
-"""Maximum number of characters in a tool call; a longer call is not parsed and gets an error."""
+"""Maximum number of characters in a tool call; a longer call gets an error instead of being
+parsed."""
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
@@ -109,8 +110,8 @@ class CallFormat:
     stops: Callable[[Sequence[str]], list[str]]
     """Returns the stop strings that end a tool call, given the tool names."""
     instruction: str
-    """Instructions for models whose chat template does not support tools. The placeholder {tools}
-    is replaced by the tools' JSON schemas."""
+    """Instructions for models whose chat template does not support tools. The tools' JSON schemas
+    replace the placeholder {tools}."""
 
 
 _JSON_INSTRUCTION = (

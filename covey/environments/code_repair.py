@@ -1,7 +1,7 @@
 """The `code_repair` environment: the policy tests and edits a wrong program.
 
 The prompts come from the `code` task, or from any data with `info["tests"]`. The wrong program is
-`info["broken"]` or, without it, the solution with one small error that Covey inserts.
+`info["broken"]`. Without `info["broken"]`, Covey inserts one small error into the solution.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ tests {rounds} times. Other tests, which you cannot see, count too. When the pro
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
 """Weights of the three terms of the reward. The terms `edits` and `rounds` reward a repair with few
-edits and few test rounds."""
+edits and with few test rounds."""
 Test = tuple[Case, object]
 
 
@@ -42,9 +42,9 @@ class CodeRepair(ToolEnvironment):
 
     The main part of the reward is 0.75 times the fraction of all tests that the final program
     passes. A program that passes all tests also gets two bonuses of up to 0.125. The bonus for few
-    edits is 0.125 up to `expected_edits` edits, and falls linearly to 0 at twice that number. The
-    bonus for few test rounds falls by 0.125 / `max_rounds` with each round after the first. So a
-    correct program gets a reward of at least 0.75, and an incorrect program gets less.
+    edits is 0.125 for up to `expected_edits` edits, and falls linearly to 0 at twice as many edits.
+    The bonus for few test rounds falls by 0.125 / `max_rounds` with each round after the first. A
+    correct program therefore gets a reward of at least 0.75, and an incorrect program gets less.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def _printing(call: str | None) -> str | None:
 
 
 def _without_harness(text: str) -> str:
-    """Remove the traceback lines of the test harness, which are not about the program."""
+    """Remove the lines of a traceback that belong to the test harness and not to the program."""
     return "\n".join(line for line in text.split("\n") if not line.startswith('  File "<harness>"'))
 
 
@@ -200,7 +200,7 @@ _CALLED = {
 def mutants(program: str, random: Random) -> Iterator[str]:
     """Yield versions of a program with one small error each, in random order.
 
-    Raises SyntaxError if the program is not valid Python.
+    Raise SyntaxError if the program is not valid Python.
     """
     tree = ast.parse(program)
     places = [place for place, node in enumerate(ast.walk(tree)) if _mutate(copy.deepcopy(node))]

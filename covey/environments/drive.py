@@ -1,7 +1,7 @@
 """Runs an episode: calls an environment, and converts results and errors to a `Reply`.
 
-Environments with `quick = True` run in the process that makes the rollouts, all others in worker
-processes.
+Environments with `quick = True` run in the process that makes the rollouts, and all other
+environments run in worker processes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Reply:
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
-    """The reward of this turn, or None if the environment gives no reward for the turn."""
+    """The reward of this turn; None if the environment gives no reward for the turn."""
     state: str = ""
     """A digest of the environment's state after this reply."""
     done: bool = False
     outcome: Mapping[str, float] | None = None
-    """The named terms of the reward that the environment gives for the whole episode; None before
-    the end of the episode, or if the environment has no reward."""
+    """The named terms of the environment's reward for the whole episode, or None if the episode has
+    not ended or has no reward."""
     error: str = ""
-    """The error that ended the episode; after an error, the episode has no reward."""
+    """The error that ended the episode, which then has no reward."""
 
 
 def read_reply(data: Mapping[str, Any]) -> Reply:
@@ -63,14 +63,14 @@ def read_reply(data: Mapping[str, Any]) -> Reply:
 
 
 def chained(seen: str, reply: Reply) -> str:
-    """Return a digest of all replies, from the earlier replies' digest and the last reply."""
+    """Return a digest of all replies, from the digest of the earlier replies and the last reply."""
     text = seen + json.dumps(asdict(reply), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop for async environment methods; it runs in its own thread."""
+    """Return the event loop for async environment methods, which runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
     return loop
@@ -91,7 +91,7 @@ Given = ParamSpec("Given")
 
 
 def _guarded(run: Callable[Given, Reply]) -> Callable[Given, Reply]:
-    """Return a method that turns every exception into a reply that ends the episode."""
+    """Return a wrapped method, which turns every exception into a reply that ends the episode."""
 
     @wraps(run)
     def guarded(*args: Given.args, **kwargs: Given.kwargs) -> Reply:
@@ -107,8 +107,8 @@ def _guarded(run: Callable[Given, Reply]) -> Callable[Given, Reply]:
 class Driver:
     """Runs one environment.
 
-    The environment's methods may block the thread that calls a Driver, which must not be the
-    thread of the event loop for async methods.
+    Calls to a Driver may block, so do not call it from the thread that runs the event loop for
+    async methods.
     """
 
     factory: Factory

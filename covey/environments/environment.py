@@ -1,8 +1,8 @@
-"""The interface of environments: the methods that turn a prompt into an episode.
+"""Defines the interface of environments: the methods that turn a prompt into an episode.
 
-An environment sees messages and never token ids, and each rollout has its own instance. All methods
-may be plain or async. An exception in one of them ends the rollout with the finish reason `error`
-and without a reward.
+An environment sees messages and never token ids. Each rollout has its own instance of the
+environment. All methods of an environment may be plain or async. An exception in a method ends the
+rollout with the finish reason `error` and without a reward.
 
     class GuessNumber:
         def reset(self, prompt, seed):
@@ -32,7 +32,7 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """An episode's first messages, tools and state; `reset` may return only the messages."""
+    """The first messages, the tools and the first state of an episode."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -45,7 +45,7 @@ class Start:
 class Step:
     """The environment's reply to a message of the policy.
 
-    `step` may also return only messages, or None to end the episode.
+    `Environment.step` may also return only the messages, or None to end the episode.
     """
 
     messages: Sequence[Message] = ()
@@ -54,7 +54,7 @@ class Step:
     done: bool = False
     state: Any = None
     """Data that identifies the state after this step, for algorithms that compare steps from equal
-    states. If it is None, the messages identify the state."""
+    states. If `state` is None, the messages identify the state."""
 
 
 class Environment(Protocol):
@@ -68,23 +68,23 @@ class Environment(Protocol):
     def step(
         self, message: Message
     ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
-        """Take a message of the policy, and return the next messages; None ends the episode.
+        """Take a message of the policy, and return the next messages, or None to end the episode.
 
         The message has `role`, `content` and, if the text has tool calls, `tool_calls`. Each tool
         call has the format of chat templates, with `name` and `arguments` inside `function`. A tool
-        call that cannot be parsed also has an `error` that says why.
+        call that cannot be parsed also has an `error` with the reason.
         """
 
 
 Factory = Callable[[], Any]
-"""A function that makes the environment of one rollout. It must be picklable, unless its
+"""A function that makes the environment of one rollout. The function must be picklable, unless its
 environments have `quick = True`."""
 
 
 def prepare(factory: Factory) -> None:
-    """Load the data that all episodes of an environment class share, once per process.
+    """Load the data that all episodes of an environment class share, once in each process.
 
-    If the class has a class method `prepare`, it is called with the environment's options.
+    If the class has a class method `prepare`, call it with the environment's options.
     """
     kind = getattr(factory, "func", factory)
     if hasattr(kind, "prepare"):
@@ -92,10 +92,10 @@ def prepare(factory: Factory) -> None:
 
 
 def is_quick(factory: Factory) -> bool:
-    """Return whether an environment declares that it never takes long and never crashes.
+    """Return whether an environment declares `quick = True`: it is never slow and never crashes.
 
-    Environments with `quick = True` run in this process, all others in worker processes with limits
-    on time and memory.
+    Environments with `quick = True` run in this process, and all other environments run in worker
+    processes with limits on time and memory.
     """
     made = getattr(factory, "func", factory)
     return bool(getattr(made, "quick", False))
@@ -108,7 +108,7 @@ def appended(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def as_start(value: Any) -> Start:
-    """Convert the result of `reset` to a Start, if it is messages or (messages, tools)."""
+    """Convert the result of `reset`, which may be messages or (messages, tools), to a Start."""
     if isinstance(value, Start):
         return value
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):

@@ -1,7 +1,7 @@
-"""The `games` environment: games with a hidden state, and one action per turn.
+"""The `games` environment: games with a hidden state, where each turn takes one action.
 
-A game is a plain class: its constructor takes a random number generator and a size, and its public
-methods are the tools of the policy. To add a game, write its class and add it to GAMES.
+A game is a plain class, whose constructor takes a random number generator and a size. The public
+methods of the class are the policy's tools. To add a game, write its class and add it to GAMES.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""The character of a square; the key says whether player, box and goal are on the square."""
+"""The character of a square; the key says whether the player, a box and a goal are on the
+square."""
 
 
 class Game(Protocol):
@@ -71,7 +72,7 @@ class GuessNumber:
 
     @property
     def state(self) -> Any:
-        """The range of numbers that the earlier guesses have not excluded."""
+        """The range of numbers that earlier guesses have not excluded."""
         return [self._low, self._high, self.won]
 
     @property
@@ -102,7 +103,7 @@ def neighbour(place: Place, direction: str) -> Place:
 
 
 def carve(random: Random, size: int) -> dict[Place, set[str]]:
-    """Make a maze with exactly one path between any two rooms; return each room's exits."""
+    """Make a maze with exactly one path between any two rooms, and return each room's exits."""
     exits: dict[Place, set[str]] = {(r, c): set() for r in range(size) for c in range(size)}
     path, seen = [(0, 0)], {(0, 0)}
     while path:
@@ -173,8 +174,8 @@ class Maze:
 class Sokoban:
     """A board of `size` x `size` squares with some walls and one box per 16 squares.
 
-    The board is generated backwards, by pulling boxes away from their goals, so the player can
-    solve it in at most `PULLS` moves.
+    The constructor generates the board backwards: it pulls boxes away from their goals. The player
+    can therefore solve the board in at most `PULLS` moves.
     """
 
     SIZES: ClassVar[tuple[int, int, int]] = (4, 5, 20)
@@ -260,9 +261,9 @@ class Games(ToolEnvironment):
     """Plays one game per episode; `info["world"]` or the seed determines the game.
 
     The reward is 1 for a game that is won, and 0 otherwise. Only the first tool call of a turn has
-    an effect, so the policy can win a game in one turn only by luck. The episode ends when the
-    policy wins, after `actions` actions, or after a message without a tool call. With `actions` =
-    0, the game's own limit on actions applies.
+    an effect. The policy can therefore win a game in one turn only by luck. The episode ends when
+    the policy wins, after `actions` actions, or after a message without a tool call. If `actions`
+    is 0, the game's own limit on actions applies.
     """
 
     quick: ClassVar[bool] = True
@@ -295,7 +296,7 @@ class Games(ToolEnvironment):
         return tools_of(self._game)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Start the episode: make the world; show the rules and the visible part of the world."""
+        """Start the episode: make the game, and show the rules and the visible part of the game."""
         self._game = self._make(Random(str(prompt.info.get("world", seed))), self._size)
         limit = f"You have {self._most} actions, one in each turn."
         shown = "\n\n".join(["", self._game.rules, limit, self._game.view])
@@ -303,7 +304,7 @@ class Games(ToolEnvironment):
         return replace(start, messages=messages, state=self._game.state)
 
     async def step(self, message: Message) -> Step:
-        """Run the first action of a message, and reject its other actions."""
+        """Run the first action of a message, and reject all further actions."""
         calls = list(message.get("tool_calls", ()))
         first = await super().step({**message, "tool_calls": calls[:1]})
         self._taken += len(calls[:1])

@@ -1,7 +1,7 @@
-"""Hosts, which run the episodes of environments in this process or in worker processes.
+"""Defines hosts, which run the episodes of environments in this process or in worker processes.
 
-A host runs commands asynchronously and returns the replies later, so that tools run while the
-policy generates. The caller chooses an integer key that identifies each episode.
+A host runs commands asynchronously and returns the replies later. Tools can therefore run during
+generation. The caller identifies each episode by an integer key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Replies = list[tuple[int, Reply]]
 
 
 class Host(Protocol):
-    """Runs the episodes of many rollouts; a host gives one reply to each command."""
+    """Runs the episodes of many rollouts, and gives one reply to each command."""
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
         """Start an episode."""
@@ -29,7 +29,10 @@ class Host(Protocol):
         """End an episode that has reached a limit."""
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have arrived; with `wait`, wait for at least one reply."""
+        """Return the replies that have arrived.
+
+        If `wait` is true, wait for at least one reply.
+        """
 
     def clear(self) -> None:
         """Remove all episodes; the caller may then reuse their keys."""
@@ -39,7 +42,7 @@ class Host(Protocol):
 
 
 class InlineHost:
-    """Runs environments with `quick = True` in this process, while the caller waits."""
+    """Runs environments with `quick = True` in this process; the caller waits for each command."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
@@ -87,7 +90,7 @@ def make_host(
     timeout: float = 30.0,
     gigabytes: float = 8.0,
 ) -> Host:
-    """Return an in-process host for quick environments, else a host with worker processes."""
+    """Return an in-process host for quick environments, or else a host with worker processes."""
     if is_quick(factory):
         prepare(factory)
         return InlineHost(factory)

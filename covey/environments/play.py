@@ -1,4 +1,4 @@
-"""Runs one episode with turns that the user wrote, to try an environment without a model."""
+"""Runs one episode with turns that the user writes, to test an environment without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A played episode. Calling `print` on this object shows the episode as a conversation."""
+    """A played episode.
+
+    An episode that `play` ran; `print` shows it as a conversation.
+    """
 
     messages: tuple[Message, ...]
     outcome: Mapping[str, float] | None

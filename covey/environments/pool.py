@@ -1,12 +1,13 @@
 """Runs environments in worker processes, with limits on time and memory.
 
-Each process runs many episodes, and each step of an episode in a thread. The prompt, the seed and
-the policy's messages determine an episode, so if a process dies or is killed, Covey replays its
-episodes in a new process. A replayed episode that gives different replies ends with an error.
+Each process runs many episodes at the same time, and runs each step of an episode in a thread. The
+prompt, the seed and the policy's messages determine an episode. If a process dies or is killed,
+Covey therefore replays its episodes in a new process. If the replies of a replayed episode differ
+from the original replies, the episode ends with an error.
 
-A step that takes too long ends its episode. If several steps were running when a process died, they
-are retried one at a time, to find the one that killed it. If only one was running, its episode ends
-with an error.
+A step that takes too long ends its episode. If several steps were running when a process died,
+Covey retries the steps one at a time, to find the step that killed the process. If only one step
+was running, the episode of that step ends with an error.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class _Episode:
     prompt: Prompt
     seed: int
     op: Op = "start"
-    """The command that waits for a reply: `start`, `step` or `end`."""
+    """The command that waits for a reply, which is `start`, `step` or `end`."""
     messages: list[Message] = field(default_factory=list)
     """The policy's messages, including the message of the current command."""
     seen: str = ""
     """The digest of all replies that the environment has given in this episode."""
     live: bool = False
-    """Whether the process has the episode's state; otherwise, Covey must replay the episode."""
+    """Whether the process has the episode's state; if not, Covey must replay the episode."""
     deadline: float = 0.0
 
     def command(self, key: int) -> tuple[Any, ...]:
@@ -55,14 +56,14 @@ class _Episode:
 
 @dataclass(slots=True)
 class _Lane:
-    """One worker of the pool: its process, if started, and the keys of its episodes."""
+    """One worker of the pool, with its process (if started) and the keys of its episodes."""
 
     worker: Worker | None = None
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Keys of the episodes whose commands were running when the process died; they are retried one
-    at a time."""
+    """Keys of the episodes whose commands were running when the process died; Covey retries the
+    commands one at a time."""
 
 
 class ProcessHost:
@@ -78,7 +79,7 @@ class ProcessHost:
         self._ready: Replies = []
 
     def load(self) -> None:
-        """Start a process, to check that the process can load the environment."""
+        """Start a process, to check that the environment can be loaded there."""
         self._started(self._lanes[0])
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
@@ -117,7 +118,10 @@ class ProcessHost:
         self._episodes.clear()
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have arrived; with `wait`, wait for at least one reply."""
+        """Return the replies that have arrived.
+
+        If `wait` is true, wait for at least one reply.
+        """
         while True:
             self._receive(self._patience() if wait and not self._ready else 0.0)
             self._give_up_overdue()
@@ -134,7 +138,10 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send all waiting commands; after a process has died, retry its commands one at a time."""
+        """Send all waiting commands.
+
+        After a process has died, retry its commands one at a time.
+        """
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
             episode = self._episodes[key]
@@ -197,7 +204,7 @@ class ProcessHost:
                     self._lost(lane)
 
     def _take(self, lane: _Lane, data: bytes) -> None:
-        """Receive a reply and check it, because an environment's code may have forged the reply."""
+        """Receive a reply and check it, because the code of an environment can forge replies."""
         message = json.loads(data)
         key, reply = int(message["key"]), read_reply(message["reply"])
         del lane.running[key]
@@ -212,7 +219,7 @@ class ProcessHost:
         self._send(lane)
 
     def _lost(self, lane: _Lane) -> None:
-        """After a process died, fail its only step, or retry several steps one at a time."""
+        """Handle a process's death: fail its only step, or retry several steps one at a time."""
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)
         self._kill(lane)

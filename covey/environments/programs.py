@@ -16,8 +16,8 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""The ratio of the limit on wall time to the limit on CPU time. It is above 1, so that a busy
-machine does not change results."""
+"""The limit on wall time as a multiple of the limit on CPU time, above 1 so that a busy machine
+does not change results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Programs:
     output_chars: int
     """Maximum number of characters of output; Covey omits the middle of a longer output."""
     unsafe: bool
-    """Whether programs run without isolation, as ordinary processes of this user."""
+    """Whether programs run without a sandbox, as ordinary processes of this user."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= 600:

@@ -32,8 +32,8 @@ except BaseException as error:
     sys.stderr.write("".join(report.format()))
     sys.exit(1)
 """
-"""Code that runs a program like a notebook cell: it prints the value of the last expression. This
-code runs in the sandbox, so that Python never parses the policy's text outside of it."""
+"""Code that runs a program like a notebook cell, and prints the value of the last expression. The
+code runs in the sandbox, because Python must not parse the policy's text outside of the sandbox."""
 
 
 class Python(ToolEnvironment):

@@ -24,15 +24,15 @@ ENDINGS = (".md", ".rst", ".txt")
 LARGEST = 10 << 20
 """Maximum size of a document in bytes; a larger file raises an error."""
 ANSWER, CITATIONS = 0.7, 0.3
-"""Maximum reward for a correct answer and maximum reward for citations; they add up to 1."""
+"""Maximum reward for a correct answer, and maximum reward for citations; the sum is 1."""
 
 
 @cache
 def read_documents(folder: str) -> dict[str, str]:
     """Return the documents of a folder by id; an empty `folder` means the built-in documents.
 
-    Documents in subfolders are included. The id of a document is its path in the folder, without
-    the file extension.
+    The result includes documents in subfolders. The id of a document is its path in the folder,
+    without the file extension.
     """
     if not folder:
         return library.documents()
@@ -41,7 +41,9 @@ def read_documents(folder: str) -> dict[str, str]:
         for path in sorted(Path(folder).rglob("*")):
             if path.suffix in ENDINGS and path.is_file():
                 if path.stat().st_size > LARGEST:
-                    raise DataError(f"environment: {path} is larger than {LARGEST} bytes")
+                    raise DataError(
+                        f"environment: {path} is larger than {LARGEST} bytes; split the file"
+                    )
                 name = path.relative_to(folder).with_suffix("").as_posix()
                 found[name] = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -63,10 +65,11 @@ class Search(ToolEnvironment):
     """An environment with tools that search and read documents; the last turn is the answer.
 
     If the prompt has `info["sources"]`, a correct answer earns 0.7, and citations earn up to 0.3
-    more: the answer must cite every document in `info["sources"]` to earn all of it. The policy
-    cites a document by writing its id in square brackets, and this counts only if a tool has shown
-    the document in this episode. A citation of any other document subtracts a quarter of the
-    maximum reward for citations. Without `info["sources"]`, a correct answer earns 1.
+    more. To earn the full 0.3, the answer must cite every document in `info["sources"]`. The policy
+    cites a document by writing the document's id in square brackets. The citation counts only if a
+    tool has shown the document in this episode. A citation of any other document subtracts a
+    quarter of the maximum reward for citations. Without `info["sources"]`, a correct answer earns
+    1.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Search(ToolEnvironment):
 
 
 def _snippet(text: str, query: str, most: int) -> str:
-    """Return one line of text around the longest query word that a document contains."""
+    """Return one line of text around the longest query word that occurs in a document."""
     flat = " ".join(text.split())
     folded = flat.casefold()
     places = [folded.find(word) for word in sorted(words(query), key=len)]
@@ -175,7 +178,7 @@ def words(text: str) -> list[str]:
 
 
 class Index:
-    """A BM25 index, which maps each word to the documents that contain the word."""
+    """A BM25 index of documents, which maps each word to the documents with the word."""
 
     def __init__(self, documents: Mapping[str, str]) -> None:
         self._places: dict[str, list[tuple[str, int]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Tools that the policy can call; each tool is a method of a Python class.
+"""Defines tools that the policy can call, where each tool is a method of a Python class.
 
 The type hints and the docstring of a method give the tool's JSON schema.
 
@@ -30,7 +30,10 @@ Tool = Callable[..., Any]
 
 
 class ToolError(Exception):
-    """Raised by a tool to reject a call; the policy sees the error message and continues."""
+    """Raised by a tool to reject a call.
+
+    The policy sees the error message, and the episode continues.
+    """
 
 
 def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
@@ -109,7 +112,7 @@ async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Me
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as text for the policy; values that are not text become JSON."""
+    """Return a tool's result as text for the policy, where values other than text become JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -119,7 +122,7 @@ def as_text(result: Any) -> str:
 
 
 def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
-    """Return an object's tools: the public methods of its class, in definition order."""
+    """Return an object's tools, which are the public methods of its class in definition order."""
     names = [
         name
         for kind in reversed(type(owner).__mro__[:-1])
@@ -130,10 +133,10 @@ def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
 
 
 class ToolEnvironment:
-    """Base class of environments with tools; the public methods of a subclass are the tools.
+    """Base class of environments with tools, which are the public methods of a subclass.
 
-    A message without tool calls ends the episode. An exception in a tool becomes an error message
-    to the policy. A subclass can override `reset` to prepare the episode, and define `reward` to
+    A message without tool calls ends the episode. The policy sees an exception in a tool as an
+    error message. A subclass can override `reset` to prepare the episode, and define `reward` to
     score it.
     """
 

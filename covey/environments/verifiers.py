@@ -1,10 +1,10 @@
-"""Run unmodified environment packages of the `verifiers` library, version 0.1.
+"""Runs unmodified environment packages of the `verifiers` library, version 0.1.
 
 A package has a function `load_environment()` and its own rollout loop, which this module runs. When
-the loop calls its model, the policy generates the next turn. The package's rubric computes the
+the loop calls the model, the policy generates the next turn. The package's rubric computes the
 reward. The task `verifiers` turns the rows of the package's dataset into prompts. Covey raises an
-error for four unsupported features: rubrics that score a whole group, environments that change
-earlier messages, images, and tasksets of verifiers 0.2 and later.
+error for rubrics that score a whole group, environments that change earlier messages, images, and
+tasksets of verifiers 0.2 and later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW = "row"
 
 @cache
 def _loaded(package: str, arguments: str) -> Any:
-    """Load a package once per process; all episodes share it."""
+    """Load a package once in each process, for all episodes."""
     load = import_callable(f"{package.replace('-', '_')}:load_environment", "environment.package")
     environment = load(**json.loads(arguments))
     rubric = getattr(environment, "rubric", None)
@@ -51,7 +51,7 @@ class Verifiers:
 
     @staticmethod
     def prepare(package: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Load the package in the main thread, because some packages load only there."""
+        """Load the package in the main thread, because some packages require the main thread."""
         load(package, arguments or {})
 
     def __init__(self, package: str, arguments: Mapping[str, Any] | None = None) -> None:
@@ -63,7 +63,7 @@ class Verifiers:
         self._tools: Any = None
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Start the package's rollout, and wait until it needs a model response."""
+        """Start the package's rollout, and wait until the rollout needs a model response."""
         row = dict(prompt.info[ROW]) if ROW in prompt.info else _row(prompt)
         run = self._environment.rollout(row, client=self._client(), model="covey")
         self._rollout = asyncio.ensure_future(run)

@@ -1,6 +1,6 @@
 """Finds runs and comparisons in the user's folders, and summarizes each run in one row.
 
-A folder that has only some files of a run is listed too, with the names of the missing files.
+The module also lists a folder with only some files of a run, and names the missing files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from covey.run.metric_registry import current_name
 from covey.run.records import ENVIRONMENT, last_row, read_object
 
 DEPTH = 4
-"""Maximum number of folder levels to search; four lead from `comparisons` to NAME/runs/ARM/seed-0.
-"""
+"""Maximum number of folder levels to search. From the folder `comparisons`, four levels lead to
+NAME/runs/ARM/seed-0."""
 MOST = 2000
-"""Maximum number of runs and comparisons in the list; to see others, start `covey ui` with a
-subfolder."""
+"""Maximum number of runs and comparisons in the list. To see other runs and comparisons, start
+`covey ui` with a subfolder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Files that identify a run folder: one of them is enough for a folder to be listed as a run."""
+"""Files that identify a run folder. A folder with one of these files is listed as a run."""
 COMPARISON = "comparison.toml"
 
 
@@ -57,7 +57,7 @@ def find(roots: Sequence[Path]) -> dict[str, Place]:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return "run" or "comparison"; None if a folder is neither."""
+    """Return "run" or "comparison", or None if the folder is neither a run nor a comparison."""
     if (path / COMPARISON).is_file():
         return "comparison"
     return "run" if any((path / name).exists() for name in SIGNS) else None
@@ -114,7 +114,7 @@ def _text(value: Any) -> str | None:
 
 
 def _comparison_of(place: Place) -> str | None:
-    """Return "COMPARISON/ARM" for a run of a comparison; None for any other run."""
+    """Return "COMPARISON/ARM" for a run of a comparison, and None for any other run."""
     parts = place.path.parts
     inside = len(parts) > 4 and parts[-3] == "runs" and parts[-1].startswith("seed-")
     return f"{parts[-4]}/{parts[-2]}" if inside else None
@@ -124,14 +124,14 @@ def _comparison_of(place: Place) -> str | None:
 def _last(path: Path, stamp: str) -> dict[str, Any]:
     """Return the metrics that the list of runs shows, from the last line of steps.jsonl.
 
-    Results are cached by `stamp`, so that an unchanged file is not read again.
+    The function caches results by `stamp`, so that it does not read an unchanged file again.
     """
     last = {current_name(name): value for name, value in last_row(path).items()}
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}
 
 
 def _stamp(path: Path) -> str:
-    """Return inode, size and modification time, as a string that changes with the file."""
+    """Return inode, size and modification time as a string that changes when the file changes."""
     found = _stat(path)
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}" if found else ""
 

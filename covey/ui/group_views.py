@@ -33,7 +33,7 @@ SORTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "spread": lambda row: -(row["spread"] or 0.0),
     "length": lambda row: -row["length"],
 }
-"""Sort keys of groups: lowest mean reward, largest spread of rewards, longest completions."""
+"""Sort keys of groups, such as the lowest mean reward or the longest completions."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
 """Token fields that are unknown until `covey explain` recomputes the training step."""
 
@@ -130,7 +130,7 @@ def group(site: Site, query: Query) -> dict[str, Any]:
 
 
 def cut(text: str, most: int = LONGEST) -> dict[str, Any]:
-    """Return the beginning of a text, and the number of remaining characters."""
+    """Return the beginning of a text, and the number of omitted characters."""
     return {"text": text[:most], "more": max(0, len(text) - most)}
 
 
@@ -194,7 +194,7 @@ def _explain_key(site: Site, query: Query) -> tuple[str, ...]:
 
 
 def start_explain(site: Site, query: Query) -> dict[str, Any]:
-    """Start `covey explain` in another process, which recomputes a step's token data."""
+    """Start `covey explain` in another process, to compute the token data of a step."""
     place, step = site.place(query), rollouts_file(site, query).stem
     work = partial(_explain, str(place.path), int(step))
     key = _explain_key(site, query)

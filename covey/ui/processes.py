@@ -1,6 +1,6 @@
-"""Runs slow work, and work that needs torch, in separate processes.
+"""Runs slow work and work that needs torch in processes outside of the web server.
 
-The web server starts the following commands:
+The web server starts these commands:
 
     covey runs check RUN --json              health of a run
     covey explain RUN --step N --json        every token of a step, trained again
@@ -21,8 +21,8 @@ from typing import Any
 from covey.errors import CoveyError
 
 PYTHON = (sys.executable, "-P", "-m")
-"""Start of a command line that runs a Python module; -P keeps Python from importing modules of the
-current folder."""
+"""Start of a command line that runs a Python module. The option -P keeps Python from importing
+modules of the current folder."""
 TIME_LIMIT = 900.0
 KEPT = 32
 """Number of finished jobs whose results stay in memory."""
@@ -87,7 +87,7 @@ class Jobs:
 
 @dataclass(slots=True)
 class Explorer:
-    """The process behind the page's step explorer, which starts at the first request."""
+    """The process behind the page's step explorer, started at the first request."""
 
     command: Sequence[str] = (*PYTHON, EXPLORER)
     _closed: bool = False

@@ -1,9 +1,9 @@
 """Serves the web page of `covey ui` over HTTP, for one user.
 
-The server listens on the loopback address; on any other address, it requires a token. Even on the
-loopback address, pages of other sites can send requests, some under a domain name that an attacker
-made to resolve to it (DNS rebinding). The server therefore checks the Host header, and requires a
-custom header in every POST request.
+The server listens on the loopback address; on any other address, it requires a token. Pages of
+other sites can send requests even to the loopback address. Some requests use a domain name that an
+attacker made to resolve to the loopback address (DNS rebinding). The server therefore checks the
+Host header, and requires a custom header in every POST request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from covey.ui.views import NotFound, Query, Site
 
 COOKIE = "covey_token"
 ASKED = "X-Covey"
-"""Header that every POST request must have; pages of other sites cannot send it."""
+"""Header that every POST request must have, and that pages of other sites cannot send."""
 SECONDS = 30.0
 """Seconds after which a connection that sends nothing is closed."""
 CONNECTIONS = 64
@@ -39,7 +39,7 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
-"""Content security policy for the HTML report of a comparison, in which `sandbox` denies the report
+"""Content security policy for the HTML report of a comparison. The word `sandbox` denies the report
 access to other pages."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -104,7 +104,7 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle a request, and then allow one more open connection."""
+        """Handle a request, and then make room for one more open connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -240,7 +240,8 @@ def _equal(given: str, token: str) -> bool:
 def static_file(name: str) -> bytes | None:
     """Return the content of a file of the page; None if there is no such file.
 
-    Only names of files in the page's own folder are accepted, so a request cannot open other files.
+    The function accepts only names of files in the page's own folder, so a request cannot open any
+    other file.
     """
     if name == "report.css":  # reports and the page share this file, so that they look alike
         return files("covey.analysis.page").joinpath(name).read_bytes()

@@ -1,9 +1,9 @@
-"""Tables of the metrics of runs, which are read from steps.jsonl as the file grows.
+"""Tables of the metrics of runs, which Covey reads from steps.jsonl as the file grows.
 
-A request reads steps.jsonl for a fraction of a second, and the next one continues at the same
+A request reads steps.jsonl for a fraction of a second, and the next request continues at the same
 position. If the file is long, the first request also samples the remaining steps, so that the page
-can draw whole curves at once. Of a run's more than a hundred metrics, a table stores only the dozen
-or so that requests ask for.
+can draw whole curves at once. A run has more than a hundred metrics. A table stores only the
+metrics that requests ask for, which are about a dozen.
 """
 
 from __future__ import annotations
@@ -32,27 +32,26 @@ CHUNK = 2**20
 SAMPLED = 200
 """Number of steps to sample from the unread part of a file."""
 AXES = ("step", "tokens", "time/from_scratch")
-"""Metrics that a table always stores, because most pages show them; the metrics of all reward
-components (`objective/parts/`) are stored as well."""
+"""Metrics that a table always stores, because most pages show them. A table also stores the metrics
+of all reward components (`objective/parts/`)."""
 PARTS = "objective/parts/"
 Columns = dict[str, np.ndarray]
-"""Maps each metric name to a float32 array with one value per step, or NaN if it is missing; `step`
-is float64."""
+"""Maps each metric name to a float32 array with one value per step; missing values are NaN, and the
+array of `step` is float64."""
 name_now = lru_cache(maxsize=4096)(current_name)
 
 
 @dataclass(slots=True)
 class StepTable:
-    """The metrics of all steps of one run; its methods can be called from several threads."""
+    """The metrics of all steps of one run; several threads may call the methods."""
 
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-    """The metrics of all steps read so far, in several tables in order. Earlier tables are larger,
-    so that adding steps rarely copies a large one.
-    """
+    """The metrics of all steps read so far, as several tables in the order of the steps. Earlier
+    tables are larger, so that new steps rarely cause a copy of a large table."""
     names: set[str] = field(default_factory=set)
-    """The names of all metrics in steps.jsonl, also of those that the table does not store."""
+    """The names of all metrics in steps.jsonl, including metrics that the table does not store."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _kept: set[str] = field(default_factory=lambda: set(AXES))
@@ -72,8 +71,8 @@ class StepTable:
     ) -> list[Columns]:
         """Read new lines of steps.jsonl for up to `seconds` seconds.
 
-        Return all steps read so far, and a sample of the unread steps. A metric that the table does
-        not store yet makes it read the file again from the start.
+        Return all steps read so far, and a sample of the unread steps. If a metric is not in the
+        table yet, read the file again from the start.
         """
         with self._lock:
             try:
@@ -170,7 +169,7 @@ def step_row(raw: bytes) -> Row | None:
 
 
 def numbers(values: Sequence[Any]) -> np.ndarray:
-    """Return values as float32, with NaN for values that are not numbers."""
+    """Return values as float32, with NaN in place of values that are not numbers."""
     try:
         return np.frombuffer(array("f", values), dtype=np.float32)
     except (TypeError, OverflowError):
@@ -182,7 +181,10 @@ def _is_number(value: Any) -> bool:
 
 
 def joined(first: Columns, then: Columns) -> Columns:
-    """Join two tables; a metric that only one of them has is NaN in the rows of the other."""
+    """Join two tables.
+
+    A metric that only one table has is NaN in the rows of the other table.
+    """
     return {name: column([first, then], name) for name in {**first, **then}}
 
 
@@ -218,7 +220,8 @@ def curve(
 ) -> dict[str, Any]:
     """Return the curve of a metric with at most `points` points.
 
-    Each point is the mean, the lowest and the highest value of an interval of steps.
+    Each point covers an interval of steps, and has the metric's mean, lowest and highest value in
+    the interval.
     """
     steps, values = (column(pieces, each).astype(np.float64) for each in (axis, name))
     keep = ~np.isnan(values) & (steps >= between[0]) & (steps <= between[1])
@@ -250,7 +253,7 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 class StepTables:
-    """A cache of the metric tables of many runs, which drops the least recently used tables."""
+    """A cache of the metric tables of many runs, which removes the least recently used tables."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes

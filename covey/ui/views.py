@@ -29,9 +29,8 @@ from covey.ui.processes import Explorer, Jobs, covey_json
 from covey.ui.step_table import SAMPLED, StepTables, curve
 
 READ_SECONDS = 0.04
-"""Seconds that a request may spend reading a file; the page repeats it until the whole file is
-read.
-"""
+"""Seconds that a request may spend on reading a file. The page repeats the request until the whole
+file is read."""
 LEAST_SAMPLED = 40
 """Minimum number of steps to sample from each run's file, even if a chart shows many runs."""
 TABLE_BYTES = 100 * 2**20
@@ -64,7 +63,7 @@ class Site:
     _found: tuple[float, dict[str, Place]] = (0.0, {})
 
     def places(self) -> dict[str, Place]:
-        """Return runs and comparisons by id, from a search at most once per second."""
+        """Return runs and comparisons by id; search for new ones at most once per second."""
         when, found = self._found
         if time.monotonic() - when > FIND_SECONDS:
             found = find(self.roots)
@@ -72,7 +71,10 @@ class Site:
         return found
 
     def place(self, query: Query, kind: str = "run", key: str = "run") -> Place:
-        """Return the run or comparison that a request names by its id (never used as a path)."""
+        """Return the run or comparison with the id in a request.
+
+        The id in a request is never used as a path.
+        """
         place = self.places().get(query.get(key, ""))
         if place is None or place.kind != kind:
             raise NotFound(f"there is no {kind} {query.get(key, '')!r}")
@@ -112,10 +114,10 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 
 
 def series(site: Site, query: Query) -> dict[str, Any]:
-    """Return the curves of the runs in a request; NUL characters separate the run ids.
+    """Return the curves of the runs in a request, in which NUL characters separate the run ids.
 
-    All runs together have one time limit for reading, and the page repeats the request until their
-    files are read.
+    All runs in a request together have one time limit for reading. The page repeats the request
+    until all files are read.
     """
     ids = query.get("run", "").split("\0")
     until = time.monotonic() + READ_SECONDS

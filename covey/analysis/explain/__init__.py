@@ -1,1 +1,1 @@
-"""Explains a recorded training step by its token gradients, also for other algorithms."""
+"""Explains recorded training steps by token gradients, and replays them with other algorithms."""

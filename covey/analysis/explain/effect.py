@@ -2,10 +2,9 @@
 
     gradient[i,t] = d loss / d logp[i,t]
 
-A token with a negative gradient becomes likelier in an optimizer step. By the chain rule, the
-gradient of the parameters is the sum over tokens of d loss / d logp[i,t] times the gradient of
-logp[i,t], so the token gradients are the only channel through which an algorithm affects the
-parameters.
+An optimizer step makes a token with a negative gradient more likely. By the chain rule, the
+gradient of the parameters is the sum of `d loss / d logp[i,t] * d logp[i,t] / d parameters` over
+all tokens. An algorithm therefore affects the parameters only through its token gradients.
 """
 
 from __future__ import annotations
@@ -24,24 +23,27 @@ from covey.training.policy import Policy
 from covey.types import Batch
 
 CLIPPED = ("", "low", "high", "dual")
-"""The names of the bounds at which a ratio can be clipped; empty for an unclipped ratio."""
+"""The names of a ratio's clip bounds; the empty name means that the ratio is not clipped."""
 
 
 class Effect(NamedTuple):
-    """The loss of an optimizer step, and the gradients and ratios of its tokens [B, T]."""
+    """The loss of an optimizer step, with the gradient and the ratio of each token [B, T]."""
 
     loss: torch.Tensor
     gradient: torch.Tensor
     """The gradient of the loss with respect to each token's log-prob, d loss / d logp."""
     entropy_gradient: torch.Tensor
-    """The gradient of the loss with respect to each token's entropy; 0 without an entropy bonus."""
+    """The gradient of the loss with respect to each token's entropy, which is 0 without an entropy
+    bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
-    """The importance ratio in the objective: one per token, or one per completion."""
+    """The objective's importance ratios, one per token or one per completion."""
     clipped: torch.Tensor
-    """The index in CLIPPED of the bound that clips the ratio, as int64; 0 if not clipped."""
+    """The clip bound of each ratio, as an int64 index into CLIPPED; 0 means that the ratio is not
+    clipped."""
     kl: torch.Tensor | None
-    """The objective's estimate of the KL to the reference; None without a KL penalty."""
+    """The objective's estimate of the KL divergence from the reference; None without a KL
+    penalty."""
 
 
 def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
@@ -83,10 +85,10 @@ def whole_effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
 def parameter_gradients(
     policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
 ) -> dict[str, torch.Tensor]:
-    """Return one vector per algorithm in `effects`: the gradient of all trained parameters.
+    """Return the gradient of all trained parameters, as one vector per algorithm in `effects`.
 
-    The algorithms share a forward pass, each has its own backward pass, and all gradients are in
-    memory at the same time.
+    The algorithms share one forward pass, and each algorithm has its own backward pass. The
+    gradients of all algorithms are in memory at the same time.
     """
     # The optimizer collects gradients as in training, because some of them bypass autograd on a
     # GPU.
@@ -128,8 +130,8 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
     """Split the batch into forward passes, and yield the row indices of each pass.
 
-    Groups whose completions all have the same reward get passes of their own, which can be skipped
-    for the many algorithms in which such groups have no gradient.
+    Groups whose completions all have the same reward get separate forward passes. Many algorithms
+    skip the passes of equal-reward groups, because these groups have no gradient.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

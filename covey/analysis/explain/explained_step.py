@@ -1,8 +1,8 @@
-"""Explains a recorded step, rollout by rollout and token by token.
+"""Explains the gradient of each rollout and each token in a recorded training step.
 
-The policy is trained on the recorded rollouts again, in the same mini-batches. The ratio, gradient
-and other values of a token come from the optimizer step that trains on it; with several epochs,
-from the last of them.
+Covey trains the policy on the recorded rollouts again, in the same mini-batches. The ratio,
+gradient and other values of a token come from the optimizer step that trains on the token. If
+several epochs train on the token, the values come from the last epoch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from covey.run.records import episode_row, turn_lines
 from covey.types import Batch
 
 SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
-"""Names of the token values that are read from the optimizer step that trains on the token."""
+"""Names of the token values that an optimizer step computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedToken:
     """One token of a completion.
 
-    A field is None if the token is not trained, or if the algorithm does not compute that value.
+    A field is None if the step does not train on the token, or if the algorithm does not compute
+    the field.
     """
 
     id: int
@@ -43,20 +44,21 @@ class ExplainedToken:
     sampler_logp: float | None = None
     """The log-prob that the engine recorded when it sampled the token."""
     logp: float | None = None
-    """Log-prob in the optimizer step that trains on the token."""
+    """The token's log-prob in the optimizer step that trains on the token."""
     old_logp: float | None = None
-    """Log-prob at the start of the training step."""
+    """The token's log-prob at the start of the training step."""
     ref_logp: float | None = None
     advantage: float | None = None
     ratio: float | None = None
     clipped: str | None = None
-    """The bound that clips the token's ratio (low, high or dual); None if not clipped."""
+    """The clip bound that limits the token's ratio (low, high or dual), or None if the ratio is not
+    clipped."""
     kl: float | None = None
-    """The estimate of the KL to the reference."""
+    """The token's estimate of the KL divergence from the reference policy."""
     entropy: float | None = None
     weight: float | None = None
     gradient: float | None = None
-    """d loss / d logp; if negative, the step makes the token likelier."""
+    """The gradient d loss / d logp; a negative gradient makes the token more likely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,31 +66,33 @@ class ExplainedRollout:
     """A rollout that the step trained on."""
 
     line: int
-    """Line number in the step's file of rollouts, counted from 1."""
+    """The rollout's line number in the step's rollout file, counted from 1."""
     group: int
     text: str
     reward: float | None
     success: bool | None
     finish: str
     advantage: float
-    """Mean of the advantage over tokens."""
+    """The mean advantage of the rollout's tokens."""
     recorded_advantage: float
     update: int
-    """Index, from 1, of the optimizer step that trains on the rollout."""
+    """The number of the optimizer step that trains on the rollout, counted from 1."""
     clipped: float
     """The fraction of the rollout's tokens whose ratio is clipped."""
     gradient: float
-    """Sum over tokens of |d loss / d logp|."""
+    """The sum of `|d loss / d logp|` over the rollout's tokens."""
     push: float
-    """Minus the sum of d loss / d logp; if positive, the step makes the completion likelier."""
+    """The sum of `-d loss / d logp` over the rollout's tokens; a positive sum makes the completion
+    more likely."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
-    """The text of each turn, and whether the step trained on it; empty if single-turn."""
+    """The text of each turn, and whether the step trained on the turn; empty for a single-turn
+    rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedGroup:
-    """A prompt, and how much the group of its completions contributes to the gradient."""
+    """A prompt's group of rollouts, and how much the group contributes to the gradient."""
 
     group: int
     prompt: str
@@ -98,12 +102,12 @@ class ExplainedGroup:
     clipped: float
     """The fraction of the group's tokens whose ratio is clipped."""
     share: float
-    """The fraction of the step's sum of |d loss / d logp| that comes from this group."""
+    """The group's share of the step's sum of `|d loss / d logp|`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of a training step, and the weights with which it was computed."""
+    """The explanation of a training step, with the model weights that it was computed with."""
 
     step: int
     algorithm: str
@@ -120,17 +124,18 @@ class Explanation:
     """Number of trained tokens whose gradient is 0."""
     clipped: int
     share_raised: float
-    """The fraction of the sum of |d loss / d logp| that comes from tokens that become likelier."""
+    """The share of the sum of `|d loss / d logp|` from tokens that become more likely."""
     half_gradient_from: int
-    """The fewest rollouts that together have half of the step's sum of |d loss / d logp|."""
+    """The smallest number of rollouts that together make up half of the step's sum of `|d loss / d
+    logp|`."""
     metrics: dict[str, float]
-    """The metrics of the repeated step."""
+    """The metrics that the repeated training step computes."""
     logged: dict[str, Any]
     """The values that the original run logged for the metrics in `metrics`."""
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
-    """Train the policy on a recorded step again, and explain each token."""
+    """Repeat a recorded training step, and explain the gradient of each token."""
     check_trained(recorded)
     batch, watched, metrics = relearn(trainee, recorded)
     tokens = {token for one in recorded.learned for token in one.rollout.tokens}

@@ -1,8 +1,9 @@
-"""Loads a recorded training step and the policy as it was before that step; repeats the step.
+"""Loads a recorded training step and the policy from before the step, and repeats the step.
 
-A run keeps all rollouts, but only some checkpoints. The policy before a step is therefore loaded
-from the nearest earlier checkpoint, or is the initial model. On request it is trained again on the
-recorded steps in between, which gives the exact weights. No rollout is generated or scored again.
+A run keeps all rollouts, but only some checkpoints. Covey therefore loads the policy from the
+nearest checkpoint before the step, or the initial model if there is no such checkpoint. On request,
+Covey then repeats the recorded steps between the checkpoint and the step, which gives the exact
+weights. Covey does not generate or score any rollout again.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class RecordedRollout:
     """A recorded rollout, with its advantage if the step trained on the rollout."""
 
     line: int
-    """Line number in the step's file of rollouts, counted from 1."""
+    """The rollout's line number in the step's rollout file, counted from 1."""
     group: int
     """Index of the rollout's group in the step, counted from 1."""
     prompt: str
     rollout: Rollout
     advantage: float | None
-    """The recorded advantage, a mean over tokens; None if the group was filtered out."""
+    """The recorded mean advantage of the rollout's tokens; None if a filter dropped the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +54,12 @@ class Recorded:
     step: int
     rollouts: tuple[RecordedRollout, ...]
     groups: tuple[Group, ...]
-    """The groups that the step trained on, in the order in which they were recorded."""
+    """The groups that the step trained on, in recorded order."""
     metrics: dict[str, Any]
 
     @property
     def learned(self) -> list[RecordedRollout]:
-        """The rollouts that the step trained on, in the order of its batch."""
+        """The rollouts that the step trained on, in the order of the batch."""
         return [one for one in self.rollouts if one.advantage is not None]
 
     @property
@@ -101,8 +102,8 @@ def check_trained(recorded: Recorded) -> None:
     """Raise an error if the step did not train on any rollout."""
     if not recorded.groups:
         raise RunError(
-            f"step {recorded.step} did not train on any rollout, because all groups were filtered "
-            "out"
+            f"step {recorded.step} did not train on any rollout, because filters dropped all its "
+            "groups; choose another step"
         )
 
 
@@ -151,7 +152,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The origin of the weights with which a step was explained."""
+    """The origin of the model weights that explain a step."""
 
     checkpoint: int
     """Step of the loaded checkpoint; 0 means the initial model."""
@@ -159,11 +160,12 @@ class Origin:
     replayed_steps: int
     """Number of recorded steps that were repeated after loading the checkpoint."""
     steps_behind: int
-    """How many steps the weights are older than the weights that generated the rollouts."""
+    """The number of training steps from the restored weights to the newer weights that generated
+    the rollouts."""
 
     @property
     def exact(self) -> bool:
-        """Whether the weights equal the weights that generated the rollouts."""
+        """Whether the restored weights equal the weights that generated the rollouts."""
         return self.steps_behind == 0
 
 
@@ -178,15 +180,15 @@ class Trainee:
 
     @property
     def policy(self) -> Policy:
-        """The policy of the learner."""
+        """The policy that the learner trains."""
         return self.learner.policy
 
 
 def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
-    If `exact` is true, the recorded steps between the checkpoint and `step` are trained again. This
-    takes as long as the original updates, and gives the same weights.
+    If `exact` is true, repeat the recorded steps between the checkpoint and `step`. The repeated
+    steps take as long as the original updates, and give the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=notice)
@@ -215,10 +217,9 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
 
 
 Watched = dict[str, torch.Tensor]
-"""Maps names of quantities to tensors [B, T]: logp, entropy, weight, and the fields of `Effect`
-except `loss`. Each value comes from the last optimizer step that trains on the token; `number` [B]
-is the index of this step for each row, counted from 0.
-"""
+"""Maps the names of token values to tensors [B, T]. The names are logp, entropy, weight, and the
+fields of `Effect` except `loss`. Each value comes from the last optimizer step that trains on the
+token. The entry `number` [B] is the index of each row's optimizer step, counted from 0."""
 
 
 def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
@@ -256,7 +257,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
 
 
 def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
-    """Write the values that one micro-batch yields for its tokens into the tensors of the batch."""
+    """Copy the token values of one micro-batch into the tensors of the batch."""
     watched["number"][seen.rows] = seen.number
     now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
     for name, value in {**now, **found._asdict()}.items():

@@ -1,10 +1,11 @@
-"""Computes the gradients that other algorithms would have had in a recorded step.
+"""Replays a recorded training step with other algorithms, and compares their gradients.
 
-All algorithms see the same rollouts, with two policies: the one before the run's training step,
-which generated the rollouts, and the one after it, for which ratios differ from 1 and may be
-clipped. Algorithms differ only in their token gradients, d loss / d logp, which a backward pass
-turns into the gradient of the parameters. Algorithms with proportional token gradients therefore
-share a backward pass.
+All algorithms see the same rollouts. Covey computes the gradients of every algorithm with two
+policies: the policy from before the run's training step, which generated the rollouts, and the
+policy from after the step. With the policy from after the step, importance ratios differ from 1 and
+may be clipped. Algorithms differ only in their token gradients, d loss / d logp. A backward pass
+turns the token gradients into the gradient of the parameters. Algorithms with proportional token
+gradients therefore share a backward pass.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ class Replayed:
     zero_gradient: float
     """The fraction of tokens with gradient 0."""
     per_advantage: float
-    """Sum of |d loss / d logp| divided by the sum of |advantage|, over all tokens."""
+    """The mean weight of a token in the loss, which is
+    `sum(|d loss / d logp|) / sum(|advantage|)`."""
     lengths: tuple[LengthBin, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The results of all algorithms for one policy: before or after the run's own training step."""
+    """The results of all algorithms with the policy from before or after the run's step."""
 
     updates: int
     """The number of optimizer steps that the policy has taken within the recorded step."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
-    """The cosine between the parameter gradients of each pair of algorithms. The cosine is None if
-    one of the two gradients is 0.
-    """
+    """The cosine similarity between the parameter gradients of each pair of algorithms, or None if
+    one of the two gradients is 0."""
     families: tuple[Family, ...]
     """Groups of algorithms with equal or proportional gradients."""
 
@@ -70,9 +71,11 @@ class Replay:
 
     step: int
     run_algorithm: str
-    """The run's own algorithm, with the run's options; other algorithms use their defaults."""
+    """The run's own algorithm with the run's options. Other algorithms use their default
+    options."""
     options: Mapping[str, str]
-    """Options that the user set for all algorithms; an algorithm ignores unknown options."""
+    """Options that the user set for all algorithms. An algorithm ignores options that it does not
+    have."""
     origin: Origin
     rollouts: int
     moments: tuple[Moment, ...]
@@ -81,7 +84,7 @@ class Replay:
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build the named algorithms, each with those options (key=value) that it has."""
+    """Build the named algorithms, each with the given options (key=value) that it supports."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     every = list(names) == ["all"]
@@ -107,14 +110,16 @@ def objectives(
         critics = [name for name, o in built.items() if "values" in o.needs]
         if critics and not every:
             raise ConfigError(
-                f"--replay {critics[0]}: this algorithm needs the values of a critic, but the run "
-                "has no critic"
+                f"--replay {critics[0]}: this algorithm needs a critic, but the run has no critic; "
+                "leave the algorithm out"
             )
         built = {name: o for name, o in built.items() if name not in critics}
     unknown = [key for key in keys if key not in used]
     if unknown:
         names = ", ".join(built)
-        raise ConfigError(f"--set {unknown[0]}: none of the algorithms {names} has this option")
+        raise ConfigError(
+            f"--set {unknown[0]}: this is not an option of any of the algorithms {names}"
+        )
     return built
 
 
@@ -126,7 +131,8 @@ def replay(
 ) -> Replay:
     """Compute the gradient that each algorithm would have had in a recorded step.
 
-    The gradients are computed with the policy before the step, and again with the policy after it.
+    Compute the gradients with the policy from before the step, and again with the policy from after
+    the step.
     """
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
@@ -265,7 +271,8 @@ class Member:
 
     name: str
     factor: float
-    """This algorithm's token gradients divided by those of the group's first algorithm."""
+    """This algorithm's token gradients, divided by the token gradients of the group's first
+    algorithm."""
     identical: bool
     """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
@@ -283,7 +290,7 @@ class Family:
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return c > 0 if `slopes` is c times `of` up to rounding, else None.
+    """Return the factor c > 0 with `slopes = c * of` up to rounding, or None if there is none.
 
     If both vectors are 0, the result is 1; if only one is 0, the result is None.
     """
@@ -325,9 +332,8 @@ class LengthBin:
     gradient: float
     """Mean |d loss / d logp| over the tokens of the completions in this bin."""
     per_advantage: float
-    """Sum of |d loss / d logp| divided by the sum of |advantage|: the mean weight of a token in the
-    loss, or 0 if all advantages are 0.
-    """
+    """The mean weight of a token in the loss, which is `sum(|d loss / d logp|) / sum(|advantage|)`,
+    or 0 if all advantages are 0."""
 
 
 def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:

@@ -1,8 +1,8 @@
 """Computes a small optimizer step from given rewards, for the web page's step explorer.
 
-The user chooses rewards and lengths for a group of completions, and the same objective code as in
-training runs on them. As a program, this module reads one JSON request per line, and prints one
-JSON response per line.
+The user chooses the rewards and the lengths of a group of completions. The module computes the step
+with the same objective code as in training. If you run this module as a program, it reads one JSON
+request per line and prints one JSON response per line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIONS = ("clip_low", "clip_high", "beta")
 LENGTH = 8
 """The constant completion length by which some algorithms divide the loss."""
 PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
-"""Token t of completion i changes its log-prob by `drift * PATTERN[(i + t) % 16]`."""
+"""The log-prob of token t in completion i changes by `drift * PATTERN[(i + t) % 16]`."""
 
 
 def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
 def small_batch(
     rewards: Sequence[float], lengths: Sequence[int], drift: float
 ) -> tuple[Batch, LogProbs]:
-    """Return a batch with these rewards and lengths, and log-probs changed by `drift`."""
+    """Return a batch with the given rewards and lengths, and with log-probs changed by `drift`."""
     count, width = len(rewards), max(1, min(MOST_TOKENS, max(lengths)))
     size = torch.tensor([max(1, min(width, n)) for n in lengths])
     mask = torch.arange(width) < size[:, None]
@@ -102,7 +102,7 @@ def small_batch(
 
 
 def option_defaults(name: str) -> dict[str, float]:
-    """Return the defaults of those algorithm options that have a slider."""
+    """Return the defaults of the algorithm options that have a slider."""
     parameters = inspect.signature(algorithm(name)).parameters
     return {
         key: float(parameters[key].default)
@@ -124,7 +124,7 @@ def _numbers(question: Mapping[str, Any], name: str) -> list[float]:
 
 
 def main() -> None:
-    """Respond to requests from stdin until it is closed."""
+    """Respond to requests from stdin until stdin is closed."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         try:

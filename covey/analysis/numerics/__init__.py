@@ -1,1 +1,1 @@
-"""Measures how the log-probs of engine and trainer differ: size, cause and severity."""
+"""Measures the size, cause and severity of log-prob differences between engine and trainer."""

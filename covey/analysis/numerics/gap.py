@@ -1,7 +1,7 @@
 """Statistics of differences in log-prob and of the resulting importance ratios.
 
-A difference [B, T] subtracts two log-probs that were computed for each token in different ways; its
-exponential is an importance ratio.
+A difference [B, T] is each token's log-prob from one computation minus its log-prob from another
+computation. The exponential of a difference is an importance ratio.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from covey.objective.masked import bounded, row_mean
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
-"""Limits of a "harmless" log-prob difference: the smallest effective sample size, the largest
-fraction of ratios outside the clip range, and the largest distance of the mean ratio from 1.
-"""
+"""Limits of a "harmless" log-prob difference. The limits are the smallest effective sample size,
+the largest fraction of ratios outside the clip range, and the largest distance of the mean ratio
+from 1."""
 SMALL = (0.95, 0.01, 0.05)
-"""Limits of a "small" log-prob difference, in the same order; beyond them, a difference "matters".
-"""
+"""Limits of a "small" log-prob difference, in the order of HARMLESS; a larger difference
+"matters"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,11 @@ class ClipRange:
     low: float
     high: float
     ratio: Ratio = token
-    """The objective's function that turns differences in log-prob into log ratios."""
+    """The objective's function that converts log-prob differences to log ratios."""
 
     @property
     def per_completion(self) -> bool:
-        """Whether each completion has a single ratio, which all its tokens share."""
+        """Whether all tokens of a completion share one ratio."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:
@@ -51,18 +51,18 @@ class Gap:
     mean: float
     """Mean absolute difference, in nats."""
     p99: float
-    """99th percentile of the absolute difference."""
+    """99th percentile of the absolute difference, in nats."""
     max: float
     ratio_mean: float
     """Mean of exp(difference)."""
     outside: float
     """The fraction of ratios outside the clip range."""
     effective: float
-    """Relative effective sample size, (sum of ratios)^2 / (count * sum of squared ratios)."""
+    """Relative effective sample size, `(sum of ratios)^2 / (count * sum of squared ratios)`."""
 
     @property
     def severity(self) -> str:
-        """How severe the log-prob differences are: `harmless`, `small` or `matters`."""
+        """The severity of the log-prob differences, which is `harmless`, `small` or `matters`."""
         for name, (effective, outside, away) in (("harmless", HARMLESS), ("small", SMALL)):
             inside = self.outside <= outside and abs(self.ratio_mean - 1.0) <= away
             if self.effective >= effective and inside:

@@ -1,4 +1,4 @@
-"""Computes log-probs in other batch shapes and in float32, and the effect of truncation."""
+"""Computes variants of log-probs: other batch shapes, float32, and truncated sampling."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from covey.training.policy import Policy
 from covey.types import Batch, Group, Rollout
 
 SORTED_COPIES = 4
-"""Number of tensors that truncation needs: sorted values, indices, cumulative sums, mask."""
+"""Number of tensors that truncated sampling needs: sorted values, indices, cumulative sums, and a
+mask."""
 
 
 @torch.no_grad()
 def trainer_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
     """Return the trainer's log-probs of a batch, computed in the trainer's micro-batches.
 
-    They are computed without CUDA graphs, because the padding of a graph depends on earlier
-    batches.
+    CUDA graphs are off, because the padding of a graph depends on earlier batches.
     """
     return whole_batch(batch, micro_batch_tokens, policy.plain_logp).logp
 
@@ -66,11 +66,11 @@ def upcast(model: LanguageModel) -> LanguageModel:
 def log_kept(
     policy: Policy, batch: Batch, distribution: Distribution, micro_batch_tokens: int
 ) -> torch.Tensor:
-    """Return [B, T]: the log of the probability mass that truncation keeps at each position.
+    """Return the log of the probability mass that truncation keeps at each position, as [B, T].
 
-    The engine's sampler_logp is the token's logp minus this value, which depends only on the
-    distribution and not on the sampled token. It stays finite even if rounding errors make
-    truncation remove the sampled token.
+    The engine's sampler_logp is the token's logp minus the log of the kept mass. The kept mass
+    depends on the distribution, and not on the sampled token. The log of the kept mass stays finite
+    even if rounding errors make truncation remove the sampled token.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)

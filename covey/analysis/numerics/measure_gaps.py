@@ -9,8 +9,9 @@
     kernel       trainer, alone                     - engine, one slot, not truncated, no float8
     staleness    trainer, after optimizer steps     - before
 
-Each line compares two computations that differ in only one aspect. The differences need not add up
-to the total, because rounding errors partly cancel and staleness is not part of the total.
+Each line of the report compares two computations that differ in only one aspect. The differences in
+the lines do not add up to the total, because rounding errors partly cancel and because the total
+excludes staleness.
 """
 
 from __future__ import annotations
@@ -128,16 +129,13 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Whether `clip_low` and `clip_high` limit ratios, which they do not in `trust_mask`."""
+    """Whether `clip_low` and `clip_high` limit ratios, which is not so in `trust_mask`."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.learner.objective.surrogate) is not trust_mask
 
 
 def default_updates(config: Config) -> int:
-    """Return how many optimizer steps to take by default before staleness is measured.
-
-    This is the number of optimizer steps per rollout batch minus one, but at least 1.
-    """
+    """Return the default number of optimizer steps before the measurement of staleness."""
     return max(1, config.train.optimizer_steps - 1)
 
 
@@ -162,7 +160,10 @@ def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: i
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure all differences; those of batch shape only on the completions in `few`."""
+    """Measure all differences.
+
+    The differences of batch shape are measured only on the completions in `few`.
+    """
     policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
@@ -235,7 +236,7 @@ def _stale(
 def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
     """Return a learner that takes one optimizer step for each training step.
 
-    If the schedule has reached a learning rate of 0, the learner uses the peak rate, because
+    If the learning rate has already decayed to 0, the learner uses the peak learning rate, because
     otherwise no weight would change.
     """
     peak = parts.config.optimizer.learning_rate
@@ -320,12 +321,12 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A line of the report: a cause of differences, and the size of the differences."""
+    """A line of the report: a cause of log-prob differences, and their sizes."""
 
     name: str
     gap: Gap
     updates: int = 0
-    """The number of optimizer steps before the measurement; 0 for causes except staleness."""
+    """The number of optimizer steps before the measurement; 0 for all causes except staleness."""
 
     @property
     def title(self) -> str:

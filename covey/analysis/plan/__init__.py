@@ -1,1 +1,1 @@
-"""Forecasts the steps, memory and time of a training run before it starts."""
+"""Forecasts the steps, memory and time of a training run before the run starts."""

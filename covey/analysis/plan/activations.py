@@ -1,9 +1,8 @@
 """Estimates the memory of the activations that a model keeps for its backward pass.
 
-`EAGER`, `FUSED` and `FLASH` list how many tensors autograd saves in a layer, and how wide they are;
-`kernels_of` chooses the one that fits the model and the device. Tests count the tensors that
-autograd saves, and benchmarks/memory.py measures whole runs. A new kernel that keeps fewer tensors
-changes only one of these lists.
+`EAGER`, `FUSED` and `FLASH` list the number and the width of the tensors that autograd saves in a
+layer. `kernels_of` chooses one of these lists for a model and a device. Tests count the tensors
+that autograd saves, and benchmarks/memory.py measures whole runs.
 
 In tensor shapes, N is the number of tokens in a forward pass, B the number of padded rows, and S
 the number of positions in a row.
@@ -19,23 +18,25 @@ from covey.analysis.plan.model_shape import Shape
 FLOAT = 4
 """The number of bytes of a float32."""
 ON_DEVICE = 2
-"""How many layer inputs stay on the device if layer inputs are offloaded: one is in use, and
-another is being copied.
-"""
+"""The number of layer inputs that stay on the device if layer inputs are offloaded: the input in
+use, and the input that is being copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """The number of tensors that one Llama layer keeps for its backward pass, by kind."""
+    """The numbers of tensors that a Llama layer keeps for its backward pass, by kind of tensor."""
 
     norm: int
-    """The number of hidden-state-wide tensors in the model's precision: norm outputs."""
+    """The number of norm outputs, which are as wide as the hidden state and have the model's
+    precision."""
     norm_frozen: int
-    """The value of `norm` for a model with LoRA, in which the norms are frozen."""
+    """The value of `norm` for a model with LoRA, which freezes the norms."""
     inner: int
-    """The number of tensors as wide as the MLP: gate, activation, up, and their product."""
+    """The number of tensors as wide as the MLP, such as the gate, its activation, and the up
+    projection."""
     output: int = 1
-    """The number of tensors as wide as all query heads: the input of the output projection."""
+    """The number of tensors as wide as all query heads together, such as the input of the output
+    projection."""
     projections: int = 7
     """The number of linear layers with LoRA; each keeps a tensor as wide as the LoRA rank."""
     fused: bool = False
@@ -45,12 +46,12 @@ class Saved:
 
 
 EAGER = Saved(norm=4, norm_frozen=2, inner=4)
-"""Tensors saved by layers that run the unfused code of transformers."""
+"""The tensors that the unfused layers of transformers save."""
 FUSED = Saved(norm=2, norm_frozen=2, inner=2, projections=0, fused=True)
 """Fused layers keep the inputs and outputs of norms, and recompute SwiGLU and LoRA products."""
 FLASH = replace(FUSED, output=0, flash=True)
-"""Tensors saved by fused 16-bit layers with flash attention. `output` is 0 because flash attention
-already keeps the input of the output projection."""
+"""The tensors that fused 16-bit layers with flash attention save. `output` is 0 because flash
+attention already keeps the input of the output projection."""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
@@ -75,7 +76,7 @@ class Pass:
 
     @property
     def cells(self) -> int:
-        """The number of positions if every sequence is padded to the length of the longest."""
+        """The number of positions if all sequences are padded to the longest sequence's length."""
         return self.rows * self.columns
 
 
@@ -152,10 +153,10 @@ def training_bytes(
 ) -> int:
     """Return the bytes of activations in a forward and backward pass.
 
-    With gradient checkpointing, a layer keeps only its input and the result of flash attention, and
-    one layer at a time is recomputed. With `offload`, these inputs are in main memory, except those
-    in use or being copied. `head` is the memory that the LM head frees before the backward pass of
-    fused layers begins.
+    With gradient checkpointing, a layer keeps only its input and the result of flash attention. The
+    backward pass recomputes one layer at a time. With `offload`, the layer inputs are in main
+    memory, except the inputs that are in use or being copied. `head` is the memory that the LM head
+    frees before the backward pass of fused layers begins.
     """
     kernels = kernels_of(shape, size, device)
     inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers

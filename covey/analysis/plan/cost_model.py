@@ -1,8 +1,8 @@
 """Estimates the time of generation, update and weight sync on GPUs (see docs/scale.md).
 
-The constants for generation and update are fitted to measurements on one H200, and a test compares
-the cost model with every measurement. The constants for communication between GPUs are not
-measured: they come from data sheets or are assumed, as stated next to each constant.
+The constants for generation and update are fitted to measurements on one H200. A test compares the
+cost model with every measurement. The constants for communication between GPUs are not measured,
+but come from data sheets or are assumed, as the docstring of each constant says.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """Speed and memory of one GPU in bfloat16. The defaults are for an H200."""
+    """Speed and memory of one GPU in bfloat16.
+
+    The default values are those of an H200.
+    """
 
     memory: float = 139 * 2**30
     bandwidth: float = 4.3e12
@@ -38,7 +41,7 @@ class Gpu:
     decode_flops: float = 779e12
     train_flops: float = 548e12
     attention_flops: float = 500e12
-    """FLOP per second of attention in training, forward and backward."""
+    """FLOP per second of attention in training, over forward and backward passes."""
     layer_seconds: float = 27.1e-6
     """The smallest time in seconds that the kernels of one layer take in a decode step."""
     row_seconds: float = 14.3e-12
@@ -55,7 +58,7 @@ class Gpu:
     far_link: float = 40e9
     """Bytes per second from each GPU to other nodes: 4/5 of the data sheet's 400 Gbit/s."""
     reduce_seconds: float = 20e-6
-    """The assumed latency of an all-reduce in one engine; each layer has two all-reduces."""
+    """The assumed latency, in seconds, of each of the two all-reduces of a layer in one engine."""
     node: int = 8
 
 
@@ -90,7 +93,7 @@ class Workload:
 
     @property
     def context(self) -> int:
-        """The number of tokens of a prompt with its completion."""
+        """The number of tokens of a prompt and one completion."""
         return self.prompt + self.completion
 
 
@@ -150,7 +153,7 @@ def update_seconds(
 
 
 def fewest_trainers(model: ModelSize, gpu: Gpu = H200) -> int:
-    """Return how many GPUs the training state needs if 1/5 of their memory is for activations."""
+    """Return how many GPUs the training state needs if activations use 1/5 of the GPUs' memory."""
     return math.ceil(STATE_BYTES * model.parameters / (0.8 * gpu.memory))
 
 
@@ -175,7 +178,7 @@ class Split:
 
     @property
     def shared(self) -> bool:
-        """Whether the same GPUs generate and train in turn."""
+        """Whether the same GPUs alternate between generation and training."""
         return self.trainers == self.gpus
 
     @property
@@ -254,7 +257,7 @@ def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> 
 
 
 def size_of(shape: Shape) -> ModelSize:
-    """Return what the cost model needs to know of a model's shape."""
+    """Return the sizes of a model that the cost model needs."""
     return ModelSize(
         parameters=float(shape.parameters),
         layers=shape.layers,
@@ -266,8 +269,8 @@ def size_of(shape: Shape) -> ModelSize:
 def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
     """Return the fastest division of the GPUs for each model and number of GPUs, as table rows.
 
-    There is no row where a model does not fit into the GPUs' memory. `own` is the name and size of
-    the configuration's model, which is listed first.
+    The table has no row for a model that does not fit into the GPUs' memory. `own` is the name and
+    size of the configuration's model, which is the first model in the table.
     """
     models = ([own] if own is not None else []) + list(PUBLISHED.items())
     rows = []

@@ -1,4 +1,4 @@
-"""Forecasts the memory of the native engine: KV cache, prefill, sampling and CUDA graphs."""
+"""Forecasts the native engine's memory for the KV cache, prefill, sampling and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from covey.training.resolve import sampling_of
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""How many tensors of the size of the logits exist while the engine samples a token: from the full
-distribution, from a truncated distribution (which sorts the logits), and greedily.
-"""
+"""The number of logits-sized tensors while the engine samples a token. The numbers of tensors are
+for sampling from the full distribution, for truncated sampling (which sorts the logits), and for
+greedy sampling."""
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes that the engine stores for each completion token in addition to the KV cache: a random
 number, a log-prob and a token id."""
@@ -39,18 +39,18 @@ class Call:
     prompts: int
     group_size: int
     copies: int
-    """How many tensors of the size of the logits exist while the engine samples the first token of
-    each completion."""
+    """The number of logits-sized tensors while the engine samples the first token of each
+    completion."""
     max_concurrent: int
 
     @property
     def together(self) -> int:
-        """The number of completions generated at once."""
+        """The number of completions that are generated at the same time."""
         return min(self.max_concurrent, self.prompts * self.group_size)
 
     @property
     def width(self) -> int:
-        """The number of KV-cache slots on a GPU (`together`, rounded up for CUDA graphs)."""
+        """The number of KV-cache slots on a GPU, which is `together` rounded up for CUDA graphs."""
         return width_for(self.together)
 
     @property
@@ -64,7 +64,7 @@ class Call:
 
 
 def engine_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of generation: for rollouts or evaluations, whichever need more."""
+    """Return the memory of generation, for rollouts or evaluations, whichever needs more."""
     calls, shape = _calls(run), run.shape
     if run.on_gpu and (shape.fuses or shape.fused_attention):
         return [*_graph_parts(run, calls), *_float8_parts(run)]
@@ -138,8 +138,9 @@ def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
 def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
     """Return the memory of generation with CUDA graphs.
 
-    A CUDA graph contains the addresses of the KV cache and of temporary tensors. Both therefore
-    stay allocated between calls and during training, in the size that the largest call needs.
+    A CUDA graph contains the addresses of the KV cache and of temporary tensors. The KV cache and
+    the temporary tensors therefore stay allocated between calls and during training, in the size
+    that the largest call needs.
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
@@ -189,7 +190,8 @@ def _float8_parts(run: RunFacts) -> list[Part]:
 def _graph_bytes(run: RunFacts, call: Call) -> int:
     """Return the bytes of temporary tensors in one decode step.
 
-    The result is the larger of logits and layer tensors, because they never exist at the same time.
+    The result is the larger of the logits and the layer tensors, because the two never exist at the
+    same time.
     """
     shape, size = run.shape, run.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
@@ -206,9 +208,10 @@ def _layer_weights(shape: Shape) -> int:
 
 
 def _prefill_parts(run: RunFacts, call: Call) -> tuple[Part, Part, Part]:
-    """Return the memory of prefill: its CUDA graph, its logits, and sampling the first tokens.
+    """Return the memory of prefill: the CUDA graph, the logits, and the sampling of first tokens.
 
-    If the engine does not capture prefill as a CUDA graph, its logits are part of the forward pass.
+    If the engine does not capture prefill as a CUDA graph, the memory of the forward pass includes
+    the logits.
     """
     shape, vocabulary, prompts = run.shape, run.shape.vocabulary, call.prefilled(call.started)
     together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))

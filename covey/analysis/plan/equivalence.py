@@ -1,10 +1,10 @@
 """Finds algorithms with equal gradients by comparing normal forms of their objectives.
 
 The normal form of an objective omits everything that cannot change the gradient. With one optimizer
-step per rollout batch, every importance ratio is 1: clipping has no effect, the usual surrogates
-have slope 1, and a sequence-level ratio acts like token ratios if all tokens of a completion have
-the same advantage. Such algorithms then differ mainly in the advantage, the token weights and the
-KL penalty.
+step per rollout batch, every importance ratio is 1, so clipping has no effect and the usual
+surrogates have slope 1. A sequence-level ratio then acts like token ratios if all tokens of a
+completion have the same advantage. With one optimizer step, algorithms differ mainly in the
+advantage, the token weights and the KL penalty.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ONE_PER_COMPLETION = frozenset(
 """Advantage functions that give all tokens of a completion the same advantage."""
 
 IGNORES_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
-"""Advantage functions that read only whether each completion is correct, and not its reward."""
+"""Advantage functions that use the correctness of each completion instead of its reward."""
 
 THROUGH_LOGP = frozenset(
     {
@@ -48,8 +48,8 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates whose gradient does not depend on `Objective.marks` (a function that selects tokens)
-while every ratio is 1."""
+"""Surrogates whose gradient ignores `Objective.marks`, a function that selects tokens, if every
+ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -62,7 +62,7 @@ SLOPE_ONE = (
         surrogates.clipped_without_marked,
     }
 )
-"""Surrogates whose derivative with respect to the ratio, at a ratio of 1, is the advantage."""
+"""Surrogates for which `d surrogate / d ratio` equals the advantage at a ratio of 1."""
 
 
 class Piece(NamedTuple):
@@ -105,7 +105,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a normal form without constant factors of the loss."""
+    """Return an objective's normal form without the constant factors of the loss."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
         return same  # a constant factor would not scale the whole loss
@@ -199,9 +199,9 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio that gives the same gradient while every ratio is 1.
+    """Return the simplest ratio that gives the same gradient if every ratio is 1.
 
-    The second result is the token weights, because a simpler ratio may need other weights.
+    Also return the token weights, because a simpler ratio may need different token weights.
     """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
@@ -239,7 +239,7 @@ def _single_tokens(config: Config) -> bool:
 
 
 def has_slope_one(objective: Objective) -> bool:
-    """Whether the surrogate's derivative by the ratio is the advantage at a ratio of 1."""
+    """Whether `d surrogate / d ratio` equals the advantage at a ratio of 1."""
     bounds = dict(piece_of(objective.surrogate).options)
     bounds |= dict(piece_of(objective.marks).options) if objective.marks else {}
     if not bounds.get("min_weight", 0.0) <= 1.0 <= bounds.get("max_weight", 1.0):

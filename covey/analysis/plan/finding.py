@@ -23,9 +23,8 @@ class Finding:
     """A warning or note about a configuration, with a remedy."""
 
     kind: Kind
-    """`same`: algorithms with different names train in the same way. `idle`: a setting has no
-    effect. `risk`: a setting may harm the run.
-    """
+    """`same` means that algorithms with different names train in the same way. `idle` means that a
+    setting has no effect. `risk` means that a setting may harm the run."""
     title: str
     """The finding in one line, with settings and their values."""
     why: str
@@ -49,7 +48,7 @@ class Finding:
 
 
 class Said(NamedTuple):
-    """What a rule yields: a finding without kind and docs link, which the decorator `rule` adds."""
+    """A finding without its kind and its docs link, which the decorator `rule` adds."""
 
     settings: tuple[str, ...]
     title: str
@@ -73,7 +72,7 @@ class Setup:
     def single_optimizer_step(self) -> bool:
         """Whether every ratio is 1 because a training step takes one optimizer step.
 
-        False if a training step may use rollouts that older weights generated.
+        The result is False if a training step may use rollouts that older weights generated.
         """
         return self.config.train.optimizer_steps == 1 and not self.config.stale
 
@@ -86,7 +85,7 @@ class Setup:
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling is truncated (top-k, top-p, min-p) and training ignores it."""
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores this."""
         return truncates_unseen(self.config)
 
     @property
@@ -111,7 +110,7 @@ class Setup:
 
 Rule = Callable[[Setup], Iterator[Said]]
 RULES: list[Callable[[Setup], Iterator[Finding]]] = []
-"""All rules that check one configuration, in the order in which their findings appear."""
+"""All rules that check one configuration, in the order of their findings."""
 
 
 def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:

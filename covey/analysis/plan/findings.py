@@ -1,7 +1,8 @@
-"""Findings before training: equivalent algorithms, settings without effect, harmful settings.
+"""Finds equivalent algorithms, settings without effect, and harmful settings before training.
 
 `findings` checks one resolved configuration, and `coincidences` checks the arms of a comparison.
-Neither loads a model or data; what is known about the data comes in as `TaskFacts`.
+Neither function loads a model or data. The caller passes what is known about the data as
+`TaskFacts`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 
 
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
-    """Return a finding for each set of a comparison's arms that train in the same way.
+    """Return a finding for each set of arms in a comparison that train in the same way.
 
     Arms train in the same way if their gradients are equal in every optimizer step, or differ only
-    by a constant factor. Equal gradients are equal bit for bit if the arms use the same arithmetic,
-    and otherwise up to rounding. Every configuration must be a result of `resolve`.
+    by a constant factor. Gradients are equal bit for bit if the arms use the same arithmetic, and
+    otherwise up to rounding. Every configuration must be a result of `resolve`.
     """
     setups = {name: setup_of(config) for name, config in configs.items()}
     forms = {name: normal_form(setup) for name, setup in setups.items()}

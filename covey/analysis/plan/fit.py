@@ -14,7 +14,8 @@ from covey.config import Config, parse_config, toml_value
 from covey.training.resolve import objective_of
 
 LEAST_CONCURRENT = 64
-"""The smallest suggested engine.max_concurrent; lower values slow generation and save little."""
+"""The smallest engine.max_concurrent to suggest, because lower values slow generation and save
+little memory."""
 RANK = 16
 """LoRA rank of a suggested adapter."""
 
@@ -64,8 +65,8 @@ def memory_findings(
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
     """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
 
-    Return None if none of the tried numbers suffices: sharding may not help, because every device
-    also needs the engine's full copy of the weights.
+    Return None if none of the tried numbers of devices is enough. Sharding may not help, because
+    every device also needs the engine's full copy of the weights.
     """
     sharded = changed(config, {"parallel.strategy": "fsdp"})
     for ranks in RANKS:
@@ -107,7 +108,7 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield changes of settings to try, from cheapest to most drastic (compact optimizer, LoRA)."""
+    """Yield changes of settings to try, from the cheapest to the most drastic."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}

@@ -1,4 +1,4 @@
-"""Defines a memory forecast: the device, the run, the parts of memory and their peak."""
+"""Defines the memory forecast of a run: its device, the parts of the memory, and their peak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""For each kind of device: the bytes in use before any tensor exists, and what uses them.
+"""The bytes in use on each kind of device before any tensor exists, and what uses these bytes.
 
 Measured by benchmarks/memory.py.
 """
@@ -59,7 +59,7 @@ class Device:
 
     @staticmethod
     def here(wanted: str = "auto") -> Device:
-        """Return the device that `model.device` means on this machine."""
+        """Return the device on this machine that the setting model.device selects."""
         if wanted == "auto":
             wanted = "cuda" if cuda_available() else "cpu"
         if wanted.startswith("cuda"):
@@ -83,7 +83,7 @@ class Device:
 def cuda_available() -> bool:
     """Whether torch finds a GPU.
 
-    On Linux without a GPU driver, the result is known without importing torch.
+    On Linux without a GPU driver, return False without importing torch.
     """
     if sys.platform == "linux" and not any(Path(file).exists() for file in DRIVERS):
         return False
@@ -93,7 +93,7 @@ def cuda_available() -> bool:
 
 
 def main_memory() -> int:
-    """Return the memory of this machine, or the container's limit if it is lower."""
+    """Return the memory of this machine, or the container's limit if the limit is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(CGROUP_LIMIT.read_text()))
@@ -103,7 +103,7 @@ def main_memory() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The properties of a run on which its memory depends."""
+    """The properties of a run that determine its memory."""
 
     config: Config
     device: Device
@@ -184,7 +184,7 @@ class RunFacts:
 
     @property
     def stored(self) -> int:
-        """Bytes per token of the KV cache of CUDA graphs, in the model's dtype or in float8."""
+        """Bytes per token of the CUDA graphs' KV cache, which has the model's dtype or float8."""
         return self.position // self.size if self.float8_cache else self.position
 
 
@@ -227,7 +227,7 @@ class Forecast:
 
     @property
     def tensors(self) -> int:
-        """The peak memory of tensors in bytes, without what the framework itself needs."""
+        """The peak memory of tensors in bytes, without the memory of the framework itself."""
         return self.peak - sum(part.bytes for part in self.parts if part.name == "framework")
 
     @property
@@ -252,7 +252,7 @@ class Forecast:
         }
 
     def line(self) -> str:
-        """Return the peak memory in a line of text, and whether it fits."""
+        """Return a line of text with the peak memory, and whether the peak fits into the device."""
         share = self.peak / self.device.memory
         fits = "fits" if self.fits else "DOES NOT FIT"
         device = f"{size_text(self.device.memory)} of {self.device.name}"

@@ -26,18 +26,18 @@ from covey.training.resolve import reward_of
 UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that determine the number of optimizer steps per rollout batch."""
 TOKEN_SIZED_CLIP = 0.1
-"""Clip ranges from this size on are too wide for a sequence-level ratio."""
+"""The smallest clip range that is too wide for a sequence-level ratio."""
 FEW_STEPS = 4
-"""The rule about wide clip ranges applies up to this number of optimizer steps per epoch."""
+"""The largest number of optimizer steps per epoch at which the rule about wide clip ranges
+applies."""
 SMALL_RATE = 1e-5
-"""Maximum learning rate for which the rule about wide clip ranges applies."""
+"""The largest learning rate at which the rule about wide clip ranges applies."""
 NOTICEABLE_BETA = 1.1
-"""An adaptive beta counts as fixed if it changes by less than this factor in a run.
-"""
+"""An adaptive beta that changes by less than this factor during a run counts as fixed."""
 
 
 def changed(section: Section, *names: str) -> dict[str, str]:
-    """Map each setting that differs from its default to the text `name = value`."""
+    """Return the text `name = value` for each setting that differs from its default."""
     fields = type(section).model_fields
     pairs = [(name, getattr(section, name)) for name in names or fields if name in fields]
     where = type(section).__name__.lower()
@@ -45,7 +45,7 @@ def changed(section: Section, *names: str) -> dict[str, str]:
 
 
 def changed_options(setup: Setup, *names: str) -> dict[str, str]:
-    """Map each objective option that differs from its default to the text `name = value`."""
+    """Return the text `name = value` for each objective option that differs from its default."""
     options = setup.config.objective.options
     parameters = inspect.signature(algorithm(setup.config.objective.name, options)).parameters
     return {
@@ -331,7 +331,7 @@ def one_part(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "groups")
 def groups_of_two(setup: Setup) -> Iterator[Said]:
-    """Report groups of two, in which all standardized advantages have the same size."""
+    """Report groups of two, where all standardized advantages have the same absolute value."""
     if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
         return
     size = 1.0 if setup.option("ddof", 1) == 0 else math.sqrt(0.5)
@@ -384,15 +384,13 @@ def _is_quick(config: Config) -> bool:
 # Rules about the settings of algorithms with a critic, a teacher or preference pairs.
 
 _MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
-"""One entry each for the critic and the teacher. An entry contains the model's configuration
-section, the value in `objective.needs` that requests the model, and the algorithms that use the
-model.
-"""
+"""Describes how a configuration sets a critic or a teacher. Each entry names the model's section of
+the configuration, the model's key in `objective.needs`, and the algorithms that use the model."""
 
 
 @rule("idle", "other-settings")
 def model_without_use(setup: Setup) -> Iterator[Said]:
-    """Report settings in [critic] or [teacher] when the objective has no critic or teacher."""
+    """Report settings of a critic or a teacher that the objective does not use."""
     for section, need, names in _MODELS:
         given = changed(getattr(setup.config, section))
         if given and need not in setup.objective.needs:
@@ -429,7 +427,7 @@ def critic_that_learns_nothing(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "single-optimizer-step")
 def value_clip_unused(setup: Setup) -> Iterator[Said]:
-    """Report a value clip that one optimizer step per training step makes ineffective."""
+    """Report a value clip without effect, because a training step takes only one optimizer step."""
     clip = setup.option("value_clip")
     if clip and "values" in setup.objective.needs and setup.config.train.optimizer_steps == 1:
         yield Said(
@@ -514,7 +512,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Report a self-teacher that needs a correct completion but often has none."""
+    """Report an sdpo teacher whose prompts need correct completions that are often missing."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return
@@ -540,7 +538,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
-    """Report a moving self-teacher that always equals the policy, or is never updated."""
+    """Report a moving sdpo teacher that always equals the policy, or that is never updated."""
     teacher, updates = setup.config.teacher, setup.config.train.total_optimizer_steps
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return

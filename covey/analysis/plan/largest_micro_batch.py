@@ -12,10 +12,10 @@ def largest_micro_batch(
 ) -> tuple[int, int]:
     """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
 
-    The result is what the trainer's `balanced_parts` (models/micro_batches.py) forms from `rows`
-    completions in groups of `group_size`, if all prompts have `prompt` and all completions
-    `completion` tokens: it splits groups of more than `micro_batch_tokens` tokens, and packs the
-    pieces into as few micro-batches as possible.
+    The result equals that of the trainer's `balanced_parts` (models/micro_batches.py) for `rows`
+    completions in groups of `group_size`. Each prompt has `prompt` tokens, and each completion has
+    `completion` tokens. `balanced_parts` splits groups of more than `micro_batch_tokens` tokens,
+    and packs the parts into as few micro-batches as possible.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

@@ -1,10 +1,10 @@
 """Forecasts a run's peak memory, part by part, without loading the model.
 
 A training step has phases that do not overlap: generation, log-probs without gradient, forward and
-backward passes, and the optimizer step. Each part of the memory is allocated in one or more of
-them, and the phase that needs most determines the peak. The forecast is for the worst case, in
-which all completions have `rollout.max_tokens` tokens and all prompts are as long as the longest of
-a sample.
+backward passes, and the optimizer step. Each part of the memory is allocated in one or more phases.
+The phase that needs the most memory determines the peak. The forecast assumes the worst case: all
+completions have `rollout.max_tokens` tokens, and all prompts are as long as the longest prompt of a
+sample.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from covey.training.resolve import objective_of, resolve
 MARGIN = 0.1
 """The fraction of a device's memory that suggested settings leave free."""
 FRAGMENTATION = 0.1
-"""The assumed loss of memory on a CPU, as a fraction of activation memory: freed tensors leave
-holes that malloc cannot always reuse. Measured values range from 0 to 0.7, because later
-allocations may fill the holes.
-"""
+"""The assumed memory that fragmentation wastes on a CPU, as a fraction of activation memory.
+Fragmentation occurs because malloc cannot always reuse the memory of freed tensors. The measured
+fractions range from 0 to 0.7."""
 
 
 def forecast(
@@ -45,10 +44,11 @@ def forecast(
     shape: Shape | None = None,
     ranks: int = 1,
 ) -> Forecast:
-    """Forecast the peak memory of a run on `device`, by default the run's device on this machine.
+    """Forecast the peak memory of a run on a device.
 
-    With several ranks, the forecast is for one rank on its own device. `facts` and `shape` are
-    computed unless the caller has them already.
+    If `device` is None, the forecast is for the run's device on this machine. With several ranks,
+    the forecast is for one rank on its own device. The function computes `facts` and `shape` if
+    they are None.
     """
     config = resolve(config)
     run = RunFacts(
@@ -70,7 +70,7 @@ def forecast(
 
 
 def _suggest(run: RunFacts) -> int | None:
-    """Return the largest micro_batch_tokens that leaves 10 % of memory free; None if none fits."""
+    """Return the largest micro_batch_tokens that leaves 10 % of memory free, or None."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:
@@ -286,9 +286,8 @@ def _notes(run: RunFacts) -> tuple[str, ...]:
 # Memory of the models besides the policy: the reference, a teacher and a critic.
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""Bytes per trained parameter for each value of optimizer.state: of the master weight (in addition
-to the bfloat16 weight), and of AdamW's two moments.
-"""
+"""Maps optimizer.state to bytes per trained parameter, for the master weight (besides the bfloat16
+weight) and for AdamW's two moments."""
 ONLY_WHILE_USED = "on the device only while it is used"
 
 
@@ -333,7 +332,7 @@ def _reference_part(run: RunFacts, weights: int) -> Part:
 
 
 def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int, str]:
-    """Return the bytes of a second model on this rank, and `why` with the form of its weights."""
+    """Return the bytes of a second model on this rank, and `why` with details of the weights."""
     held = weights * run.size
     if averaged and run.size < FLOAT:
         held, why = held + weights * FLOAT, f"{why}, also in float32"
@@ -345,8 +344,8 @@ def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int
 def _critic_parts(run: RunFacts, master: int, moments: int) -> list[Part]:
     """Return the memory of a critic's weights, optimizer state and gradients.
 
-    A critic's activations are left out, because critic and policy never run passes at the same
-    time. `master` and `moments` are the bytes of a parameter's master weight and moments.
+    The result excludes the critic's activations, because critic and policy never run passes at the
+    same time. `master` and `moments` are the bytes of a parameter's master weight and moments.
     """
     config, path = run.config, run.config.critic.path
     model = config.model.model_copy(update={"path": path})
@@ -367,9 +366,8 @@ def _critic_parts(run: RunFacts, master: int, moments: int) -> list[Part]:
 # use weights that are gathered once per optimizer step.
 
 BLOCKS = 2
-"""How many transformer blocks FSDP gathers at once: the current block, and either the next block or
-the gradients of the previous one.
-"""
+"""The number of transformer blocks that FSDP gathers at once: the current block, and either the
+next block or the gradients of the previous block."""
 
 
 def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:

@@ -1,8 +1,8 @@
 """Computes the sizes of a model from its configuration, without reading weights.
 
-For the common decoder families, config.json alone is enough. A model of another family is built by
-transformers on torch's meta device, where tensors have shapes but no memory; this is slower,
-because importing torch and transformers' model code takes seconds.
+For the common decoder families, config.json alone is enough. Any other model is built by
+transformers on torch's meta device, where tensors have shapes but no memory. Building a model on
+the meta device takes seconds longer, because it imports torch and the model code of transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Shape:
     added: int
     """The number of parameters of the adapter."""
     trained: int
-    """The number of trained parameters: with LoRA only the adapter's, otherwise all."""
+    """The number of trained parameters; with LoRA, only the adapter's parameters are trained."""
     head: int
     """The number of parameters of the output layer."""
     head_trained: bool
@@ -62,7 +62,8 @@ class Shape:
     key_value_heads: int
     head_size: int
     inner: int
-    """Width of the MLP; in a mixture of experts, the sum over the experts that a token uses."""
+    """Width of the MLP, or for a mixture of experts, the total width of the experts that a token
+    uses."""
     fused_attention: bool
     """Whether attention is one fused operation, which does not store attention scores and allows
     packed sequences.
@@ -95,8 +96,8 @@ class Module(NamedTuple):
 def source_of(path: str) -> tuple[str, dict[str, str]]:
     """Return the folder or hub name of a model, and keyword arguments for `from_pretrained`.
 
-    Of a GGUF file only the header is read, because converting it takes as long as loading the
-    weights.
+    The function reads only the header of a GGUF file, because converting the file takes as long as
+    loading the weights.
     """
     path = adapter_base(path) or path
     if path in MODELS:
@@ -216,14 +217,12 @@ def measure(
     targets: Sequence[str] = ("all-linear",),
     also_train: Sequence[str] = (),
 ) -> Shape:
-    """Return the sizes of a transformers model and of its LoRA adapter; rank 0 means none."""
+    """Return the sizes of a transformers model and of its LoRA adapter; rank 0 means no adapter."""
     from covey.accel.attention import NAME
 
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError(
-            "model: Covey needs a model with an output layer, which this model does not have"
-        )
+        raise ModelError("model: this model has no output layer; choose a causal language model")
     layers: Any = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)
@@ -281,7 +280,8 @@ def _shape(
     ]
     if rank and not adapted:
         raise ConfigError(
-            f"config: adapter.targets: the model has none of the layers {list(targets)}"
+            "config: adapter.targets: the model has no linear layer that matches "
+            f"{list(targets)}; use 'all-linear' for all linear layers"
         )
     copied = {name for name in modules if rank and _named(name, also_train)}
     added = sum(rank * sum(weight) for weight in adapted)

@@ -20,12 +20,11 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""How many prompts must change their result for a significant difference: if 6 results change in
-the same direction, a two-sided sign test has the p-value 2 / 2^6 < 0.05.
-"""
+"""The smallest number of changed results for a significant difference. If 6 results change in the
+same direction, a two-sided sign test gives the p-value `2 / 2**6 < 0.05`."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""A finding is reported if rollout.max_tokens would truncate at least this fraction of the task's
+"""A rule reports rollout.max_tokens if it would truncate at least this fraction of the task's
 solutions."""
 
 FORMAT_REWARDS = frozenset(
@@ -34,9 +33,8 @@ FORMAT_REWARDS = frozenset(
         "efficiency", "safety", "citations", "coherence",
     }
 )  # fmt: skip
-"""Rewards that score the form of a completion and not its final answer, so that a completion with
-`success` may still be wrong.
-"""
+"""Rewards that score the format of a completion and not its final answer, so that a completion with
+`success` may still be wrong."""
 
 
 @rule("risk", "learning-rate")
@@ -121,7 +119,7 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "rewards")
 def success_of_format(setup: Setup) -> Iterator[Said]:
-    """Report algorithms and filters that need correctness with a format-only reward."""
+    """Report a format-only reward with an algorithm or a filter that needs correctness."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
@@ -276,7 +274,7 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
 
 
 def _share(facts: TaskFacts, count: int) -> str:
-    """Return text that says how many of all prompts, or of a sample, are too long."""
+    """Return how many prompts are too long, as a text about all prompts or about a sample."""
     if not facts.long_prompts:
         return f"{count} of {len(facts.prompt_tokens)} prompts that were measured"
     least = "at least " * (count == len(facts.long_prompts))

@@ -35,8 +35,8 @@ from covey.stopping import StopSignal
 from covey.training.resolve import objective_of, old_logp_from_sampler
 
 SMALLEST = 1e8
-"""The smallest number of parameters for which the cost model holds; it was fitted to models of 135M
-to 7.6B parameters."""
+"""The smallest number of parameters for the cost model, which was fitted to models of 135M to 7.6B
+parameters."""
 MEASURE = "`covey plan --measure` runs three steps here"
 
 
@@ -81,7 +81,7 @@ class RunTime:
 def run_time(
     config: Config, facts: TaskFacts, shape: Shape, device: Device, ranks: int = 1
 ) -> RunTime | str:
-    """Estimate the time of a resolved run on a device, or return a sentence why it is unknown."""
+    """Return the estimated time of a resolved run on a device, or why the time is unknown."""
     if config.environment.name != NONE:
         return f"time: unknown, the environment decides how long a rollout is; {MEASURE}."
     if device.kind == "cuda" and shape.parameters < SMALLEST:
@@ -129,7 +129,7 @@ def _source(device: Device, ranks: int) -> dict[str, str]:
 def _gpu_seconds(
     config: Config, shape: Shape, work: Workload, evaluated: int, ranks: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of rollout, update and evaluation if GPUs generate and train in turn."""
+    """Return the seconds of rollout, update and evaluation if the same GPUs generate and train."""
     model = size_of(shape)
     samples = 1 + config.evaluate.samples
     asked = Workload(rows=evaluated, group=samples, prompt=work.prompt, completion=work.completion)
@@ -242,13 +242,12 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
 # torch.
 
 TRAIN_FLOPS = 1e10
-"""FLOPs of the small training batch that is timed. It takes less than a second on any CPU."""
+"""FLOPs of the small timed training batch, which takes less than a second on any CPU."""
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the small training batch that is timed."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""The timed decode step has only as many completions as DECODE_FLOPS operations allow, and at least
-FEWEST_ROWS.
-"""
+"""The timed decode step has at most DECODE_FLOPS operations, but at least FEWEST_ROWS
+completions."""
 KEY_NUMBERS = 2e7
 """Maximum number of elements in the key tensor of the timed decode step."""
 HEAD_ROWS = 2048
@@ -326,7 +325,7 @@ def cpu_seconds(
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
     """Return the seconds to decode one token for each of `rows` completions.
 
-    The measured decode step may have fewer completions, and its time is then scaled up.
+    If the measured decode step has fewer than `rows` completions, its time is scaled up.
     """
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))

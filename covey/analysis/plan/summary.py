@@ -28,15 +28,14 @@ REFERENCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run will do: its numbers of steps, completions, tokens and evaluations."""
+    """The plan of a run: the numbers of its steps, completions, tokens and evaluations."""
 
     algorithm: str
     steps: int
     at_least: bool
-    """Whether the run may take more than `steps` training steps. This happens if a token budget
-    ends the run and completions are short, or if a number of optimizer steps ends it and dynamic
-    sampling adds training steps without an optimizer step.
-    """
+    """Whether the run may take more than `steps` training steps. A run with a token budget may take
+    more steps if its completions are short. A run with a limit on optimizer steps may take more
+    steps, because dynamic sampling can add training steps without an optimizer step."""
     prompts_per_step: int
     group_size: int
     rounds: int
@@ -52,7 +51,8 @@ class Plan:
     """The first sentence of the reward's docstring."""
     reward_bounds: tuple[float, float]
     penalty: str
-    """The KL penalty: its weight, estimator, reference, and whether it is in loss or reward."""
+    """The KL penalty: its weight, its estimator, its reference, and whether it is part of the loss
+    or of the reward."""
     held_out: int | None
     """The number of held-out prompts; None if the number is unknown."""
     evaluations: int
@@ -244,7 +244,7 @@ def step_tokens(config: Config) -> int:
 def least_steps(config: Config) -> int:
     """Return the smallest possible number of steps of a run.
 
-    With a token budget, this is the number if all completions have the maximum length.
+    With a token budget, the smallest number assumes that all completions have the maximum length.
     """
     train = config.train
     if train.budget == "tokens":
@@ -259,9 +259,9 @@ def least_steps(config: Config) -> int:
 def most_steps(config: Config) -> int:
     """Return the largest possible number of steps of a run.
 
-    With a token budget, this is the number if all completions have one token. If a number of
-    optimizer steps ends the run, dynamic sampling can add training steps whose groups are all
-    dropped, because they take no optimizer step.
+    With a token budget, the largest number assumes that all completions have one token. With a
+    limit on optimizer steps, dynamic sampling can add training steps, because a step whose groups
+    are all dropped takes no optimizer step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":

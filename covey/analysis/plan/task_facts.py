@@ -39,21 +39,21 @@ from covey.types import Prompt
 # torch.
 
 UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
-"""If reading the data or the tokenizer raises one of these errors, `covey plan` continues without
-token counts."""
+"""Errors in reading data or a tokenizer, after which `covey plan` continues without token
+counts."""
 
 LINE = 120
 """The largest number of characters of an error's message that a plan shows."""
 
 Job = Mapping[str, Any]
-"""A request to count tokens, with the model's `path`, the tokenizer's `source` and `options`, the
-chat `template`, and what is counted: `solutions` (texts) and `prompts` (lists of messages).
-"""
+"""A request to count the tokens of `solutions` (texts) and of `prompts` (lists of messages). The
+request also has the model's `path`, the tokenizer's `source` and `options`, and the chat
+`template`."""
 Measure = Callable[[Job], Mapping[str, Any]]
 
 
 def measure(job: Job) -> Mapping[str, Any]:
-    """Count the tokens of a job's solutions and prompts; an error is returned as `problem`."""
+    """Count the tokens of a request's solutions and prompts; return an error as `problem`."""
     found: dict[str, Any] = {}
     try:
         tokenizer = _tokenizer(job["source"], job["options"])
@@ -137,7 +137,8 @@ if __name__ == "__main__":
 SAMPLE = 64
 """The number of evenly spaced prompts of a task whose tokens are counted."""
 LONGEST = 32
-"""Besides the sample, tokens are counted for this many prompts with the most characters."""
+"""The number of prompts with the most characters whose tokens are counted in addition to the
+sample."""
 BASELINE_PROMPTS = 256
 """The largest number of held-out prompts on which trivial answers are scored."""
 ASSUMED_PROMPT = 256
@@ -146,14 +147,18 @@ ASSUMED_PROMPT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """Properties of a task's data; the rules of `covey plan` skip those that are unknown."""
+    """Properties of a task's data.
+
+    The rules of `covey plan` skip unknown properties.
+    """
 
     held_out: int | None = None
     """The number of held-out prompts in an evaluation."""
     solution_tokens: tuple[int, ...] = ()
     """Token counts of some training prompts' solutions, each including its end token."""
     prompt_tokens: tuple[int, ...] = ()
-    """Token counts of a sample of the task's prompts, with the chat template; shortest first."""
+    """Token counts of a sample of the task's prompts, with the chat template, in ascending
+    order."""
     long_prompts: tuple[int, ...] = ()
     """The token counts of the prompts with the most characters, if all prompts are in memory."""
     context: int | None = None
@@ -169,7 +174,8 @@ class TaskFacts:
     unreadable: str = ""
     """The error message if the task's data cannot be read."""
     overlap: int = 0
-    """The number of held-out prompts that are also training prompts; 0 if prompts are generated."""
+    """The number of held-out prompts that are also training prompts; 0 if the task generates its
+    prompts."""
     baselines: Baselines | None = None
     """Scores of trivial answers (constant, empty, copied prompt) on the held-out prompts."""
 
