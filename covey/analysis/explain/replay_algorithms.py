@@ -117,9 +117,7 @@ def objectives(
     unknown = [key for key in keys if key not in used]
     if unknown:
         names = ", ".join(built)
-        raise ConfigError(
-            f"--set {unknown[0]}: this is not an option of any of the algorithms {names}"
-        )
+        raise ConfigError(f"--set {unknown[0]}: none of the algorithms {names} has this option")
     return built
 
 

@@ -96,7 +96,8 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
             (*(f"objective.{name}" for name in names), "objective.name", "model.dtype", *UPDATES),
             title=f"{settings} {have} no effect with one optimizer step per training step",
             why="Such a setting acts only if the policy has changed since it generated the "
-            "completions. With one optimizer step it has not changed, and the gradient is 0.",
+            "completions. With one optimizer step, the policy has not changed, and the setting "
+            "adds no gradient.",
             remedy="take several optimizer steps (train.mini_batches), or remove the setting",
         )
 
@@ -198,7 +199,7 @@ def adaptive_beta(setup: Setup) -> Iterator[Said]:
         idle = {"objective.kl_target": title} if most < needed else {}
         why = f"A step of {completions} completions changes beta by {growth:.2%} at most. A factor "
         why += f"of {NOTICEABLE_BETA} takes {needed:,.0f} steps, but the run has {most:,} steps."
-        what, remedy = "hardly moves beta", "lower objective.kl_horizon"
+        what, remedy = "hardly changes beta", "lower objective.kl_horizon"
     for title in idle.values():
         yield Said(
             ("objective.kl_target", "objective.kl_horizon", "train.steps"),
@@ -234,7 +235,7 @@ def nothing_to_correct(setup: Setup) -> Iterator[Said]:
             (*idle, "model.dtype"),
             title=f"{', '.join(idle.values())}: there is nothing to correct",
             why="Engine and trainer share their float32 weights and agree to 1e-5.",
-            remedy="remove the correction, which is for bfloat16 and for truncated sampling",
+            remedy="remove the correction; only bfloat16 and truncated sampling need it",
         )
 
 
@@ -339,7 +340,7 @@ def groups_of_two(setup: Setup) -> Iterator[Said]:
         ("rollout.group_size", "objective.name"),
         title=f"rollout.group_size = 2: every advantage is +-{size:.2f}, whatever the rewards are",
         why="Two rewards divided by their own standard deviation only show which one is larger.",
-        remedy="raise rollout.group_size, or use an advantage that is not divided, such as "
+        remedy="raise rollout.group_size, or use an advantage that is not standardized, such as "
         "objective.name = 'dr_grpo'",
     )
 
@@ -520,17 +521,18 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
     if size == 1:
         yield Said(
             ("teacher.context", "rollout.group_size"),
-            title="teacher.context = success has no other completion to show",
-            why="rollout.group_size = 1: a group has no second completion, so no completion has "
-            "privileged text, and nothing is trained.",
+            title="teacher.context = success needs a second completion in each group",
+            why="With rollout.group_size = 1, no completion has privileged text, so the run trains "
+            "on nothing.",
             remedy="set rollout.group_size to 8, or add feedback or a column to teacher.context",
         )
     elif not rounds.dynamic_sampling:
         yield Said(
             ("teacher.context", "filter.dynamic_sampling"),
-            title="groups without a correct completion teach nothing",
-            why="teacher.context has no text but a correct completion of the same group. While the "
-            "task is hard, most groups have none; objective/taught is the share that is taught.",
+            title="groups without a correct completion have no privileged text",
+            why="The only text in teacher.context is a correct completion of the same group. If "
+            "the task is hard, most groups have no correct completion. The metric objective/taught "
+            "is the share of completions that the teacher trains.",
             remedy="nothing, if most groups have a correct completion; otherwise add feedback or a "
             "column to teacher.context, or set objective.task above 0",
         )
@@ -543,7 +545,10 @@ def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return
     if teacher.every > updates:
-        other, why = "frozen", f"The run has {updates} optimizer steps, and the teacher never moves"
+        other, why = (
+            "frozen",
+            f"The run has {updates} optimizer steps, and the teacher is never updated",
+        )
     elif teacher.alpha == 1.0 and setup.config.train.optimizer_steps % teacher.every == 0:
         other, why = "current", "The teacher is a copy of the policy at the start of every step"
     else:

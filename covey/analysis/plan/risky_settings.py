@@ -96,9 +96,9 @@ def truncated_sampling(setup: Setup) -> Iterator[Said]:
             ),
             title="rollout.top_k, top_p or min_p truncate the distribution without a correction",
             why="Tokens come from a truncated distribution, and the loss treats them as samples of "
-            "the full one, so the gradient is biased towards likely tokens.",
+            "the full distribution, so the gradient is biased towards likely tokens.",
             remedy="set rollout.mask_replay = true, which trains the truncated distribution, or "
-            "sample from the whole one",
+            "sample from the full distribution",
         )
 
 
@@ -111,9 +111,9 @@ def rounded_rollouts(setup: Setup) -> Iterator[Said]:
             ("engine.dtype", "engine.kv_dtype", "objective.correction"),
             title=f"engine.{engine.rounds} = 'float8' samples from a rounded policy",
             why="Completions are generated faster, but their log-probs differ from the trainer's "
-            "more than in bfloat16. The correction weighs tokens by this difference, which wastes "
-            "some of them.",
-            remedy="`covey numerics` measures the difference and the effective sample size",
+            "more than in bfloat16. The correction weighs tokens by this difference, which reduces "
+            "the effective sample size.",
+            remedy="measure the difference and the effective sample size with `covey numerics`",
         )
 
 
@@ -129,8 +129,8 @@ def success_of_format(setup: Setup) -> Iterator[Said]:
             ("reward.name", "objective.name", "filter.dynamic_sampling"),
             title=f"{' and '.join(users)} needs correct completions, but reward.name = "
             f"{config.reward.name!r} only checks their format",
-            why="Groups are kept and tokens are reinforced by format. Once every completion has "
-            "the right format, every group is dropped.",
+            why="The run then keeps groups and reinforces tokens by their format. When every "
+            "completion has the correct format, the run drops every group.",
             remedy="use a reward that checks final answers, or a mix with an accuracy part",
         )
 
@@ -145,8 +145,8 @@ def penalty_without_pull(setup: Setup) -> Iterator[Said]:
         yield Said(
             ("objective.kl", "objective.kl_in", "objective.beta"),
             title="objective.kl = 'k1' in the loss does not pull towards the reference",
-            why="The gradient of logp - ref_logp is that of logp, whose mean over sampled tokens "
-            "is 0: it is noise, whatever the reference is.",
+            why="The gradient of logp - ref_logp equals the gradient of logp. It is noise with a "
+            "mean of 0 over sampled tokens, and does not depend on the reference.",
             remedy="set objective.kl = 'k2' or 'k3', or objective.kl_in = 'reward'",
         )
     if objective.kl_in == "reward" and setup.advantage is advantage.group_standardized:
@@ -156,7 +156,7 @@ def penalty_without_pull(setup: Setup) -> Iterator[Said]:
             "rewards",
             why="The KL is part of the reward, and the reward is standardized. In a group of only "
             "correct completions, only the KL varies, and beta cancels out.",
-            remedy="set objective.kl_in = 'loss', or use an advantage that is not divided",
+            remedy="set objective.kl_in = 'loss', or use an advantage that is not standardized",
         )
 
 
@@ -171,7 +171,7 @@ def split_groups(setup: Setup) -> Iterator[Said]:
             title=f"train.mini_batches = {parts} splits groups: a mini-batch has "
             f"{completions / parts:.3g} completions, a group {rollout.group_size}",
             why="Good and bad completions of a prompt are in different optimizer steps, so an "
-            "optimizer step may reinforce one side without the other.",
+            "optimizer step may see only the good or only the bad completions of a prompt.",
             remedy=f"set train.mini_batches to {rollout.prompts_per_step} or less, or raise "
             "rollout.prompts_per_step",
         )
@@ -187,8 +187,8 @@ def tight_clip(setup: Setup) -> Iterator[Said]:
             ("objective.clip_low", "objective.clip_high", "objective.name", "train.mini_batches"),
             title=f"objective.clip_low = {low}, clip_high = {high} clip token ratios at the first "
             "optimizer step",
-            why="Bounds of this size are for sequence-level ratios, which move far less than those "
-            "of tokens.",
+            why="Bounds of this size are for sequence-level ratios, which change far less than "
+            "token ratios.",
             remedy="set objective.clip_low = 0.2 and objective.clip_high = 0.2, or objective.name "
             "= 'gspo'",
         )

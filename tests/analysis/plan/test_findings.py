@@ -79,11 +79,11 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
                 ["objective.kl_horizon=500", "objective.beta=0.1", "objective.kl_target=0.1"]),
     "far horizon": (
         ["objective.beta=0.1", "objective.kl_target=0.1", "train.steps=20"], "idle",
-        "objective.kl_target = 0.1 hardly moves beta", ["objective.beta=0.1", "objective.kl_target=0.1"],
+        "objective.kl_target = 0.1 hardly changes beta", ["objective.beta=0.1", "objective.kl_target=0.1"],
     ),
     "far horizon for so many tokens": (
         ["objective.beta=0.1", "objective.kl_target=0.1", "train.stop_after={tokens=3000}"], "idle",
-        "objective.kl_target = 0.1 hardly moves beta",
+        "objective.kl_target = 0.1 hardly changes beta",
         ["objective.beta=0.1", "objective.kl_target=0.1", "train.steps=20", "train.stop_after={tokens=100000000}"],
     ),
     "bounds of no correction": (
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
                             ["objective.name=sdpo", "teacher.policy=frozen"]),
     "teacher that knows nothing": (
         ["objective.name=sdpo", "teacher.policy=current", "teacher.context={success = '{text}'}", "rollout.group_size=1"],
-        "risk", "teacher.context = success has no other completion to show",
+        "risk", "teacher.context = success needs a second completion in each group",
         ["objective.name=sdpo", "teacher.policy=current", "rollout.group_size=1"],
     ),
     "teacher that is the policy": (
