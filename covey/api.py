@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from covey.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
-"""The configuration of a call: a Config, a dict of settings, a TOML file, a recipe's name, or None
-for the default."""
+"""The `config` argument: a Config, a dict of settings, a TOML file or the name of a recipe. None
+means the default configuration."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
 Callback = Callable[[Mapping[str, Any]], str | None]
-"""A function that gets the metrics of every training step. If a callback returns a text, the run
-ends."""
+"""A function that gets the metrics of every training step. The run ends if the function returns a
+string."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class TrainResult:
     stopped: str | None = None
     """Why a health check, train.patience or a callback stopped the run early; None otherwise."""
     best: Path | None = None
-    """The checkpoint with the best value of the metric that `save.best` names."""
+    """The checkpoint with the best value of the metric in `save.best`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class CompareResult:
 
     @property
     def failed(self) -> list[str]:
-        """The runs that failed, such as `grpo seed 0: killed`; the other runs are compared."""
+        """The failed runs, such as `grpo seed 0: killed`. The report compares the other runs."""
         runs = [run for run in self.report["runs"] if run["state"] == "failed"]
         return [f"{run['arm']} seed {run['seed']}: {run['error']}" for run in runs]
 
@@ -169,10 +169,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
-    With a dataset, all of its rows are evaluated. If `model` is a run folder, its newest checkpoint
-    is evaluated, by default with the run's own settings. If `model` is the path of a checkpoint,
-    the settings of its run are not used. Notes about prompts that are too long are printed on
-    stderr, unless `quiet`.
+    Given a `dataset`, Covey evaluates all rows of the dataset. If `model` is a run folder, Covey
+    evaluates the newest checkpoint of the run, by default with the settings of the run. If `model`
+    is the path of a checkpoint, Covey does not use the settings of the run. Without `quiet`, Covey
+    prints notes about prompts that are too long.
     """
     from covey.run.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
@@ -218,8 +218,8 @@ def compare(
             its cores allow.
         quiet: print nothing. **overrides: settings of all arms, by dotted key.
 
-    Ctrl-C lets each run save its current step and raises KeyboardInterrupt. The same call resumes
-    the comparison.
+    After Ctrl-C, each run saves its current step, and the call raises KeyboardInterrupt. To resume
+    the comparison, call the function again with the same arguments.
     """
     from covey.analysis.compare.execute import run_comparison, show_design
     from covey.analysis.compare.prepare import checked, prepare
@@ -276,9 +276,9 @@ def _split(
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
     """Split `trackers` into tracker objects and a setting that lists tracker names.
 
-    None in place of the tracker objects means the console. Tracker names replace the trackers in
-    the settings, and an empty list removes all trackers. If only tracker objects are passed, the
-    trackers in the settings stay.
+    If the result has None instead of tracker objects, the run reports to the console. Tracker names
+    replace the trackers in the settings, and an empty list removes all trackers. If only tracker
+    objects are passed, the trackers in the settings stay.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
@@ -289,7 +289,7 @@ def _split(
 def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any, environment: Any = None
 ) -> dict[str, Any]:
-    """Make a task, a reward and an environment of the arguments that were passed."""
+    """Make a task, a reward and an environment from the arguments of `train` or `evaluate`."""
     from covey.environments import environment_factory
     from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task

@@ -22,7 +22,7 @@ from pathlib import Path
 
 
 class CoveyError(Exception):
-    """A mistake that the user can fix, with a message of one line that says how."""
+    """A mistake that the user can fix. The message is one line, and says how."""
 
     exit_code = 1
     details = ""
@@ -85,8 +85,8 @@ NEAR = 0.5
 def closest(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that is most similar to a name, or None if no choice is similar.
 
-    A choice with the same letters in another order comes first, because swapped letters are a
-    common typo.
+    A choice with the same letters in a different order takes precedence, because swapped letters
+    are a common typo.
     """
     options = sorted(choices)
     near = difflib.get_close_matches(name, options, n=max(1, len(options)), cutoff=NEAR)

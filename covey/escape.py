@@ -1,8 +1,9 @@
 """Escape control characters in text that a terminal or a web page shows.
 
-Prompts, completions, data, configs, run names and server replies are untrusted text, in which
-control characters could control a terminal and bidirectional overrides could reorder a web page.
-Covey shows both as visible escapes, as Git does, but leaves stored text and JSON output unescaped.
+Prompts, completions, data, configs, run names and server replies are untrusted text. Control
+characters in such text could control a terminal, and bidirectional overrides could reorder a web
+page. Like Git, Covey shows these characters as visible escapes. Stored text and JSON output stay
+unescaped.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 LAYOUT = "\n\t"
 """The control characters that Covey does not escape: line break and tab."""
 JOINERS = "\u200c\u200d"
-"""Zero-width joiner and non-joiner, which Covey does not escape: some scripts need them."""
+"""Zero-width joiner and non-joiner, which Covey does not escape, because some scripts need them."""
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories to escape: control, format, surrogate, line and paragraph separator."""
 

@@ -20,7 +20,8 @@ LONGEST_WAIT = 60.0
 def check_url(url: str, key: str, example: str, secret: str = "") -> None:
     """Raise ConfigError for a URL that is malformed or contains a secret.
 
-    The message names the setting `key`, a valid URL as an `example`, and where a `secret` belongs.
+    The message names the setting `key`, shows a valid URL as an `example`, and says where to put
+    the `secret`.
     """
     try:
         split = urlsplit(url)
@@ -41,7 +42,7 @@ def headers(content_type: str, token: str = "") -> dict[str, str]:
 
 
 def connect(url: str, timeout: float) -> http.client.HTTPConnection:
-    """Return a connection to the server of a URL; the first request opens it."""
+    """Return a connection to the server of a URL. The first request opens the connection."""
     split = urlsplit(url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
     return kind(split.hostname or "", split.port, timeout=timeout)

@@ -1,8 +1,8 @@
-"""Kept sets: for every sampled token, the tokens that top-k, top-p and min-p allowed.
+"""Kept sets: the tokens that top-k, top-p and min-p allowed for each sampled token.
 
-The trainer computes log-probabilities over the kept sets, so that training uses the same
-distribution as sampling; DeepSeek-V3.2 calls this method "keep sampling mask". An engine returns
-the kept sets of a completion as one compact string, which can be stored in JSON and checkpoints and
+The trainer computes log-probabilities over the kept sets, so that training and sampling use the
+same distribution. DeepSeek-V3.2 calls this method "keep sampling mask". An engine returns the kept
+sets of a completion as one compact string. The string can be stored in JSON and in checkpoints, and
 sent through pipes.
 """
 
@@ -55,7 +55,7 @@ class KeptIds(NamedTuple):
     """For each entry of `ids`, the index of its set among the M sets."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
-        """Set logits [m, V] outside their kept sets to `nothing`; `part` selects the m sets."""
+        """Set logits [m, V] outside the kept sets to `nothing`; `part` selects the m sets."""
         import torch
 
         here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))
@@ -65,7 +65,7 @@ class KeptIds(NamedTuple):
 
 
 class _Ragged(NamedTuple):
-    """The same fields as in `KeptIds`, but as numpy arrays in CPU memory."""
+    """The fields of `KeptIds` as numpy arrays in CPU memory."""
 
     starts: np.ndarray
     ids: np.ndarray
@@ -114,7 +114,7 @@ class KeptSets:
         return KeptIds(starts, ids, row)
 
     def lacking(self, tokens: np.ndarray) -> np.ndarray:
-        """Return a mask [B, T] of the sampled tokens that are not in their own kept set."""
+        """Return a mask [B, T] of the sampled tokens that their own kept set lacks."""
         kept = self._ragged(np.arange(self.counts.size))
         has = np.zeros(self.counts.size, dtype=bool)
         has[kept.row[kept.ids == tokens.ravel()[kept.row]]] = True

@@ -1,4 +1,4 @@
-"""Notes for the user on stderr, and `quiet`, which hides them for `covey.train(quiet=True)`."""
+"""Prints notes for the user on stderr, and hides all notes for `covey.train(quiet=True)`."""
 
 from __future__ import annotations
 

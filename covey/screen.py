@@ -1,4 +1,4 @@
-"""The console that all commands print with; it escapes control characters."""
+"""The terminal output of all commands, with control characters escaped."""
 
 from __future__ import annotations
 

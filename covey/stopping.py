@@ -17,10 +17,10 @@ from types import FrameType
 GRACE_SECONDS = 3.0
 """Seconds after a stop signal until Covey gives up waiting for another process."""
 POLL_SECONDS = 0.25
-"""Seconds between checks whether the main thread is waiting for another process."""
+"""Seconds between two checks of whether the main thread waits for another process."""
 
 _waits = 0
-"""Depth of nested `may_be_given_up` blocks in the main thread, which receives the signals."""
+"""Number of nested `may_be_given_up` blocks that the main thread is in."""
 
 
 class GivenUp(BaseException):
@@ -55,7 +55,7 @@ class StopSignal:
     """Name of the received signal, or another reason to stop; None if the run continues."""
 
     def ask(self, why: str) -> None:
-        """Ask the training loop to stop after the current step; keep an earlier reason."""
+        """Ask the training loop to stop after the current step; the first reason counts."""
         self.received = self.received or why
 
     @property
@@ -79,8 +79,8 @@ def exit_code(number: int) -> int:
 def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
-    A signal within `repeats` seconds of the first is ignored, because one Ctrl-C may arrive twice:
-    from the terminal, and from a launcher that forwards the signal to its ranks.
+    Covey ignores a signal within `repeats` seconds of the first signal. One Ctrl-C may arrive
+    twice, from the terminal and from a launcher that forwards signals to its ranks.
     """
     stop, first = StopSignal(), 0.0
 

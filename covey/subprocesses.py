@@ -1,4 +1,4 @@
-"""Subprocesses of Covey: commands, pipes, pickled objects, and ending with the parent."""
+"""Starts subprocesses that run a module of covey, and ends subprocesses when the parent ends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PipedProcess:
             connection.close()
 
     def how_ended(self) -> str:
-        """Return how the process ended; to be called after a connection has closed."""
+        """Return how the process ended. Call this method only after a connection has closed."""
         try:
             code = self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -81,10 +81,10 @@ class PipedProcess:
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
-    """Start a thread that kills this process and its children once the process `parent` has ended.
+    """Start a thread that kills this process and its children when the process `parent` ends.
 
     Without this thread, the processes of a killed trainer would run on and occupy memory and GPUs.
-    This process must lead a session, because the whole process group is killed.
+    This process must be a session leader, because the thread kills the whole process group.
     """
 
     def watch() -> None:

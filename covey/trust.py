@@ -5,8 +5,8 @@ module runs its code. Covey therefore imports only modules that the user has lis
 `--trust MODULE` or in the environment variable COVEY_TRUST, which worker processes inherit. The
 Python API accepts functions of any module, because the user chose to run the calling program.
 
-A function that a config names must be defined in Python, in a trusted module. Covey refuses
-functions that a trusted module only imports from an untrusted one, such as `subprocess.run`.
+A function that a config names must be defined in Python, in a trusted module. Covey refuses a
+function that a trusted module only imports from an untrusted module, such as `subprocess.run`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from covey.errors import ConfigError, users_error
 
 VARIABLE = "COVEY_TRUST"
-"""The environment variable with trusted module names. A trusted package makes all its modules
+"""The environment variable that lists trusted modules. If a package is trusted, all its modules are
 trusted."""
 
 

@@ -1,7 +1,6 @@
-"""Finds a run's best step by one metric, to stop early and to keep the best checkpoint.
+"""Finds a run's best step by one metric, for early stopping and for keeping the best checkpoint.
 
-The best step is not stored, but computed from eval.jsonl or steps.jsonl, so a resumed run finds the
-same one.
+Covey computes the best step from eval.jsonl or steps.jsonl, so a resumed run finds the same step.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Best:
         return metric(self.metric) is None
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Add a row of eval.jsonl or steps.jsonl; return whether its value is the best so far."""
+        """Add a row of eval.jsonl or steps.jsonl; return whether the metric improved."""
         value = measured(row, self.metric)
         if value is None:
             return False
@@ -59,9 +58,9 @@ def measured(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def best_of(run: RunFolder) -> Best | None:
-    """Return the best step, by the metric save.best, among the steps that still have a checkpoint.
+    """Return the step with the best value of the metric save.best, among steps with a checkpoint.
 
-    Return None if save.best is not set, or if no such step has this metric.
+    Return None if save.best is not set, or if no step with a checkpoint has this metric.
     """
     save = settings_of(run).get("save", {})
     if not save.get("best"):
@@ -87,7 +86,7 @@ def best_checkpoint(run: RunFolder) -> Path | None:
 
 
 def check_metric(name: str, *, samples: int) -> None:
-    """Refuse an unknown or renamed metric, or one that depends on the machine, such as a time."""
+    """Raise ConfigError for an unknown, renamed or machine-dependent metric."""
     own, present = metric(name), current_name(name)
     if own is None and metric(present) is not None:
         raise ConfigError(f"config: save.best: the metric {name!r} was renamed to {present!r}")

@@ -1,4 +1,4 @@
-"""Chooses which checkpoint of a run to load; this module does not import torch."""
+"""Chooses which checkpoint of a run to load, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.js
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run folder if `path` is a run folder or a checkpoint in one, else None."""
+    """Return the run folder of a path, which may be a run folder or a checkpoint, or else None."""
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
 
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     """Return the checkpoint to load; `target` is a checkpoint or a run folder.
 
-    In a run folder, this is the checkpoint of `step`, by default the newest. If it is damaged, the
-    error suggests `command`, with {} replaced by the path of an intact checkpoint.
+    For a run folder, the result is the checkpoint of `step`, or the newest checkpoint. If the
+    checkpoint is damaged, the error suggests `command`, with {} replaced by the path of an intact
+    checkpoint.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

@@ -37,15 +37,15 @@ def write_digests(folder: Path) -> None:
 def add_digest(run: Path, step: int, record: str, data: bytes) -> None:
     """Append the digest of a record to the run's digests.jsonl.
 
-    The digest is written before the record, so that even a killed run has no record without a
-    digest.
+    The digest is written before the record, so that every record has a digest even if the run is
+    killed.
     """
     row = {"step": step, "record": record, "sha256": hashlib.sha256(data).hexdigest()}
     append_line(run / RECORDS_FILE, row)
 
 
 def damage(folder: Path, but: Collection[str] = ()) -> str | None:
-    """Return a message about a damaged file of a checkpoint, except those in `but`, or None."""
+    """Return a message about a damaged file of a checkpoint, or None; skip the files in `but`."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
     listed = folder / DIGESTS_FILE

@@ -74,7 +74,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill, and rename it once all its files are on disk."""
+    """Yield a temporary folder to fill, and rename the folder when all its files are on disk."""
     with _partial(path) as partial:
         partial.mkdir(parents=True)
         yield partial
@@ -88,7 +88,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; if anything fails, remove what was written there."""
+    """Yield a temporary path beside `path`, and remove it after an error."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         _remove(partial)

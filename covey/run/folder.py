@@ -57,10 +57,11 @@ from covey.run.records import (
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run, for which Covey 0.1 wrote "warmup"."""
+"""Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with a line for each resume that changed settings: the step, the old and new
-value of each changed setting, and the facts of environment.json that the new settings may change.
+"""Name of the file with one line for each resume that changed settings. A line contains the step,
+the old and new value of each changed setting, and the facts of environment.json that the new
+settings may change.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
@@ -136,7 +137,7 @@ class RunFolder:
         return renamed(rows, records.OLD_ITEM)
 
     def steps(self, note: Note = notice) -> list[dict[str, Any]]:
-        """Return the valid lines of steps.jsonl, with metric names of Covey 0.1 made current."""
+        """Return the valid lines of steps.jsonl, with current names for metrics of Covey 0.1."""
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
@@ -192,8 +193,8 @@ class RunFolder:
         return rows
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step, or [] if none were saved; raise RunError for a damaged
-        one.
+        """Return the rollouts of a step, or [] if none were saved; raise RunError for damaged
+        lines.
         """
         return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
@@ -219,7 +220,7 @@ class RunFolder:
 
     @property
     def is_sft(self) -> bool:
-        """Whether `covey sft` made the run."""
+        """Whether the run was made with `covey sft`."""
         return self.environment(unsaid).get("kind") in SFT_KINDS
 
     def check_kind(self, *, sft: bool) -> None:
@@ -322,7 +323,7 @@ class RunFolder:
 
 
 def _optional(rollout: Rollout) -> dict[str, Any]:
-    """Return the kept tokens, the reward's feedback and the teacher's prompt, if there are any."""
+    """Return the kept sets, the reward's feedback and the teacher's prompt of a rollout, if any."""
     found = {
         "kept": rollout.segments[0].kept,
         "feedback": rollout.feedback,
@@ -384,7 +385,7 @@ def check_new_run(path: Path, instead: str = "") -> None:
 
 
 def set_aside_failed(path: Path) -> str:
-    """Rename the folder of a run that failed before its first step; return a user note."""
+    """Rename the folder of a run that failed before its first step; return a note for the user."""
     if not _failed_early(path):
         return ""
     aside = path.rename(next_run_path(path.parent, f"{path.name}-failed"))

@@ -20,13 +20,13 @@ from covey.run.health_checks import CHECKS, Check, History, Settings, Times
 REPEAT = 50
 """Number of training steps after which Covey repeats the message about a persistent problem."""
 SILENCE, SILENT_SECONDS = 10, 60.0
-"""A run counts as stalled if its last step ended at least 60 seconds ago, and at least 10 times as
-long ago as the median step takes."""
+"""A run counts as stalled if the time since its last step is at least 60 seconds, and at least 10
+times the median time of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A problem, or a piece of information, that a health check found in a run's metrics."""
+    """What a health check found in a run's metrics: a problem, or only information."""
 
     name: str
     since: int
@@ -36,7 +36,7 @@ class Finding:
     change: tuple[str, ...]
     """Suggested configuration lines, of which one may be enough."""
     also: str
-    """Advice that is not a change of settings, such as to use easier prompts; may be empty."""
+    """Advice other than changes of settings, such as to use easier prompts; may be empty."""
     problem: bool
     """True if the finding is a problem; False if it is only information."""
     until: int | None = None
@@ -158,7 +158,7 @@ def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Find
 
 
 def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:
-    """Return a finding if a run has stalled, given the seconds since its last step."""
+    """Return a finding if a run has stalled. `seconds` is the time since its last step."""
     times = [row["time/total"] for row in rows[-10:] if row.get("time/total")]
     if not times or seconds < max(SILENT_SECONDS, SILENCE * median(times)):
         return None

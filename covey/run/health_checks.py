@@ -1,10 +1,11 @@
 """The health checks: how to detect each training problem, and which settings to change.
 
 Each function looks for one problem in the metrics of a run's first and recent steps, which
-`History` stores; it returns a text that describes the problem, or None.
+`History` stores. The result is a text that describes the problem, or None.
 
-A metric outside of its healthy range in the registry is a symptom. For rewards, which are noisy
-even in healthy runs, only a change that is large compared with this noise is a symptom.
+A metric outside of its healthy range in the registry is a symptom. Rewards are noisy even in
+healthy runs, so a change of the reward is a symptom only if the change is large compared with the
+noise.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ KEPT = 60
 START = 5
 """The initial value of a metric is its mean over this number of steps at the start of the run."""
 BLOCK = 5
-"""Number of successive training steps in a block; health checks compare a metric's means over two
-blocks."""
+"""Number of training steps in a block. Health checks compare a metric's means over two blocks."""
 REWARD = "objective/scores"
 SUCCESS = "objective/success"
 NUMBERS = (REWARD, "loss/policy_avg", "optim/grad_norm", "policy/approxkl_avg")
@@ -42,7 +42,7 @@ class History:
     most: dict[str, float] = field(default_factory=dict)
     """Maps each metric to its largest absolute value so far."""
     best: float = -math.inf
-    """The highest mean reward over a block of steps, without the most recent blocks."""
+    """The highest mean reward of a block of steps. The most recent blocks do not count."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ def ratio_drift(history: History) -> str | None:
 
 
 def uniform_groups(history: History, *, learned: bool) -> str | None:
-    """Find many groups whose rewards are all equal, while the task is `learned` or not yet."""
+    """Find many groups with equal rewards; `learned` selects success rates above or below 90 %."""
     name = "rollout/zero_variance_groups"
     share = history.mean(name, 10)
     if not share > high(name) or (history.mean(SUCCESS, 10) > 0.9) != learned:
@@ -196,7 +196,7 @@ def cut_off(history: History) -> str | None:
 
 
 def length_explosion(history: History) -> str | None:
-    """Detect completions that get much longer, or hit the token limit, but not better."""
+    """Detect completions that get much longer or hit the token limit, without more successes."""
     lengths, stops = "rollout/lengths", "rollout/stop_rate"
     now, then = history.mean(lengths, 3), history.mean(lengths, 3, before=7)
     better = history.mean(SUCCESS, 3) > history.mean(SUCCESS, 3, before=7) + 0.02
@@ -222,8 +222,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Detect that the reward, or a part of it, rises while accuracy or another part falls.
 
-    A rise must exceed 5 standard errors. For the fall, 3 standard errors are enough, because a rise
-    and a fall rarely coincide by chance.
+    The rise must exceed 5 standard errors, but the fall only 3, because a rise and a fall rarely
+    coincide by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -238,7 +238,7 @@ def parts_against(history: History) -> str | None:
 
 
 def _move(history: History, name: str, old: float, errors: float) -> float:
-    """Return the mean of a metric over the last steps, minus its earlier mean `old`.
+    """Return the change of a metric: its mean over the last steps, minus its earlier mean `old`.
 
     A change of less than `errors` standard errors counts as 0.
     """
@@ -311,14 +311,14 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of steps whose metrics the check uses, of which a finding reports the first as the
-    start of the problem."""
+    """Number of recent steps whose metrics the check uses. A finding reports the first of these
+    steps as the start of the problem."""
     why: str
     change: tuple[tuple[str, Any], ...]
-    """Settings to change, each with a new value, or with a factor (`Times`) that multiplies its
-    current value."""
+    """Settings to change. Each setting has a new value, or a factor (`Times`) for its current
+    value."""
     also: str = ""
-    """Advice that is not a change of settings, such as to use easier prompts."""
+    """Advice other than changes of settings, such as to use easier prompts."""
     problem: bool = True
     """True if the check detects a problem; False if it only gives information."""
 
@@ -464,5 +464,5 @@ CHECKS: Mapping[str, Check] = {
         problem=False,
     ),
 }
-"""Maps the name of each health check to the check, in the order in which reports list findings:
-causes before effects."""
+"""Maps the name of each health check to the check. Reports list findings in the same order, which
+puts causes before effects."""

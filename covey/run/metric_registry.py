@@ -4,9 +4,9 @@ Health checks, the web page and tests use this registry, and docs/metrics.md is 
 The values of forward and backward passes are computed in `covey/objective/diagnostics.py` and
 `covey/training/step.py`.
 
-Metrics that open-instruct also has are named as in open-instruct, and a name with `*` stands for
+Metrics that open-instruct also has are named as in open-instruct. A name with `*` stands for
 several metrics. A mean over tokens is the sum over all trained tokens of a training step, divided
-by their number, and never a mean over the means of micro-batches.
+by their number. A mean over tokens is never a mean of the means of micro-batches.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported model: where it came from, and in what form it was written."""
+    """An exported model: its source, its dtype, and whether an adapter was merged."""
 
     name: str
     source: str
@@ -60,7 +60,7 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
 
 
 def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
-    """Return a text about how the model was trained, and the tags of the model card."""
+    """Return a description of the training run, and the tags of the model card."""
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
     if sft:

@@ -1,4 +1,4 @@
-"""Records what is needed to repeat a run: versions, machine, git state and command."""
+"""Records the versions, machine, git state and command of a run, so that it can be repeated."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reads the files of a run folder, even if a crash, a disk or an editor damaged some lines.
+"""Reads the files of a run folder, even if some lines are damaged.
 
-Most functions skip unreadable lines, and report them to the user in one message per file; code that
-needs every line calls `read_lines`, which raises an error instead. The classes below list the
-fields that Covey reads from each file. This module does not import torch.
+Most functions skip unreadable lines, and report these lines to the user in one message per file.
+Code that needs every line calls `read_lines`, which raises an error instead. The classes below list
+the fields that Covey reads from each file. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ SAVED: Shape = TypeAdapter(_Saved)
 ANY_OBJECT: Shape = TypeAdapter(Row)
 
 TAIL = 64 * 1024
-"""To find the last JSON line of a file, Covey reads only this many bytes at its end."""
+"""To find the last JSON line of a file, Covey reads only this many bytes at the end of the file."""
 OLD_ROLLOUT = {"answer": "target"}
 OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
 """Maps the field names of Covey 0.1 to the current field names."""
@@ -204,7 +204,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
-    """Read all JSON lines, both valid and invalid, without an unfinished last line."""
+    """Read all JSON lines of a file, valid or not, except an unfinished last line."""
     if is_missing(path):
         return []
     *whole, last = read_bytes(path).split(b"\n")
@@ -241,7 +241,7 @@ def _checked(raw: bytes, shape: Shape) -> Row:
 
 
 def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
-    """Read a JSON Lines file without an unfinished last line; raise RunError for invalid lines."""
+    """Read a JSON Lines file, except an unfinished last line; raise RunError for invalid lines."""
     rows = []
     for line in scan_lines(path, shape):
         if line.row is None:
@@ -293,7 +293,7 @@ def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
 
 
 def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
-    """Read a file with exactly one JSON object; raise RunError if it has anything else."""
+    """Read a file that contains exactly one JSON object; raise RunError for any other content."""
     data = read_bytes(path)
     try:
         return _checked(data, shape)
@@ -341,9 +341,9 @@ def _segment(row: Mapping[str, Any]) -> Segment:
 
 
 def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield the turns of a rollout as lines of text, each with True if the policy wrote it.
+    """Yield (line of text, whether the policy wrote the line) for the turns of a rollout.
 
-    A single-turn rollout has no such lines.
+    A single-turn rollout yields nothing.
     """
     segment = 0
     for turn in row.get("turns", ()):

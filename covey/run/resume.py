@@ -2,8 +2,8 @@
 
 By default, a run resumes from the newest checkpoint that it saved. If this checkpoint is missing or
 damaged, Covey stops and prints the command that resumes from an older one. Resuming deletes no logs
-and no complete checkpoints: files of later steps are moved to the folder superseded/1, at the next
-resume to superseded/2, and so on. This module does not import torch.
+and no complete checkpoints, but moves files of later steps to the folder superseded/1. The next
+resume moves files to superseded/2, and so on. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from covey.run.records import (
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
            "checkpoints.jsonl": SAVED}  # fmt: skip
 """JSON Lines files in which each line belongs to a step. A resume trims checkpoints.jsonl last,
-because it determines the step from which the run resumes."""
+because this file determines the step to resume from."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Maps each folder with one entry per step to the suffix of its files, which is empty for folders.
-Only Covey 0.1 had the folder "review"."""
+"""Maps each folder with one file or folder per step to the suffix of the files. Only Covey 0.1 had
+the folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Start:
 
 
 def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) -> Start:
-    """Return the checkpoint to resume from: that of `step` if given, otherwise the newest.
+    """Return the checkpoint to resume from: the checkpoint of `step`, or the newest checkpoint.
 
-    If the checkpoint is missing or damaged, raise RunError with advice on what to do. `save_every`,
-    the number of steps between checkpoints, is needed only for runs of older Covey versions, which
-    have no checkpoints.jsonl.
+    If the checkpoint is missing or damaged, raise RunError with advice on what to do. `save_every`
+    is the number of steps between checkpoints. Only runs of older Covey versions, which have no
+    checkpoints.jsonl, need `save_every`.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:
@@ -79,8 +79,8 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
     """Return a message if the last saved checkpoint is missing, otherwise None.
 
-    A checkpoint listed in checkpoints.jsonl may be missing because a disk is not mounted. Runs
-    without this file are judged by the steps and rollouts that they logged.
+    A checkpoint listed in checkpoints.jsonl may be missing because a disk is not mounted. For a run
+    without checkpoints.jsonl, the logged steps and rollouts show which checkpoints the run saved.
     """
     saved = run.saved_steps()
     logged = [row["step"] for row in run.steps()]
@@ -101,7 +101,7 @@ def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
 
 
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
-    """Return the newest undamaged checkpoint, with `before` only of earlier steps.
+    """Return the newest undamaged checkpoint; if `before` is given, of a step before `before`.
 
     `note` is called with a message about each damaged checkpoint.
     """
@@ -135,8 +135,8 @@ def resume_command(run: RunFolder) -> str:
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:
     """Move the logs and checkpoints of steps after `start` to a new folder superseded/N.
 
-    Return this folder, or None if there was nothing to move. A run that starts again from step 0
-    repeats the evaluation of step 0, which is therefore moved too.
+    Return the new folder, or None if there was nothing to move. If the run restarts at step 0, the
+    evaluation of step 0 is moved too, because the run repeats this evaluation.
     """
     keep = start.step if start.checkpoint is not None else -1
     numbered = (run.path / "superseded" / str(number) for number in itertools.count(1))
@@ -166,7 +166,7 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 
 
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
-    """Return three byte strings: the whole file, the lines to keep, and the lines to move.
+    """Return the content of a file as three byte strings: all lines, lines to keep, lines to move.
 
     Lines of steps after `keep` and an unfinished last line are moved; unreadable lines stay.
     """

@@ -1,9 +1,9 @@
 """The log of reward changes between runs: each change, its reason and its effect.
 
-When a run starts, its reward is compared with that of the previous run of the same task in the same
-folder. If they differ, reward_change.json records this, with the reason and the expected effect
-that the user states in the configuration. The observed effect is computed later, from the
-evaluations of the two runs. This module does not import torch.
+When a run starts, Covey compares its reward with the reward of the previous run of the same task in
+the same folder. If the rewards differ, reward_change.json records the change, with the reason and
+the expected effect that the configuration states. Covey computes the observed effect later, from
+the evaluations of the two runs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_PARTS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardChange:
-    """How the reward of a run differs from that of the previous run of the same task."""
+    """A change of the reward between the previous run of the same task and this run."""
 
     previous_run: str
     """The folder name of the previous run, in the same parent folder as this run."""
@@ -51,7 +51,7 @@ class RewardChange:
 
 
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
-    """Compare the reward of a new run with that of the previous run; record and return a change."""
+    """Compare the rewards of a new run and the previous run; record and return a change."""
     mine = run.environment(unsaid)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):
@@ -141,10 +141,11 @@ def reward_log(parent: Path) -> list[Logged]:
 
 
 def observed_effect(before: RunFolder, after: RunFolder) -> str:
-    """Compare the last evaluations of two runs, in the parts that both contain.
+    """Compare the metrics that the last evaluations of two runs have in common.
 
-    Accuracies whose confidence intervals overlap differ only by noise. They are comparable only if
-    both runs were evaluated with the same reward, which the setting `evaluate.reward` ensures.
+    Accuracies whose confidence intervals overlap differ only by noise. Accuracies are comparable
+    only if both runs were evaluated with the same reward, which the setting `evaluate.reward`
+    ensures.
     """
     old, new = (run.evaluations(unsaid)[-1:] for run in (before, after))
     if not old or not new:

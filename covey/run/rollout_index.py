@@ -1,7 +1,8 @@
 """Indexes the rollout files for the web page: the offset and some fields of each line.
 
-A rollout file may be a gigabyte in size. So that the page responds fast, each request indexes more
-lines for only a fraction of a second, and a rollout is read from its offset only when it is shown.
+A rollout file may be a gigabyte in size. To keep the page responsive, each request spends only a
+fraction of a second on indexing more lines. A rollout is read from its offset when the page shows
+the rollout.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """Only the beginning of the prompt; `target` is cut in the same way."""
+    """The first characters of the prompt. `target` also has only the first characters."""
     target: str
     text: int
     """Hash of the completion's text; completions with the same hash count as identical."""
@@ -72,7 +73,7 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The index of one rollout file, up to where the file has been read."""
+    """The index of one rollout file, or of the lines that have been read so far."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
@@ -160,7 +161,7 @@ class RolloutIndex:
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
         """Return the line numbers of rollouts with `words` in prompt, target or completion.
 
-        The second result says whether the search reached the end of the file within `seconds`.
+        The second result is True if the search reached the end of the file within `seconds`.
         """
         until = time.monotonic() + seconds
         found: set[int] = set()
@@ -190,7 +191,7 @@ def _row(raw: bytes) -> Row | None:
 
 
 def rollout_index(path: Path) -> RolloutIndex:
-    """Return the index of a rollout file; the indexes of the last `KEPT` files are kept."""
+    """Return the index of a rollout file. The last `KEPT` indexes stay in memory."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Writes Markdown pages with the completions of the highest and the lowest rewards.
+"""Writes Markdown pages of the completions with the highest and the lowest rewards.
 
 Training curves do not show reward hacking, but the completions with the highest rewards do.
 """
@@ -23,11 +23,11 @@ FILE = "samples.json"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A scored completion, with what a page shows of it."""
+    """A scored completion on a sample page."""
 
     reward: float
     order: str
-    """A hash that orders completions with the same reward: arbitrary, but always the same."""
+    """A hash of the completion, which fixes the order of completions with equal rewards."""
     step: int
     prompt_id: str
     sample: int
@@ -46,16 +46,17 @@ class SamplePage:
     """The completions with the highest and the lowest rewards since the last sample page."""
 
     count: int
-    """A page shows at most this many of the highest rewards, and as many of the lowest."""
+    """A page shows at most this many completions with the highest rewards, and as many with the
+    lowest rewards."""
     samples: Sequence[Sample] = ()
-    """Sorted by reward; at most twice `count`."""
+    """The completions, sorted by reward, at most `2 * count`."""
     first: int = 0
-    """The first step that the page covers; 0 before any step."""
+    """The first step that the page covers; 0 before the first step."""
     scored: int = 0
     unscored: int = 0
 
     def add(self, step: int, groups: Sequence[Group]) -> None:
-        """Add a step's completions, and drop those that are no longer among the extremes."""
+        """Add a step's completions, and drop completions whose rewards are no longer extreme."""
         self.first = self.first or step
         found = [_sample(step, g.prompt, r) for g in groups for r in g.rollouts]
         scored = [sample for sample in found if sample is not None]
@@ -87,13 +88,13 @@ class SamplePage:
         return "\n".join(lines) + "\n"
 
     def save(self, folder: Path) -> None:
-        """Write the completions of a page that is not yet due into a checkpoint."""
+        """Write the unfinished page into a checkpoint."""
         if self.first:
             (folder / FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def read_samples(checkpoint: Path, count: int) -> SamplePage:
-    """Read the completions of a page that was not yet due when the checkpoint was saved."""
+    """Read the unfinished page from a checkpoint."""
     file = checkpoint / FILE
     if not file.exists():
         return SamplePage(count)

@@ -11,14 +11,14 @@ from covey.run.folder import CHANGES, RunFolder
 from covey.run.records import ANY_OBJECT, usable_lines
 
 MOST_NAMED = 8
-"""Maximum number of edited settings that a message lists by name; it only counts the others."""
+"""Maximum number of edited settings that a message lists by name."""
 
 
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a message about settings edited since the run started; None if none were edited.
 
-    Settings that the user changed in a resume do not count as edited. Runs of older Covey versions
-    did not record the settings at the start, so their result is None.
+    Settings that the user changed in a resume do not count as edited. For runs of older Covey
+    versions, which did not record their settings at the start, the result is None.
     """
     if environment.get("config") is None:
         return None
@@ -53,7 +53,7 @@ def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 def changed_settings(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the old and new value of each changed setting; a missing value counts as None.
+    """Return the old and new value of each changed setting, with None for a missing value.
 
     >>> changed_settings({"train": {"steps": 5, "epochs": 1}}, {"train": {"steps": 7, "epochs": 1}})
     {'train.steps': (5, 7)}

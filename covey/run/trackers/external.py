@@ -28,12 +28,12 @@ SHOWN = 8
 """A table shows this many completions with the highest rewards, and as many with the lowest
 rewards."""
 LONGEST = 4000
-"""Tables cut longer texts to this many characters, and the run folder contains the whole texts."""
+"""Tables cut longer texts to this many characters. The run folder contains the whole texts."""
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 SAVED_BYTES = 255
-"""Size in bytes of a tracker's file NAME.json, such as wandb.json, which is padded with spaces to
-this size so that every write replaces the whole file.
+"""Size in bytes of a tracker's file NAME.json, such as wandb.json. Spaces pad the file to this
+size, so that every write replaces the whole file.
 """
 
 
@@ -49,7 +49,7 @@ class ExternalTracker(Tracker):
         self.samples_every: int = settings.get("save", {}).get("samples_every", 0)
 
     def open(self, done: int) -> None:
-        """Open the tracking package's log; the next step to log is `done` + 1."""
+        """Open the tracking package's log. The next step to log is `done + 1`."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a training step."""
@@ -97,8 +97,8 @@ class RememberingTracker(ExternalTracker):
     name: str
     """The name of the tracker, which is also the name of its Python package."""
     session: Any = None
-    """The run object of the tracking package, which `open` creates to start a new run or to
-    continue an earlier one."""
+    """The run object of the tracking package. `open` creates it for a new run or a continued
+    run."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
@@ -118,8 +118,8 @@ class RememberingTracker(ExternalTracker):
     def remember(self) -> None:
         """After each log entry, save the last logged step of each event in NAME.json.
 
-        The file is overwritten in place with a single write, because on some file systems,
-        replacing it by a rename would wait for the disk.
+        A single write overwrites the file in place. On some file systems, replacing the file by a
+        rename would wait for the disk.
         """
         text = json.dumps(self.known).encode().ljust(SAVED_BYTES) + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -129,7 +129,7 @@ class RememberingTracker(ExternalTracker):
             os.close(handle)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a training step or evaluation; both become one row of the log."""
+        """Log the metrics of a training step or of an evaluation."""
         self.session.log(dict(values), step=step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:

@@ -1,8 +1,8 @@
 """The tracker interface, and the tracker that writes metrics and rollouts to the run folder.
 
-A tracker receives metrics, evaluations, tables and notes: the training loop reports every event to
-all trackers of a run, in order. To add one, subclass `Tracker` and override the methods of the
-events that it needs.
+A tracker receives metrics, evaluations, tables and notes. The training loop reports every event to
+all trackers of a run, in order. To write a tracker, subclass `Tracker`, and override the methods of
+the events that the tracker needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Tracker:
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
         """Training begins.
 
-        The run has `steps` steps, of which `done` are finished; each step has `rollouts` rollouts.
+        The run has `steps` steps, of which `done` are finished. Each step has `rollouts` rollouts.
         """
 
     def sampled(self, count: int) -> None:
@@ -44,7 +44,7 @@ class Tracker:
 
 
 class Trackers(Tracker):
-    """Several trackers combined into one, each of which receives every event, in order."""
+    """A tracker that passes every event to several trackers, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)

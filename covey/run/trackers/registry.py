@@ -1,4 +1,4 @@
-"""Registry of the trackers that the setting `trackers` can name: TensorBoard, W&B and trackio."""
+"""Registry of the trackers that the setting `trackers` accepts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ class TensorBoardTracker(ExternalTracker):
     writer: Any = None
 
     def open(self, done: int) -> None:
-        """Open a new event file, which drops the earlier events of steps that are logged again."""
+        """Open a new event file, and mark earlier events of steps that are logged again as
+        obsolete."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(self.run.path / "tensorboard")
@@ -30,7 +31,7 @@ class TensorBoardTracker(ExternalTracker):
         self.writer.file_writer.add_summary(Summary(value=scalars), step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Write completions as Markdown blocks, indented so that Markdown in them has no effect."""
+        """Write completions as indented Markdown blocks, in which Markdown has no effect."""
         lines: list[str] = []
         for row in rows:
             cells = dict(zip(COLUMNS, row, strict=True))
