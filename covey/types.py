@@ -306,18 +306,22 @@ class Batch:
         return self.prompt_tokens.shape[1], self.tokens.shape[1]
 
     @property
+    def layout(self) -> Batch | HostRows:
+        """The CPU copy `host` if there is one, otherwise the batch itself."""
+        return self if self.host is None else self.host
+
+    @property
     def one_row_each(self) -> bool:
         """Whether every rollout is a single row of the batch."""
-        rollout = self.rollout if self.host is None else self.host.rollout
+        rollout = self.layout.rollout
         return rollout is None or len(rollout.unique()) == len(rollout)
 
     def rows(self, index: torch.Tensor) -> Batch:
         """Return the given rows, without columns that are padding in all these rows."""
-        known = self if self.host is None else self.host
         here = index if self.host is None else index.cpu()
-        width = max(1, int(known.lengths[here].max()))
-        prompt_width = int(known.prompt_lengths[here].max())
-        if _is_all(here, known) and (prompt_width, width) == self.widths:
+        width = max(1, int(self.layout.lengths[here].max()))
+        prompt_width = int(self.layout.prompt_lengths[here].max())
+        if self._is_all(here) and (prompt_width, width) == self.widths:
             return self
         changes: dict[str, Any] = {}
         if self.host is not None:
@@ -340,6 +344,10 @@ class Batch:
             changes[name] = picked
         return replace(self, **changes)
 
+    def _is_all(self, index: torch.Tensor) -> bool:
+        """Return whether `index` is on the CPU and selects all rows in order."""
+        return index.device.type == "cpu" and index.tolist() == [*range(len(self))]
+
     def as_teacher_reads(self) -> Batch:
         """Return the batch with the teacher's prompts in place of the rollouts' prompts."""
         given = self.teacher_prompts
@@ -358,12 +366,6 @@ class Batch:
         }
         host = None if moved["tokens"].device.type == "cpu" else HostRows.of(self)
         return replace(self, **moved, host=host)
-
-
-def _is_all(index: torch.Tensor, rows: Batch | HostRows) -> bool:
-    """Return whether `index` is on the CPU and selects all rows in order."""
-    count = len(rows.lengths)
-    return len(index) == count and index.device.type == "cpu" and index.tolist() == [*range(count)]
 
 
 def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -103,7 +103,7 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
     from covey.analysis.numerics.measure_gaps import default_updates, measure
     from covey.training.build import assemble
     from covey.training.checkpoint import restore
-    from covey.training.schedule import State
+    from covey.training.state import State
 
     say(f"loading {config.model.path}")
     parts = assemble(config)

@@ -10,6 +10,8 @@ import numpy as np
 from scipy import special  # scipy.stats takes half a second to import
 
 CONFIDENCE = 0.95
+Z = float(special.ndtri((1 + CONFIDENCE) / 2))
+"""The normal quantile of the confidence level, about 1.96."""
 RESAMPLES = 2000
 ROUNDING = 1e-9
 """Covey treats differences below ROUNDING as rounding errors."""
@@ -30,10 +32,10 @@ class Estimate:
 
 def proportion(successes: int, trials: int) -> Estimate:
     """Estimate a probability from independent trials, with Wilson's interval."""
-    share, z = successes / trials, float(special.ndtri(0.5 + 0.5 * CONFIDENCE))
-    scale = 2 * (trials + z**2)
-    center = (2 * trials * share + z**2) / scale
-    width = z / scale * math.sqrt(4 * trials * share * (1 - share) + z**2)
+    share = successes / trials
+    scale = 2 * (trials + Z**2)
+    center = (2 * trials * share + Z**2) / scale
+    width = Z / scale * math.sqrt(4 * trials * share * (1 - share) + Z**2)
     low = 0.0 if successes == 0 else center - width
     return Estimate(share, low, 1.0 if successes == trials else center + width)
 
@@ -76,18 +78,17 @@ def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None
     """Estimate a mean if all values are equal and a bootstrap interval would have width 0.
 
     Wilson's interval limits the fraction of all possible prompts that have a different value. The
-    upper limit of this fraction is `z**2 / (count + z**2)`, where `z` is the normal quantile of the
-    confidence level. Because all values lie within `bounds`, prompts with a different value can
-    shift the mean only by a limited amount. With bounds 0 and 1, and values that are all 0 or all
-    1, the result is Wilson's interval. If `bounds` is None, the interval has width 0.
+    upper limit of this fraction is `Z**2 / (count + Z**2)`. Because all values lie within `bounds`,
+    prompts with a different value can shift the mean only by a limited amount. With bounds 0 and 1,
+    and values that are all 0 or all 1, the result is Wilson's interval. If `bounds` is None, the
+    interval has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
     """
     if bounds is None:
         return Estimate(value, value, value)
-    square = float(special.ndtri((1 + CONFIDENCE) / 2)) ** 2
-    share = square / (count + square)
+    share = Z**2 / (count + Z**2)
     return Estimate(value, value - share * (value - bounds[0]), value + share * (bounds[1] - value))
 
 

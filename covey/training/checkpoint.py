@@ -38,7 +38,7 @@ from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.optimizer import Optimizer
 from covey.training.policy import Policy
-from covey.training.schedule import State
+from covey.training.state import State
 
 if TYPE_CHECKING:
     from covey.training.loop import Trainer

@@ -109,21 +109,18 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
     if all(row.of.episode is None for row in rows):
         return {}
     shape = len(rows), max(len(row.segment.tokens) for row in rows)
-    found = {
-        "turn": torch.zeros(shape, dtype=torch.long),
-        "turn_reward": torch.zeros(shape, dtype=torch.float64),
-        "state": torch.zeros(shape, dtype=torch.long),
-    }
+    turns = torch.zeros(shape, dtype=torch.long)
+    rewards = torch.zeros(shape, dtype=torch.float64)
+    states = torch.zeros(shape, dtype=torch.long)
     for number, row in enumerate(rows):
         taken = [turn for turn in row.of.turns if turn.role == "assistant"]
         for turn_number, turn in enumerate(taken):
             if turn.segment == row.place:
-                state = int(turn.state or "0", 16) % 2**63
-                for name, value in zip(
-                    found, (turn_number, turn.reward or 0.0, state), strict=True
-                ):
-                    found[name][number, turn.start : turn.stop] = value
-    return found
+                span = number, slice(turn.start, turn.stop)
+                turns[span] = turn_number
+                rewards[span] = turn.reward or 0.0
+                states[span] = int(turn.state or "0", 16) % 2**63
+    return {"turn": turns, "turn_reward": rewards, "state": states}
 
 
 def _teacher_prompts(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:

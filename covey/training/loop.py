@@ -28,7 +28,8 @@ from covey.training.build import Components
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.model_evaluation import measure
 from covey.training.run_start import resume_hint
-from covey.training.schedule import Budget, State, Used
+from covey.training.schedule import Budget
+from covey.training.state import State, Used
 from covey.training.watch import Watch
 
 

@@ -34,7 +34,8 @@ from covey.stopping import StopSignal
 from covey.training.build import Parts
 from covey.training.loop import Trainer, run_loop
 from covey.training.preferences import PairSource
-from covey.training.schedule import Budget, State
+from covey.training.schedule import Budget
+from covey.training.state import State
 from covey.training.step import training_step
 from covey.types import Batch, Group
 

@@ -1,4 +1,4 @@
-"""The progress of a run: the learning rate of each optimizer step, and the end of the run.
+"""The learning rate of each optimizer step, and the budget that ends a run.
 
 The learning rate is a pure function of a run's progress. The learning rate of optimizer step v is:
 
@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from covey.config import Config
 from covey.config.schema import Train
 from covey.errors import RunError
-
-if TYPE_CHECKING:
-    from covey.training.policy import Policy
+from covey.training.state import Used
 
 Shape = Literal["constant", "linear", "cosine"]
 
@@ -94,35 +92,6 @@ def sft_schedule(config: Config, steps: int) -> Schedule:
 PATIENCE = 20
 """A run with a budget of optimizer steps may take at most this many times the expected number of
 training steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Used:
-    """The numbers of training steps, tokens and optimizer steps that a run has used so far."""
-
-    steps: int = 0
-    tokens: int = 0
-    updates: int = 0
-    """Number of optimizer steps."""
-
-
-@dataclass(slots=True, kw_only=True)
-class State:
-    """The progress of a run that a checkpoint saves, such as counters and the KL weight."""
-
-    step: int = 0
-    episode: int = 0
-    """Number of rollouts sampled so far."""
-    tokens: int = 0
-    """Number of tokens sampled so far."""
-    beta: float = 0.0
-    """Weight of the KL penalty, which an objective may adapt during the run."""
-    evaluation_due: bool = False
-    """Whether an evaluation of this step is due but has not run yet."""
-
-    def used(self, policy: Policy) -> Used:
-        """Return how many training steps, tokens and optimizer steps the run has used."""
-        return Used(steps=self.step, tokens=self.tokens, updates=policy.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

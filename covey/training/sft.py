@@ -38,9 +38,10 @@ from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
-from covey.training.schedule import Budget, Schedule, State, sft_schedule
+from covey.training.schedule import Budget, Schedule, sft_schedule
 from covey.training.scorers import scorers_of
 from covey.training.sft_data import Solutions, encode_example, solutions_of
+from covey.training.state import State
 from covey.training.step import Learner, StepSettings, backward_passes
 from covey.types import Batch, Group, Prompt, Rollout
 from covey.world import ALONE, World

@@ -43,7 +43,7 @@ from covey.training.collate import collate
 from covey.training.critic import Critic, critic_metrics, critic_step
 from covey.training.parallel.passes import in_passes, put_rows, training_passes, whole_batch
 from covey.training.policy import Policy
-from covey.training.schedule import State, Used
+from covey.training.state import State, Used
 from covey.types import Batch, Group, Totals
 from covey.world import ALONE, World
 
@@ -150,18 +150,18 @@ class Seen:
     """Detached log-probs and entropies, computed before the optimizer step."""
 
 
-Watch = Callable[[Seen], None]
+Observer = Callable[[Seen], None]
 
 
 def training_step(
-    learner: Learner, groups: Sequence[Group], step: int, watch: Watch | None = None
+    learner: Learner, groups: Sequence[Group], step: int, observer: Observer | None = None
 ) -> Learned:
     """Run training step number `step`, which may take several optimizer steps."""
     objective = learner.objective
     if not groups:
         return Learned(None, {}, objective.beta)
     batch = filled_batch(learner, groups, step)
-    metrics = optimize(learner, batch, step, watch)
+    metrics = optimize(learner, batch, step, observer)
     if "privileged" in objective.needs:
         metrics["objective/taught"] = float(_taught_rows(batch).double().mean())
     beta = objective.beta
@@ -328,7 +328,7 @@ def check_finite(batch: Batch, step: int) -> None:
 
 
 def optimize(
-    learner: Learner, batch: Batch, step: int, watch: Watch | None = None
+    learner: Learner, batch: Batch, step: int, observer: Observer | None = None
 ) -> dict[str, float]:
     """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
     objective, critic, meter = learner.objective, learner.critic, Meter()
@@ -342,7 +342,7 @@ def optimize(
             critic_step(learner, critic, batch.rows(index), facts.totals(index), meter)
         more |= critic_metrics(batch)
     if critic is None or not critic.warms_up(step):
-        more |= _train_policy(learner, batch, facts, step, meter, watch)
+        more |= _train_policy(learner, batch, facts, step, meter, observer)
     return {**learner.world.mean(meter), **more}
 
 
@@ -352,7 +352,7 @@ def _train_policy(
     facts: RowFacts,
     step: int,
     meter: Meter,
-    watch: Watch | None,
+    observer: Observer | None,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps; return the learning rate and the number skipped."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
@@ -378,8 +378,8 @@ def _train_policy(
             meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
             if number == 0 and settings.sampled:
                 observe_sampler(meter, micro, now.logp)
-            if watch is not None:
-                watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
+            if observer is not None:
+                observer(Seen(number=number, rows=index[rows], micro=micro, now=now))
         rate = learner.learning_rate
         stepped = policy.step(rate)
         for other in learner.references:
@@ -477,7 +477,7 @@ class RowFacts:
         assert batch.advantage is not None, "with_advantage comes first"
         useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
         whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
-        rollout = batch.rollout if batch.host is None else batch.host.rollout
+        rollout = batch.layout.rollout
         number = torch.arange(len(batch)) if rollout is None else rollout
         # Passes include all rows of a rollout or none, because a sequence ratio spans all its rows.
         some = torch.isin(number, number[whole[2].bool()])

@@ -57,7 +57,7 @@ class GraphResult(NamedTuple):
     """The flat index of each trained token in a [B, T] tensor."""
 
 
-class GradientSums:
+class GradientBuffers:
     """Buffers at fixed addresses that accumulate the gradients of the parameters.
 
     An optimizer step clears gradients by setting them to None. Before the next backward pass,
@@ -231,7 +231,7 @@ class TrainGraphs:
 
     def __init__(self, model: LanguageModel, *, temperature: float, megabytes: float) -> None:
         self.model, self.temperature, self.megabytes = model, temperature, megabytes
-        self.gradients = GradientSums([p for p in model.model.parameters() if p.requires_grad])
+        self.gradients = GradientBuffers([p for p in model.model.parameters() if p.requires_grad])
         self.ticket = 0
         """Counts passes, to detect a backward pass that runs twice or too late."""
         self.buckets: dict[tuple[int, bool], _Bucket] = {}

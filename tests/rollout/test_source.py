@@ -27,7 +27,7 @@ from covey.training.build import Parts, assemble
 from covey.training.policy import Policy
 from covey.training.resolve import resolve
 from covey.training.rl import train
-from covey.training.schedule import State
+from covey.training.state import State
 from covey.training.step import Learner, optimize, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.conftest import make_batch

@@ -127,7 +127,7 @@ def test_only_the_pair_of_a_group_passes_through_the_models() -> None:
     assert filled.ref_logp is not None
     computed = (filled.ref_logp != batch.sampler_logp).any(dim=1)
     assert computed.tolist() == [True, False, True] + [False] * 5
-    metrics = optimize(learns, filled, 1, watch=lambda found: seen.extend(found.rows.tolist()))
+    metrics = optimize(learns, filled, 1, observer=lambda found: seen.extend(found.rows.tolist()))
     assert sorted(seen) == [0, 2]
     assert (metrics["pairs/count"], metrics["pairs/ties"]) == (1, 1)
     assert metrics["loss/policy_avg"] == pytest.approx(math.log(2), abs=0.2)

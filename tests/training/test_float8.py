@@ -17,7 +17,7 @@ from covey.training.build import assemble
 from covey.training.make_engine import check_float8
 from covey.training.resolve import resolve
 from covey.training.rl import lost_note, train
-from covey.training.schedule import State
+from covey.training.state import State
 from tests.conftest import build
 from tests.trackers import Notes
 

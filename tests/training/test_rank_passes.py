@@ -7,14 +7,14 @@ import torch
 
 from covey.models.micro_batches import micro_batches
 from covey.training.parallel.passes import rank_passes, without_weight
-from covey.training.parallel.ranks import Place, Ranks
+from covey.training.parallel.ranks import RankInfo, Ranks
 from covey.types import Batch
 from covey.world import World
 from tests.conftest import make_batch
 
 
 def divided(batch: Batch, tokens: int, size: int) -> list[list[tuple[list[int], bool]]]:
-    worlds = [Ranks(Place(rank=rank, size=size), None, 1.0) for rank in range(size)]
+    worlds = [Ranks(RankInfo(rank=rank, size=size), None, 1.0) for rank in range(size)]
     return [
         [(rows.tolist(), counts) for rows, counts in rank_passes(batch, tokens, world)]
         for world in worlds

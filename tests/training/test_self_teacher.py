@@ -196,7 +196,8 @@ def test_a_column_of_the_data_and_the_target_may_be_privileged(embedded: Languag
     section = config_of("teacher.context={solution = '{text}'}").teacher
     check_context(section, prompt)
     with pytest.raises(
-        ConfigError, match=r"teacher\.context\.solution: the data has no column.* target"
+        ConfigError,
+        match=r"teacher\.context contains 'solution', but the data has no such column.* target",
     ):
         check_context(section, PROMPT)
 

@@ -16,7 +16,8 @@ from covey.run.folder import RunFolder
 from covey.training.build import assemble
 from covey.training.models import load_model
 from covey.training.resolve import resolve
-from covey.training.schedule import Used, schedule_of
+from covey.training.schedule import schedule_of
+from covey.training.state import Used
 
 LORA = ("adapter.rank=2", "model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4",
         "evaluate.every=0", "rollout.max_tokens=40", "train.mini_batches=1")  # fmt: skip

@@ -28,7 +28,7 @@ from covey.training.checkpoint import restore
 from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of
-from covey.training.schedule import State
+from covey.training.state import State
 from covey.training.step import Learner, Seen, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 
@@ -239,7 +239,7 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
     learner = replace(learner, settings=settings)
     seen: list[Seen] = []
     batch, metrics, state.beta = training_step(
-        learner, recorded.groups, recorded.step, watch=seen.append
+        learner, recorded.groups, recorded.step, observer=seen.append
     )
     assert batch is not None, "there are groups"
     watched: Watched = {"number": torch.zeros_like(batch.lengths)}

@@ -44,7 +44,8 @@ from covey.run.trackers import Tracker
 from covey.training.build import Parts
 from covey.training.collate import collate
 from covey.training.make_engine import native_engine
-from covey.training.schedule import Budget, State
+from covey.training.schedule import Budget
+from covey.training.state import State
 from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Group
 

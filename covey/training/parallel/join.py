@@ -23,7 +23,7 @@ from covey.training.parallel.lifeline import (
     connect,
     listen,
 )
-from covey.training.parallel.ranks import Place, Ranks, place
+from covey.training.parallel.ranks import RankInfo, Ranks, rank_info
 from covey.world import ALONE, World
 
 Say = Callable[[str], None]
@@ -37,7 +37,7 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
 
     If one rank fails, all ranks end, and rank 0 prints one line with the reason.
     """
-    here = place()
+    here = rank_info()
     if here.size == 1 and config.parallel.strategy == "ddp":
         yield ALONE
         return
@@ -79,7 +79,7 @@ def _difference(first: str, other: str) -> str:
     return ""
 
 
-def _join(here: Place, config: Config, say: Say) -> Ranks:
+def _join(here: RankInfo, config: Config, say: Say) -> Ranks:
     import torch
     import torch.distributed as dist
 
@@ -122,7 +122,7 @@ def told_by_main(text: str, code: int) -> bool:
     Return whether rank 0 has responded.
     """
     try:
-        here = place()
+        here = rank_info()
         if here.size == 1:
             return False
         if here.rank == 0 and not _agent():
@@ -144,7 +144,7 @@ def _agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _store(here: Place, timeout: float) -> Any:
+def _store(here: RankInfo, timeout: float) -> Any:
     dist = _distributed()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
@@ -161,7 +161,7 @@ def _store(here: Place, timeout: float) -> Any:
     return dist.PrefixStore(f"covey/{attempt}", store)
 
 
-def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
+def _wait_for_all(store: Any, here: RankInfo, timeout: float, say: Say) -> None:
     """Wait until every rank has joined; raise an error for a duplicate or missing rank."""
     if store.add(f"rank/{here.rank}", 1) > 1:
         raise ConfigError(
@@ -189,7 +189,7 @@ def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
         time.sleep(0.05)
 
 
-def _lifeline(store: Any, here: Place) -> Lifeline:
+def _lifeline(store: Any, here: RankInfo) -> Lifeline:
     address = os.environ["MASTER_ADDR"]
     if here.rank == 0:
         server, where = listen(address)

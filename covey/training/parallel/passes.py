@@ -46,9 +46,7 @@ def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pas
     if world.size == 1:
         return [Pass(rows, True) for rows in parts]
     wanted = -(-len(parts) // world.size) * world.size
-    lengths = batch.prompt_lengths + batch.lengths if batch.host is None else (
-        batch.host.prompt_lengths + batch.host.lengths
-    )  # fmt: skip
+    lengths = batch.layout.prompt_lengths + batch.layout.lengths
     low, high = 1, min(micro_batch_tokens, len(batch) * int(lengths.max()))
     while low < high:
         middle = (low + high) // 2

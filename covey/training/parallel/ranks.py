@@ -32,7 +32,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """The rank of this process and the number of ranks, in the run and on this machine."""
 
     rank: int = 0
@@ -41,11 +41,11 @@ class Place:
     local_size: int = 1
 
 
-def place() -> Place:
+def rank_info() -> RankInfo:
     """Read the rank from torchrun's environment variables; without them, return rank 0 of 1."""
     given = {name: os.environ[name] for name in NAMES if os.environ.get(name)}
     if not given.keys() & {"RANK", "WORLD_SIZE"}:
-        return Place()
+        return RankInfo()
     for name, text in given.items():
         if not text.isascii() or not text.isdigit():
             raise ConfigError(
@@ -74,7 +74,7 @@ def place() -> Place:
             "torchrun"
         )
     local_rank, local_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
-    return Place(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+    return RankInfo(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
 # Several ranks over torch.distributed.
@@ -86,9 +86,9 @@ def place() -> Place:
 class Ranks(World):
     """The ranks of torch.distributed's default process group."""
 
-    def __init__(self, place: Place, lifeline: Lifeline | None, timeout: float) -> None:
-        self.place, self.lifeline, self.timeout = place, lifeline, timeout
-        self.rank, self.size, self.local_size = place.rank, place.size, place.local_size
+    def __init__(self, info: RankInfo, lifeline: Lifeline | None, timeout: float) -> None:
+        self.info, self.lifeline, self.timeout = info, lifeline, timeout
+        self.rank, self.size, self.local_size = info.rank, info.size, info.local_size
 
     def share(self, items: Sequence[_T]) -> list[_T]:
         """Return every `size`-th item, beginning with the item at index `rank`."""
@@ -158,13 +158,13 @@ class Ranks(World):
         found = torch.cuda.device_count()
         if name == "cpu" or (name == "auto" and not found):
             return "cpu"
-        if found <= self.place.local_rank:
+        if found <= self.info.local_rank:
             raise ModelError(
                 f"model: rank {self.rank} has no GPU: this machine has {found} GPUs and "
                 f"{self.local_size} ranks; start torchrun with --nproc-per-node {found or 1}, or "
                 "set model.device = 'cpu'"
             )
-        return f"cuda:{self.place.local_rank}"
+        return f"cuda:{self.info.local_rank}"
 
     def check(self) -> None:
         """Raise an error if another rank has failed or died."""

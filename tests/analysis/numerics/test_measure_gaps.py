@@ -24,7 +24,7 @@ from covey.rollout.source import SynchronousSource
 from covey.training.build import Parts, assemble
 from covey.training.collate import collate
 from covey.training.resolve import resolve
-from covey.training.schedule import State
+from covey.training.state import State
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.trackers import Notes
 

@@ -13,7 +13,8 @@ from covey.evaluation.intervals import paired_difference
 from covey.objective import build, with_advantage
 from covey.objective.penalty import PENALTIES, adapted_beta
 from covey.rewards.length import Soft
-from covey.training.schedule import Schedule, Used
+from covey.training.schedule import Schedule
+from covey.training.state import Used
 from covey.training.step import RowFacts, StepSettings
 from covey.types import Batch
 from tests.analysis.plan.runs import ran, starting_weights
