@@ -17,7 +17,7 @@ from covey.scoring.baselines import Baselines, constant_by_targets
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""All evaluations use this step number, and therefore the same random numbers."""
+"""The step number of all evaluations, so that all evaluations use the same random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class Evaluation:
     """Error message of the first completion that could not be scored."""
     best_constant: float | None = None
     """Accuracy of a policy that gives the best constant answer to every prompt. If no constant
-    answer was scored, the value is the fraction of prompts with the most frequent target, or None
-    if a target is empty or too long to be a short answer."""
+    answer was scored, `best_constant` is the fraction of prompts with the most frequent target. If
+    a target is also empty or too long to be a short answer, `best_constant` is None."""
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copied prompt, if measured."""
     distinct_answers: int = 0

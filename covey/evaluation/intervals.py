@@ -77,11 +77,10 @@ def mean_over_prompts(
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
     """Estimate a mean if all values are equal and a bootstrap interval would have width 0.
 
-    Wilson's interval limits the fraction of all possible prompts that have a different value. The
-    upper limit of this fraction is `Z**2 / (count + Z**2)`. Because all values lie within `bounds`,
-    prompts with a different value can shift the mean only by a limited amount. With bounds 0 and 1,
-    and values that are all 0 or all 1, the result is Wilson's interval. If `bounds` is None, the
-    interval has width 0.
+    By Wilson's interval, at most the fraction `Z**2 / (count + Z**2)` of all possible prompts has a
+    different value. Because all values lie within `bounds`, prompts with a different value can
+    shift the mean only by a limited amount. With bounds 0 and 1, and values that are all 0 or all
+    1, the result is Wilson's interval. If `bounds` is None, the interval has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
@@ -123,10 +122,10 @@ def paired_difference(
 ) -> Difference:
     """Compare two policies prompt by prompt; `span` is the largest possible difference, if known.
 
-    Prompts differ widely in difficulty, but most of this effect cancels in the difference between
+    Prompts differ widely in difficulty, but difficulty mostly cancels in the difference between
     two policies on the same prompt. The interval of the mean difference is therefore much narrower
     than the intervals of the two means. The p-value comes from a sign test over the prompts on
-    which the policies differ. For binary outcomes, this sign test is McNemar's exact test.
+    which the policies differ. For binary outcomes, the sign test is McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value

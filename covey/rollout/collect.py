@@ -101,9 +101,8 @@ class Collector:
     """The ranks that share generation and scoring. Each rank collects some groups, and then
     receives the groups of all ranks."""
     updates: int = 0
-    """Number of optimizer steps per training step; 0 in evaluations. From this number, Covey
-    computes the number of optimizer steps so far, which reward functions may take as an argument.
-    """
+    """Number of optimizer steps per training step; 0 in evaluations. Some reward functions take the
+    number of optimizer steps so far as an argument, which Covey computes from `updates`."""
     max_steps: int = 0
     """Number of optimizer steps of the whole run; 0 if there is no training run."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.config.schema import Overlap
 
 MOST_READ = 128
-"""For speed, final answers and repetitions are counted in at most this many completions."""
+"""Maximum number of completions in which final answers and repetitions are counted."""
 GRAM = 4
 """Length of the token n-grams whose repetitions are counted."""
 
@@ -176,7 +176,7 @@ def _mean(values: Sequence[float]) -> float:
 LONGEST_TARGET = 64
 """Maximum target length, in characters, for which statistics of targets are computed."""
 TAIL = 400
-"""`final_answer` reads only this many characters at the end of a completion."""
+"""Number of characters at the end of a completion in which `final_answer` searches."""
 
 _MARKED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)|\\boxed\{([^{}]*)\}|#### *([^\n]*)", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
@@ -217,7 +217,7 @@ def final_answer(text: str) -> str:
     r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
     The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. Without such a
-    text, the final answer is the last number. Without a number, it is the last line.
+    text, the final answer is the last number. Without a number, the final answer is the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')

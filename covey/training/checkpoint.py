@@ -212,7 +212,7 @@ def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
         if weights.keys() != policy.optimizer.masters.keys() or len(weights) != len(saved):
             raise RunError(
                 f"checkpoint {folder} has an adapter that does not match the [adapter] section of "
-                "the configuration"
+                "the configuration; use the [adapter] settings of the run that saved the checkpoint"
             )
         return weights
     # Many models use other parameter names in the file, and store one tensor per expert.

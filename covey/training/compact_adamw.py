@@ -39,8 +39,8 @@ from covey.models.sharded_tensors import first_element, local_part, sharded_like
 from covey.training.optimizer import AdamWSettings, Stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of the moments in torch's AdamW. MasterAdamW and CompactAdamW both save moments under
-these names, so each optimizer can load the state of the other."""
+"""The names of the moments in torch's AdamW, which MasterAdamW and CompactAdamW use too. Each of
+the two optimizers can therefore load the state of the other."""
 
 
 class CompactAdamW:
@@ -248,7 +248,7 @@ class Numbers(NamedTuple):
     """Scalar arguments of the AdamW kernel for one optimizer step."""
 
     clip: float
-    """Factor that clips the gradients. The AdamW step multiplies the gradients by this factor, so
+    """Factor that clips the gradients. The AdamW step multiplies the gradients by `clip`, so
     clipping needs no separate pass over the gradients."""
     beta1: float
     rest1: float

@@ -1,9 +1,9 @@
 """The critic of PPO: a separate model with a value head, its optimizer, and its checkpoint.
 
 The critic has its own backbone, which costs the memory and time of a second trained model.
-`covey plan` includes this cost. A backbone shared with the policy would mix the gradients of policy
-and critic, which have unrelated scales. A value head on the policy's detached hidden states could
-use only information that the policy already represents.
+`covey plan` includes the cost of the critic. A backbone shared with the policy would mix the
+gradients of policy and critic, which have unrelated scales. A value head on the policy's detached
+hidden states could use only information that the policy already represents.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def critic_step(
 
 
 def critic_metrics(batch: Batch) -> dict[str, float]:
-    """Return metrics of the predictions that the critic made before it trained on this batch."""
+    """Return metrics of the predictions that the critic made before it trained on the batch."""
     assert batch.values is not None
     assert batch.targets is not None
     explained = explained_variance(batch.values, batch.targets, batch.mask)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 MOST_DRAWN = 2048
-"""About this many prompts are checked if a task generates its prompts on demand."""
+"""Approximate number of prompts that are checked if a task generates its prompts on demand."""
 
 
 def longest_prompt(config: Config, context: int) -> int:

@@ -119,7 +119,8 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
     if privileged and resolved.environment.name != NONE:
         raise ConfigError(
             f"config: {resolved.objective.name} does not work with an environment, because the "
-            "teacher's prompt with the privileged text has only one turn"
+            "teacher's prompt with the privileged text has only one turn; leave out "
+            "environment.name"
         )
 
 

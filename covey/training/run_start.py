@@ -29,8 +29,8 @@ from covey.training.resolve import resolve
 from covey.world import World
 
 REPEATS_SECONDS = 2.0
-"""A second signal within this number of seconds is ignored, because a rank receives Ctrl-C twice:
-directly, and from torchrun."""
+"""Number of seconds in which a second signal is ignored. A rank receives Ctrl-C twice: directly,
+and from torchrun."""
 P = TypeVar("P", bound=Components)
 Change = tuple[Any, Any]
 """The old and the new value of a setting."""

@@ -90,8 +90,8 @@ def sft_schedule(config: Config, steps: int) -> Schedule:
 # `train.steps`.
 
 PATIENCE = 20
-"""A run with a budget of optimizer steps may take at most this many times the expected number of
-training steps."""
+"""In a run with a budget of optimizer steps, the maximum number of training steps is PATIENCE times
+the expected number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

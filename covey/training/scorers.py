@@ -63,8 +63,8 @@ def baselines_of(
 ) -> Baselines:
     """Return the scores of simple baselines on the held-out prompts.
 
-    If the run has an environment, or a reward that calls an LLM or user code, the only baseline is
-    to answer every prompt with the most frequent target. The success rate of this baseline needs no
+    Some runs have an environment, or a reward that calls an LLM or user code. The only baseline of
+    such a run answers every prompt with the most frequent target, because its success rate needs no
     scoring. `scorer` scores the completions of evaluations, and `passed` is the reward object that
     was passed from Python, if any.
     """

@@ -498,9 +498,9 @@ class RowFacts:
     def in_passes(self, index: torch.Tensor) -> torch.Tensor:
         """Return the positions in `index` of the rows that go through the forward pass.
 
-        Leaving out rows with advantage 0 does not change the gradient: these rows have gradient 0,
-        and the token weights are computed before rows are left out. At least one row always goes
-        through the forward pass, so that a gradient exists, even if it is zero.
+        Leaving out rows with advantage 0 does not change the gradient, because these rows have
+        gradient 0. Token weights are computed before rows are left out. At least one row always
+        goes through the forward pass, so that a gradient exists, even if the gradient is zero.
         """
         useful = self.useful[index].clone()
         useful[0] |= ~useful.any()

@@ -1,9 +1,9 @@
 """Sums gradients over ranks, once per optimizer step, before clipping.
 
 Large gradients are all-reduced in place. Small gradients are all-reduced together, in buckets. In
-the last backward pass of an optimizer step, the all-reduce of a bucket starts as soon as all
-gradients of the bucket are complete, and overlaps with the rest of the pass. Gradients from CUDA
-graphs or fused kernels are all-reduced only after the backward pass.
+the last backward pass of an optimizer step, the all-reduce of a bucket starts as soon as all its
+gradients are complete. The all-reduce overlaps with the rest of the backward pass. Gradients from
+CUDA graphs or fused kernels are all-reduced only after the backward pass.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from covey.world import ALONE, World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
-"""If a rank fails before joining, it waits this many seconds for rank 0 to respond."""
+"""Number of seconds that a rank that failed before joining waits for rank 0 to respond."""
 
 
 @contextmanager

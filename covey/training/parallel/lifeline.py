@@ -1,6 +1,6 @@
 """Failure detection: each rank notices within seconds that another rank has failed or died.
 
-A collective call waits for all ranks, and may take minutes to notice that one of them has failed.
+A collective call waits for all ranks, and may take minutes to notice that a rank has failed.
 Every rank therefore keeps a TCP connection to rank 0. The connection closes when the rank's process
 ends, even after a crash. A rank that fails sends the reason to rank 0 before it ends, and rank 0
 forwards the reason to all other ranks. The main thread of each rank then raises the error at its
@@ -26,8 +26,8 @@ from covey.errors import CoveyError
 from covey.escape import printable
 
 GRACE_SECONDS = 8.0
-"""The main thread has this many seconds to notice that a rank is lost, and then the same number of
-seconds to end the process."""
+"""Time limit in seconds for two actions of the main thread: to notice that a rank is lost, and then
+to end the process."""
 CONNECT_SECONDS = 60.0
 LINE_BYTES = 4096
 LOCAL = ("localhost", "127.0.0.1", "::1")
