@@ -89,8 +89,9 @@ def restore(policy: Policy, others: Sequence[Saved], start: Start, fresh: State)
     folder, step = start.checkpoint, start.step
     saved = load_policy(policy, folder)
     if saved["step"] != step:
-        saved_step = saved["step"]
-        raise RunError(f"{folder} contains the checkpoint of step {saved_step}, not of step {step}")
+        raise RunError(
+            f"{folder} contains the checkpoint of step {saved['step']}, not of step {step}"
+        )
     for other in others:
         other.load(folder)
     if saved.keys() == {"step", "version"}:  # older versions of SFT saved only these fields

@@ -43,11 +43,14 @@ class Watch(Tracker):
         rows = [row for row in run.steps() if row["step"] <= until]
         for row in rows:
             self.health.add(row)
-        if self.best is not None:
-            rows = run.evaluations() if self.best.of_evaluations else rows
-            for row in rows:
-                if row["step"] <= until and self._counts(row["step"]):
-                    self.best.add(row)
+        if self.best is None:
+            return
+        if self.best.of_evaluations:
+            rows = [row for row in run.evaluations() if row["step"] <= until]
+        else:
+            rows = [row for row in rows if self._is_saved(row["step"])]
+        for row in rows:
+            self.best.add(row)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Run the health checks on the metrics of a step."""
@@ -57,7 +60,7 @@ class Watch(Tracker):
         self.is_best = (
             best is not None
             and not best.of_evaluations
-            and self._counts(row["step"])
+            and self._is_saved(row["step"])
             and best.add(row)
         )
 
@@ -66,13 +69,10 @@ class Watch(Tracker):
         if self.best is not None and self.best.of_evaluations:
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
-    def _counts(self, step: int) -> bool:
-        """Whether a step may count as the best step.
-
-        If `save.best` is a metric of training steps, only a step with a checkpoint may be the best.
-        """
+    def _is_saved(self, step: int) -> bool:
+        """Whether `save.every` saves `step`; only a saved training step may be the best step."""
         every = self.config.save.every
-        return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
+        return every > 0 and step % every == 0
 
     def report(self, log: Tracker, stop: StopSignal) -> None:
         """Log new health problems; stop the run if train.stop_on or train.patience says so."""

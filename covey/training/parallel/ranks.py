@@ -190,7 +190,7 @@ class Ranks(World):
 
     def _lost(self, error: RuntimeError) -> Exception:
         """Return the error for a failed collective call, with the failed rank if it is known."""
-        if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+        if isinstance(error, torch.OutOfMemoryError):
             return error
         limit = time.monotonic() + 5.0
         while self.lifeline is not None and time.monotonic() < limit:
