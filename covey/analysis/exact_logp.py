@@ -1,6 +1,7 @@
-"""Whether an engine's log-probs are exact, for commands that run without the engine.
+"""Says whether an engine's log-probs are exact, for commands that run without the engine.
 
-The engine declares this in `EngineInfo.exact_logp`, which a run records when it starts.
+The engine declares in `EngineInfo.exact_logp` whether its log-probs are exact, and a run records
+this when it starts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from covey.run.records import ANY_OBJECT, usable_lines
 
 
 def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
-    """Return what the engine of a run has declared, by the newest record of the run.
+    """Return whether the engine of a run has exact log-probs, by the newest record of the run.
 
-    For runs of earlier versions, which recorded nothing, return what the engine would declare.
+    For runs of earlier versions, which have no such record, return what the engine would declare.
     """
     records = [run.environment(), *usable_lines(run.path / CHANGES, ANY_OBJECT, notice)]
     declared = [record["exact_logp"] for record in records if "exact_logp" in record]
@@ -23,7 +24,7 @@ def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
 
 
 def expected_exact_logp(config: Config) -> bool:
-    """Return what the engine of this configuration will declare once it is built."""
+    """Return whether the engine of this configuration will have exact log-probs."""
     if config.engine.kind == "vllm" or config.engine.rounds:
         return False
     if config.model.dtype != "auto":

@@ -1,4 +1,4 @@
-"""Notes that the console shows when a run starts or resumes."""
+"""Prints notes in the console when a run starts or resumes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from covey.training.run_start import OpenRun
 def console_with_notes(
     run: OpenRun[Any], *, quiet: bool = False, not_own: Collection[str] = ()
 ) -> ConsoleTracker:
-    """Return a console tracker, after it has printed notes about the run.
+    """Return a console tracker that has already printed notes about the run.
 
-    `not_own` are the settings that --smoke changed.
+    `not_own` contains the settings that --smoke changed.
     """
     reporter = console_tracker(run.folder, Screen(soft_wrap=True, quiet=quiet))
     tell_notes(reporter, run.folder, run.parts)
@@ -70,10 +70,12 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
 
 
 def tell_start(reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str]) -> None:
-    """Print notes about the prompts and, for a new run, about useless or risky settings.
+    """Print notes about the prompts.
 
-    The function prints no notes about the settings in `not_own`, and none about equivalent
-    algorithms, which `covey plan` prints.
+    For a new run, also print notes about useless or risky settings.
+
+    Settings in `not_own` get no notes. Equivalent algorithms get no notes, because `covey plan`
+    prints notes about them.
     """
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)

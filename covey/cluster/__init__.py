@@ -1,14 +1,14 @@
-"""Trainer ranks, engines, scoring and the reference on several machines, with Ray.
+"""Runs trainer ranks, engines, scoring and the reference on several machines with Ray.
 
     ray_client.py     connects to Ray and turns its errors into one-line messages
-    trainers.py       trainer ranks: placed together, connected, watched, and ended together
+    trainers.py       starts, connects, watches and ends the trainer ranks together
     rank_actor.py     the actor that starts one rank as a process
-    rank_process.py   that process, which ends with its actor
-    engine.py         engines in actors, as one engine that spreads requests over them
-    engine_actor.py   one of these actors
+    rank_process.py   the process of one rank, which ends with its actor
+    ray_engine.py     one engine that distributes requests over engines in actors
+    engine_actor.py   the actor of one such engine
     scoring.py        scoring workers in actors
-    reference.py      a frozen reference in an actor
+    ray_reference.py  a frozen reference in an actor
 
-Ray starts processes on machines, restarts them and moves data, while the trainer ranks decide what
-is computed and in which order. So the same config file works on a laptop and on a cluster.
+Ray starts processes on machines, restarts them and moves data. The trainer ranks decide what is
+computed and when. The same config file therefore works on a laptop and on a cluster.
 """

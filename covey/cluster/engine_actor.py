@@ -1,8 +1,8 @@
-"""An engine in a Ray actor: one thread generates while the trainer adds requests and gets results.
+"""An engine in a Ray actor, which generates while the trainer adds requests and collects results.
 
 Each call of `begin` names the version of the weights to generate with. An actor that has not loaded
-it, for example after a restart, first fetches the weights from Ray's object store, so it never
-generates with a wrong version.
+the version, for example after a restart, first fetches the weights from Ray's object store. The
+actor therefore never generates with a wrong version of the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request, Row
 
 Packed = Mapping[str, tuple[np.ndarray, str]]
-"""Weights in Ray's object store: maps a parameter name to its bytes and dtype."""
+"""The format of weights in Ray's object store: a map from parameter names to bytes and dtypes."""
 
 
 def pack_weights(weights: Any) -> dict[str, tuple[np.ndarray, str]]:
@@ -39,7 +39,7 @@ def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Source:
-    """A request source; the methods of `EngineActor` add requests and fetch completions."""
+    """A request source between the methods of `EngineActor` and the thread that generates."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -51,7 +51,7 @@ class _Source:
         self.error: BaseException | None = None
 
     def take(self) -> Sequence[Request]:
-        """Return new requests; if the engine is idle, wait for requests or for `end`."""
+        """Return new requests. If the engine is idle, wait for requests or for `end`."""
         with self.changed:
             while not (self.ready or self.running or self.ended):
                 self.changed.wait()
@@ -83,9 +83,10 @@ class EngineActor:
         return self.engine.info
 
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
-        """Load a version of the weights, start the generating thread; return the version.
+        """Load a version of the weights and start the generating thread. Return the version.
 
-        `held[0]` refers to the weights; Ray does not fetch references in a list by itself.
+        `held[0]` is a reference to the weights. The reference comes in a list so that Ray does not
+        fetch the weights by itself.
         """
         if version != self.version:
             import ray
@@ -115,7 +116,7 @@ class EngineActor:
             source.changed.notify_all()
 
     def collect(self) -> list[Row]:
-        """Wait for completions and return them; an empty list means that all requests are done."""
+        """Wait for completions and return them. An empty list means that all requests are done."""
         source = self._source()
         with source.changed:
             while not (source.rows or source.error or source.ended):
@@ -126,9 +127,9 @@ class EngineActor:
             return rows
 
     def end(self) -> int:
-        """Declare that no more requests will follow, and wait until the engine is done.
+        """Declare that no more requests will follow, and wait until the engine has finished.
 
-        Return the engine's number of preemptions since the start of the actor.
+        Return the engine's number of preemptions since the actor started.
         """
         source = self._source()
         with source.changed:

@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in a separate process because it handles signals itself, and because a process must
-choose its GPUs before it imports torch.
+The rank runs in a process of its own because it handles signals itself. A process must choose its
+GPUs before it imports torch.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from covey.errors import ConfigError
 from covey.subprocesses import module_command
 
 LAST_OUTPUT_SECONDS = 2.0
-"""Maximum seconds to read output after a rank has ended, if its children keep pipes open."""
+"""The most seconds to read output after a rank has ended, if its child processes keep the pipes
+open."""
 Output = tuple[str, bytes] | int
-"""Output of a rank, as a stream name and bytes, or its exit code."""
+"""Either output of a rank, as a stream name and bytes, or the rank's exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an actor runs: its node, network address and GPUs."""
+    """The location of an actor: its node, network address and GPUs."""
 
     node: str
     address: str
     port: int
-    """A free port; if this actor runs rank 0, all ranks connect to this port."""
+    """A free port, to which all ranks connect if this actor runs rank 0."""
     gpus: tuple[str, ...]
     """The indices of the actor's GPUs, as Ray numbers them."""
 
 
 class RankActor:
-    """Runs a trainer rank, returns its output and sends it signals."""
+    """An actor that runs a trainer rank, returns its output and sends it signals."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -58,11 +59,11 @@ class RankActor:
         )
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
-        """Start the rank with `folder` as working directory; return its process id."""
+        """Start the rank in the working directory `folder`, and return its process id."""
         if not Path(folder).is_dir():
             raise ConfigError(
-                f"cluster: the node {socket.gethostname()} has no folder {folder}; runs, models "
-                "and data must be on a file system that all nodes share"
+                f"cluster: the node {socket.gethostname()} has no folder {folder}; put runs, "
+                "models and data on a file system that all nodes share"
             )
         command = module_command("covey.cluster.rank_process", str(os.getpid()), *arguments)
         self.process = subprocess.Popen(
@@ -97,10 +98,10 @@ class RankActor:
             self.written.put((name, data))
 
     def output(self) -> Output:
-        """Wait for the rank's next output, or for its exit code (negative after a signal)."""
+        """Wait for the rank's next output or its exit code, which is negative after a signal."""
         return self.written.get()
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank."""
+        """Send a signal to the rank's process."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)

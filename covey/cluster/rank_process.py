@@ -1,6 +1,8 @@
-"""A trainer rank that ends with its Ray actor (module arguments: PARENT ARGUMENTS).
+"""Runs a trainer rank that ends with its Ray actor.
 
-PARENT is the process id of the actor, and ARGUMENTS are the arguments of the `covey` command.
+PARENT ARGUMENTS).
+
+The module takes the process id of the actor, followed by the arguments of the `covey` command.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from covey.subprocesses import end_with_parent
 
 
 def main() -> None:
-    """Run the `covey` command; kill this process if the parent process (the actor) ends."""
+    """Run the `covey` command, and kill this process if its parent process (the actor) ends."""
     parent, *arguments = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks SIGINT
     end_with_parent(int(parent))  # also ends this rank's engines and scoring workers

@@ -1,4 +1,4 @@
-"""The connection to Ray, and one-line messages for errors of Ray and its actors."""
+"""Connects to Ray, and turns errors of Ray and its actors into one-line messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covey.errors import ConfigError, CoveyError, EngineError
 from covey.escape import printable, printable_line
 
 LOCAL = "local"
-"""The value of `cluster.address` that starts Ray on this machine for one run."""
+"""The value of `cluster.address` that starts a Ray cluster on this machine for one run."""
 STARTED_BY = "COVEY_RAY_ADDRESS"
 """The environment variable with the address of the Ray cluster that started this trainer rank."""
 HOLD_SECONDS = 60.0
@@ -33,7 +33,10 @@ class Need:
     gpus: float = 0.0
 
     def actor(self, kind: type, *arguments: Any, **options: Any) -> Any:
-        """Start an actor of class `kind`, and return its handle; `options` are Ray's."""
+        """Start an actor of the class `kind`, and return its handle.
+
+        The `options` are options of Ray, such as `max_concurrency`.
+        """
         import ray
 
         resources = {"num_cpus": self.cpus, "num_gpus": self.gpus}
@@ -42,40 +45,40 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """The number and the resources of the actors of one kind, such as engines."""
+    """The number of actors of one kind, such as engines, and the CPUs and GPUs of each."""
 
     name: str
     """The plural name of this kind of actor, such as `engines`."""
     count: int
     need: Need
-    """The resources of each actor."""
+    """The CPUs and GPUs of each actor."""
 
     @property
     def text(self) -> str:
-        """The number of actors with their name, such as `1 engine`."""
+        """The number and the name of the actors, such as `1 engine`."""
         return f"{self.count} {self.name.removesuffix('s') if self.count == 1 else self.name}"
 
     @property
     def whole_gpus(self) -> float:
         """The number of whole GPUs that these actors occupy.
 
-        Several actors can be on one GPU if each of them needs only part of it.
+        Several actors share one GPU if each of them needs only a part of it.
         """
         share = self.need.gpus
         return math.ceil(self.count / (1 // share)) if 0 < share < 1 else self.count * share
 
 
 def check_ray() -> None:
-    """If Ray is not installed, raise an error that says how to install it."""
+    """Raise an error if Ray is not installed. The error says how to install Ray."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("config: [cluster] needs Ray: pip install 'covey[ray]'")
+        raise ConfigError("config: [cluster] needs Ray; install it with pip install 'covey[ray]'")
 
 
 def connect(address: str, trainer_gpus: int = 0) -> None:
     """Connect to a Ray cluster, or start one on this machine.
 
-    The trainer's GPUs, which actors never get, are the first ones of this machine if this function
-    starts Ray; in an existing cluster, they are those that Ray reserves for the trainer.
+    Actors never get the trainer's GPUs. If this function starts Ray, the trainer gets the first
+    GPUs of this machine. In an existing cluster, Ray chooses the trainer's GPUs.
     """
     check_ray()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no warning about GPUs
@@ -99,7 +102,7 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Reject an address that accepts no connections, because Ray would wait for minutes."""
+    """Raise an error if an address accepts no connections, because Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -113,7 +116,8 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
     why = printable_line(str(error), 200)
     if address == LOCAL:
         return ConfigError(
-            f"config: cluster.address = 'local', but Ray cannot start on this machine: {why}"
+            f"config: cluster.address = 'local', but Ray cannot start on this machine: {why}; "
+            "check that `ray start --head` works"
         )
     return ConfigError(
         f"config: cluster.address = {address!r}, but this Ray cluster cannot be reached: {why}; "
@@ -123,7 +127,7 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
 
 @contextmanager
 def _hidden_gpus(count: int) -> Iterator[None]:
-    """Hide the first `count` GPUs from processes that are started inside the `with` block."""
+    """Hide the first `count` GPUs from processes that start inside the `with` block."""
     name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
     if not count:
         yield
@@ -140,7 +144,7 @@ def _hidden_gpus(count: int) -> Iterator[None]:
 
 
 class Holder:
-    """An actor that reserves GPUs of its node for the trainer, which is not an actor itself."""
+    """An actor that reserves GPUs on its node for the trainer, which is not a Ray actor."""
 
     def gpus(self) -> list[str]:
         """Return the indices of the reserved GPUs."""
@@ -150,7 +154,7 @@ class Holder:
 
 
 _held: list[Any] = []
-"""References to the `Holder` actors, so that Ray keeps them alive until this process ends."""
+"""References to the `Holder` actors, which keep the actors alive until this process ends."""
 
 
 def _set_aside(count: int) -> None:
@@ -164,14 +168,15 @@ def _set_aside(count: int) -> None:
         numbers = ray.get(holder.gpus.remote(), timeout=HOLD_SECONDS)
     except ray.exceptions.RayError:
         raise ConfigError(
-            f"config: cluster.trainer_gpus = {count}, but Ray has fewer free GPUs on this machine"
+            f"config: cluster.trainer_gpus = {count}, but Ray has fewer free GPUs on this machine; "
+            "set a lower number, or free some GPUs"
         ) from None
     _held.append(holder)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
 
 def check_room(actors: Sequence[Actors]) -> None:
-    """Reject actors that need more CPUs or GPUs than the cluster has in total."""
+    """Raise an error if actors need more CPUs or GPUs than the cluster has in total."""
     import ray
 
     total = ray.cluster_resources()
@@ -181,13 +186,13 @@ def check_room(actors: Sequence[Actors]) -> None:
         if wanted > available:
             kinds = ", ".join(each.text for each in actors if each.count)
             raise ConfigError(
-                f"config: [cluster] needs {wanted:g} {resource}s ({kinds}), but Ray has "
+                f"config: [cluster] needs {wanted:g} {resource}s for {kinds}, but Ray has "
                 f"{available:g}; set fewer actors, or fewer {resource}s per actor"
             )
 
 
 def dead(error: BaseException) -> bool:
-    """Return whether the error of a Ray call means that the actor or its node has died."""
+    """Return whether an error of a Ray call means that the actor or its node has died."""
     from ray import exceptions
 
     kinds = (
@@ -201,7 +206,7 @@ def dead(error: BaseException) -> bool:
 
 
 def translated(error: Exception, what: str) -> Exception:
-    """Return a one-line error for a failure in an actor, with the traceback in `details`."""
+    """Turn an error in an actor into a one-line error, with the actor's traceback in `details`."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, CoveyError):
         return cause

@@ -1,7 +1,8 @@
 """The engine of a cluster, which distributes requests over engines in Ray actors.
 
-All requests of a prompt go to the same actor. If an actor dies, a new one repeats all its requests;
-if the cluster has no resources for a new one, the remaining actors take over the requests.
+All requests of a prompt go to the same actor. If an actor dies, a new actor repeats all its
+requests. If the cluster has no resources for a new actor, the remaining actors take over the
+requests.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from covey.engines.protocol import (
 from covey.errors import EngineError
 
 CALLS = 4
-"""Number of concurrent calls to an actor: one call waits for completions, others add requests."""
+"""The number of concurrent calls to an actor. One call waits for completions, and the other calls
+add requests."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A Ray actor with an engine, and the actor's number."""
+    """A Ray actor with an engine, and its number in the messages of the run."""
 
     number: int
     handle: Any
     ready: Any
-    """The pending result of the actor's first call, which returns once the model is loaded."""
+    """The pending result of the actor's first call, which returns after the model has loaded."""
     preemptions: int = 0
     """The number of preemptions that the actor last reported."""
 
@@ -51,7 +53,7 @@ class RayEngine:
     """A function that builds the engine inside an actor."""
     engines: int
     most: int
-    """Maximum number of engines, which are added while the cluster has free resources."""
+    """The largest number of engines. Engines are added when the cluster has free resources."""
     need: Need
     threads: int
     restarts: int
@@ -62,7 +64,7 @@ class RayEngine:
     died: int = field(default=0, init=False)
     version: int = field(default=-1, init=False)
     preemptions: int = field(default=0, init=False)
-    """Number of times so far that a completion was paused because the KV cache was full."""
+    """How many times a completion was paused because the KV cache was full."""
     weights: Any = field(default=None, init=False)
     told: EngineInfo | None = field(default=None, init=False)
     happened: list[str] = field(default_factory=list, init=False)
@@ -77,7 +79,7 @@ class RayEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The properties of the first engine; `backend` also has the number of actors."""
+        """The properties of the first engine. `backend` also says how many actors there are."""
         if self.told is None:
             told = self._wait(self.members[0])
             backend = f"{len(self.members)} Ray actors, each: {told.backend}"
@@ -100,7 +102,10 @@ class RayEngine:
             raise translated(error, f"engine {member.number}") from None
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Put the weights into Ray's object store; actors fetch them before they generate again."""
+        """Put the weights into Ray's object store.
+
+        The actors fetch the weights before they generate again.
+        """
         import ray
 
         if version != self.version:
@@ -131,7 +136,10 @@ class RayEngine:
             raise
 
     def _grow(self) -> None:
-        """Add an engine if the cluster has free resources for it; it gets requests once loaded."""
+        """Start another engine if the cluster has free resources.
+
+        The engine gets requests after it has loaded its model.
+        """
         import ray
 
         if not self.members:
@@ -146,7 +154,7 @@ class RayEngine:
                 self.coming = self._make()
 
     def _add(self, member: Member) -> None:
-        """Add an engine whose actor has loaded its model, unless it has died."""
+        """Add an engine whose actor has loaded its model, unless the actor has died."""
         import ray
 
         try:
@@ -165,11 +173,14 @@ class RayEngine:
         self.died += 1
         if self.died > self.restarts:
             raise EngineError(
-                f"engine: the Ray actors of the engine died {self.died} times; see `ray logs`"
+                f"engine: the Ray actors of the engine died {self.died} times; `ray logs` shows why"
             )
 
     def replace(self, member: Member) -> Member | None:
-        """Replace a dead actor by a new one; return None if the cluster has no free resources."""
+        """Replace a dead actor.
+
+        Return None if the cluster has no free resources for a new actor.
+        """
         self._count_death()
         new = self._make()
         try:
@@ -191,12 +202,12 @@ class RayEngine:
 
 
 class NoRoom(EngineError):
-    """Raised if the cluster has no free resources for an actor."""
+    """An error for a cluster that has no free resources for an actor."""
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """The requests of one actor; a thread runs `serve` to wait for the completions."""
+    """The requests that one actor gets. A thread runs `serve` to wait for the completions."""
 
     engine: RayEngine
     member: Member
@@ -207,7 +218,10 @@ class _Share:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Send requests; if the actor dies, the new actor gets all of them again."""
+        """Send requests to the actor.
+
+        If the actor dies, its replacement gets all requests again.
+        """
         with self.lock:
             self.requests += requests
             if self.begun:
@@ -222,7 +236,10 @@ class _Share:
             self.out.put(error)
 
     def count_preemptions(self, end: Any) -> None:
-        """Add the new preemptions that the actor reports in the pending result of `end`."""
+        """Add the new preemptions that the actor reports.
+
+        `end` is the pending result of the actor's `end` method.
+        """
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):  # it died after its last completion
@@ -231,7 +248,7 @@ class _Share:
             self.member.preemptions = counted
 
     def _serve_once(self) -> bool:
-        """Wait for completions; return False if a new actor must repeat the requests."""
+        """Wait for all completions. Return False if a new actor must repeat the requests."""
         import ray
 
         engine, handle = self.engine, self.member.handle
@@ -284,7 +301,7 @@ class _Run:
             share.count_preemptions(end)
 
     def _hear(self) -> None:
-        """Wait at most `poll_seconds` for completions or an error, and process the result."""
+        """Wait at most `poll_seconds` for completions or an error, and process them."""
         try:
             found = self.out.get(timeout=self.source.limits.poll_seconds)
         except Empty:

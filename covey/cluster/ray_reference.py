@@ -1,4 +1,4 @@
-"""The reference policy in a Ray actor, where it uses no memory of the trainer's device."""
+"""The reference policy in a Ray actor, where it uses no memory of the trainer's GPU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ReferenceActor:
         return self.reference.identity
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return the log-probabilities and entropies of a batch as CPU tensors."""
+        """Return the log-probabilities and the entropies of a batch as CPU tensors."""
         return LogProbs(*(values.cpu() for values in self.reference.logp(batch)))
 
 
 @dataclass(slots=True, kw_only=True)
 class RayReference(Reference):
-    """A reference policy in a Ray actor, which is restarted if it dies."""
+    """A reference policy in a Ray actor, which restarts if it dies."""
 
     build: Callable[[], Reference]
     need: Need

@@ -1,7 +1,7 @@
-"""Scoring in Ray actors, each with its own pool of worker processes.
+"""Scores completions in Ray actors, each with its own pool of worker processes.
 
-If an actor dies, its replacement scores the unfinished completions again. A completion that is
-scored twice gets the same result, because a reward depends only on the completion.
+If an actor dies, its replacement scores the unfinished completions again. A completion gets the
+same result if it is scored twice, because a reward depends only on the completion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.scoring.job import Job, ScoreResult
 from covey.scoring.pool import Pool
 
 CALLS = 256
-"""Maximum number of scoring jobs that an actor works on at the same time."""
+"""The largest number of scoring jobs that an actor works on at the same time."""
 
 
 class ScoringActor:
@@ -39,14 +39,14 @@ class ScoringActor:
 
 @dataclass(slots=True, kw_only=True)
 class RayScorer:
-    """A scorer that distributes jobs over scoring actors."""
+    """A scorer that distributes scoring jobs over actors."""
 
     reward: Reward
     identity: str
     actors: int
     need: Need
     settings: dict[str, Any]
-    """Keyword arguments of each actor's `Pool`, such as the time limit."""
+    """The keyword arguments of each actor's `Pool`, such as the time limit."""
     restarts: int
     handles: list[Any] = field(default_factory=list, init=False)
     sent: int = field(default=0, init=False)
@@ -67,7 +67,7 @@ class RayScorer:
         return bool(getattr(self.reward, "whole_groups", False))
 
     def submit(self, job: Job) -> RayScore:
-        """Send a scoring job to the next actor in turn."""
+        """Send a scoring job to the actors in turn."""
         with self.lock:
             place = self.sent % self.actors
             self.sent += 1
@@ -75,14 +75,17 @@ class RayScorer:
         return RayScore(self, job, place, handle, handle.score.remote(job))
 
     def replace(self, place: int, handle: Any) -> Any:
-        """Return the replacement of a dead actor; start it if no other thread has done so."""
+        """Return the replacement of a dead actor.
+
+        Start the replacement if no other thread has started it.
+        """
         with self.lock:
             if self.handles[place] is handle:
                 self.died += 1
                 if self.died > self.restarts:
                     raise RewardError(
                         f"reward: the Ray actors that score completions died {self.died} times; "
-                        "see `ray logs`"
+                        "`ray logs` shows why"
                     )
                 self.handles[place] = self._make()
                 self.happened.append(f"scoring worker {place + 1} died and was restarted")
@@ -114,7 +117,7 @@ class RayScore:
     reference: Any
 
     def result(self) -> list[ScoreResult]:
-        """Wait for the scores; if the actor dies, send the job to its replacement."""
+        """Wait for the scores. If the actor dies, send the job to its replacement."""
         import ray
 
         while True:

@@ -1,4 +1,4 @@
-"""Trainer ranks in Ray actors: placed, connected, watched and ended together."""
+"""Starts the trainer ranks in Ray actors, connects and watches them, and ends them together."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from covey.cluster.ray_client import STARTED_BY, Need, translated
 from covey.errors import EngineError
 
 CALLS = 3
-"""Number of concurrent calls to an actor: one call waits for output, others control the rank."""
+"""The number of concurrent calls to an actor. One call waits for output, and the other calls
+control the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
-"""Seconds that the other ranks have to report the death of a rank, and to end."""
+"""After a rank has died, the other ranks have this many seconds to report the death and to end."""
 
 
 def run_ranks(
     arguments: Sequence[str], *, ranks: int, need: Need, patience: float, threads: int
 ) -> int:
-    """Run a `covey` command as several ranks in Ray actors; return its exit code."""
+    """Run a `covey` command as several ranks in Ray actors. Return the exit code of the run."""
     import ray
 
     group = _placed(ranks, need, patience)
@@ -68,8 +69,8 @@ def _actor(group: Any, number: int, need: Need) -> Any:
 def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
     """Return the environment variables that torchrun would set for each rank.
 
-    Each rank of a node sees the GPUs of all ranks on that node, and uses the GPU whose index is the
-    local rank.
+    Each rank sees the GPUs of all ranks on its node. A rank uses the GPU whose index is its local
+    rank.
     """
     nodes = [place.node for place in places]
     alone = len(set(nodes)) == 1
@@ -98,12 +99,13 @@ class _Ranks:
     """Starts the ranks of a run, prints their output and forwards signals to them."""
 
     actors: list[Any]
-    """The Ray actors of the ranks; after `start`, the actor at index i runs rank i."""
+    """The Ray actors of the ranks. After `start`, the actor at index i runs rank i."""
     codes: dict[int, int] = field(default_factory=dict)
-    """The exit codes of ended ranks; negative after a signal or the death of the actor."""
+    """The exit codes of ended ranks, which are negative after a signal or the death of the
+    actor."""
     said: SimpleQueue[tuple[int, Output]] = field(default_factory=SimpleQueue)
     received: list[int] = field(default_factory=list)
-    """Received signals that were not yet sent to the ranks."""
+    """The signals that this process has received but not yet sent to the ranks."""
 
     def start(self, arguments: Sequence[str], threads: int) -> None:
         """Number the ranks node by node, starting with this machine, and start all ranks."""
@@ -127,7 +129,7 @@ class _Ranks:
             raise translated(error, "a trainer rank") from None
 
     def followed(self) -> int:
-        """Print the output of the ranks until all have ended; return the run's exit code."""
+        """Print the output of the ranks until all ranks have ended. Return the run's exit code."""
         for rank in range(len(self.actors)):
             threading.Thread(target=self._follow, args=(rank,), daemon=True).start()
         limit = float("inf")
@@ -152,7 +154,10 @@ class _Ranks:
                 return
 
     def _hear(self) -> None:
-        """Wait a short time for a rank's output or exit code; print the output, store the code."""
+        """Wait a short time for a rank's output or exit code.
+
+        Print the output, or store the exit code.
+        """
         try:
             rank, found = self.said.get(timeout=POLL_SECONDS)
         except Empty:
@@ -166,7 +171,10 @@ class _Ranks:
         stream.buffer.flush()
 
     def _code(self) -> int:
-        """Return the run's exit code; raise an error if a rank died and no rank said why."""
+        """Return the run's exit code.
+
+        Raise an error if a rank died and no rank reported an error.
+        """
         ended = [self.codes[rank] for rank in sorted(self.codes)]
         if len(ended) == len(self.actors) and not any(ended):
             return 0
@@ -180,7 +188,7 @@ class _Ranks:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Forward Ctrl-C and SIGTERM to the ranks, which save a checkpoint and end."""
+        """Forward Ctrl-C and SIGTERM to the ranks, which then save a checkpoint and end."""
 
         def keep(number: int, frame: FrameType | None) -> None:
             self.received.append(number)

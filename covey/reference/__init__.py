@@ -1,4 +1,4 @@
-"""Reference policies: the KL penalty measures the policy's distance from its reference."""
+"""Reference policies, for the KL penalty on the policy's distance from its reference."""
 
 from covey.reference.frozen import FrozenReference
 from covey.reference.protocol import Reference

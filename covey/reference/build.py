@@ -1,4 +1,4 @@
-"""Build the reference policy and the teacher from the [reference] and [teacher] sections."""
+"""Builds the reference policy and the teacher from the sections [reference] and [teacher]."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEACHER_FILE = "teacher.safetensors"
 def make_reference(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build the reference; `load` returns a second copy of the starting weights."""
+    """Build the reference. `load` returns a second copy of the policy's starting weights."""
     section = config.reference
     check_reference(section)
     temperature, megabytes = config.rollout.temperature, config.train.logits_megabytes
@@ -40,8 +40,8 @@ def make_reference(
         )
     if section.kind == "adapter_off" and policy.adapter is None:
         raise ConfigError(
-            "config: reference.kind = 'adapter_off' needs an adapter to turn off; set "
-            "adapter.rank, or set reference.kind = 'frozen'"
+            "config: reference.kind = 'adapter_off' works only with an adapter; set adapter.rank, "
+            "or set reference.kind = 'frozen'"
         )
     # Under a new adapter, the base weights are the starting weights: no second copy is needed.
     under = section.kind == "frozen" and policy.adapter and not adapter_base(config.model.path)
@@ -74,9 +74,10 @@ def _frozen(model: LanguageModel, offload: bool, temperature: float, megabytes: 
 def make_self_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build the teacher of self-distillation: the policy itself, or a copy of its starting weights.
+    """Build the teacher of self-distillation: the policy, or a copy of its starting weights.
 
-    `load` returns this copy. The teacher uses the sampling temperature.
+    `load` returns the copy of the starting weights. The teacher uses the temperature at which the
+    policy samples.
     """
     section = config.teacher
     if section.policy == "current":
@@ -99,9 +100,9 @@ def make_self_teacher(
 def make_teacher(
     config: Config, *, policy: LanguageModel, load: Callable[[str], LanguageModel]
 ) -> Reference:
-    """Build the teacher of distillation, a model that must have the policy's tokenizer.
+    """Build the teacher of distillation, which is a model with the policy's tokenizer.
 
-    `load` loads a model from a path, and for an adapter also its base model.
+    `load` loads a model from a path, and for an adapter also the base model.
     """
     section = config.teacher
     check_teacher(section, privileged=False)
@@ -115,7 +116,7 @@ def make_teacher(
     if tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
             f"config: teacher.path = {section.path!r} has a different tokenizer than model.path = "
-            f"{config.model.path!r}; the teacher must use the same token ids as the policy"
+            f"{config.model.path!r}; choose a teacher with the policy's token ids"
         )
     return _frozen(model, section.offload, section.temperature, config.train.logits_megabytes)
 

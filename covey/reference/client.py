@@ -1,8 +1,8 @@
-"""A reference policy on a server: a client that gets its log-probabilities over HTTP.
+"""A client that gets the log-probabilities of a reference policy from a server over HTTP.
 
-If the server is unavailable (restarted, overloaded, not yet up), the client retries for up to
-`patience` seconds, which is safe because requests do not change the server's state. An error that a
-retry cannot fix, such as a wrong bearer token, ends the run with the server's message.
+If the server is restarting, overloaded or not yet up, the client retries for up to `patience`
+seconds. A retry is safe because requests do not change the server's state. An error that a retry
+cannot fix, such as a wrong bearer token, ends the run with the server's message.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from covey.stopping import may_be_given_up
 from covey.types import Batch
 
 UNAVAILABLE = frozenset({502, 503, 504})
-"""HTTP statuses of a server, or a proxy in front of it, that is temporarily unavailable."""
+"""The HTTP statuses that mean that a server, or a proxy in front of it, is unavailable for a
+while."""
 LARGEST_TEXT = 65_536
-"""Maximum bytes of a reply without tensors: the health report, or an error."""
+"""The largest size in bytes of a reply without tensors, which is the health report or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 RECORD_FILE = "reference.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The URL of a reference server, its bearer token, and time limits."""
+    """The URL of a reference server, its bearer token, and the time limits for its replies."""
 
     url: str
     token: str = ""
     timeout: float = 120.0
-    """If the server sends no data for this many seconds, the attempt fails."""
+    """A request fails if the server sends no data for this many seconds."""
     patience: float = 300.0
-    """Maximum seconds of retries while the server is unavailable."""
+    """The client retries for at most this many seconds while the server is unavailable."""
 
     def __post_init__(self) -> None:
         check_url(
@@ -72,24 +73,28 @@ class _Reply(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ServerReference(Reference):
-    """Gets log-probabilities from a server started by `covey reference serve`."""
+    """A reference that gets log-probabilities from a server.
+
+    `covey reference serve` starts the server.
+    """
 
     address: Address
     temperature: float
     tokenizer: str
-    """Digest of the policy's tokenizer; client and server must use the same token ids."""
+    """The digest of the policy's tokenizer. The server's tokenizer must have the same digest."""
     weights: str = ""
-    """The required digest of the server's weights; if empty, that of the server's first reply."""
+    """The digest that the server's weights must have. If this digest is empty, the server's first
+    reply sets it."""
     note: Callable[[str], None] = notice
     budget: int = field(init=False)
-    """Maximum number of padded tokens that the server accepts in one request."""
+    """The most padded tokens that the server accepts in one request."""
 
     def __post_init__(self) -> None:
         health = self._health()
         theirs = health["fingerprint"]
         if theirs["tokenizer"] != self.tokenizer:
             raise ModelError(
-                f"reference: {self.address.url} serves {health['model']}, which has another "
+                f"reference: the model {health['model']} on {self.address.url} has another "
                 "tokenizer than the policy; serve a model with the policy's tokenizer"
             )
         self._check_weights(theirs["weights"])
@@ -113,7 +118,9 @@ class ServerReference(Reference):
             try:
                 part, weights = decode_reply(reply, shape, self.temperature)
             except WireError as error:
-                raise ModelError(f"reference: {self.address.url}: {error}") from None
+                raise ModelError(
+                    f"reference: {self.address.url} sent an invalid reply: {error}"
+                ) from None
             self._check_weights(weights)
             for target, values in zip(whole, part, strict=True):
                 target[index.cpu(), : values.shape[1]] = values
@@ -127,12 +134,13 @@ class ServerReference(Reference):
         (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Raise ModelError if the server's weights differ from the checkpoint's digest."""
+        """Raise ModelError if the checkpoint has another digest than the server's weights."""
         try:
             before = json.loads((folder / RECORD_FILE).read_text())["weights"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"checkpoint {folder} has no valid record of its reference model: {error}"
+                f"checkpoint {folder} has no valid record of its reference model: {error}; resume "
+                "from another checkpoint"
             ) from None
         if before != self.weights:
             raise ModelError(self._other_weights(before, self.weights))
@@ -158,13 +166,19 @@ class ServerReference(Reference):
             for key in ("tokenizer", "weights"):
                 health["fingerprint"][key].encode()
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(f"reference: {self.address.url} is not a reference server") from None
+            raise ModelError(
+                f"reference: {self.address.url} is not a reference server; start one with `covey "
+                "reference serve`"
+            ) from None
         return health
 
     def _ask(
         self, method: str, path: str, body: bytes | None = None, most: int = LARGEST_TEXT
     ) -> bytes:
-        """Send a request and return the reply's body; retry while the server is unavailable."""
+        """Send a request and return the body of the reply.
+
+        Retry while the server is unavailable.
+        """
         deadline, noted = time.monotonic() + self.address.patience, False
         for attempt in count():
             retry_after = ""
@@ -184,7 +198,7 @@ class ServerReference(Reference):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ModelError(
-                    f"reference: no valid reply from {self.address.url} within "
+                    f"reference: {self.address.url} gave no valid reply within "
                     f"{self.address.patience:g} s: the server {problem}"
                 )
             if not noted:
@@ -195,9 +209,9 @@ class ServerReference(Reference):
 
 
 def _send(address: Address, method: str, path: str, body: bytes | None, most: int) -> _Reply:
-    """Send one request; raise ModelError if a successful reply exceeds `most` bytes.
+    """Send one request. Raise ModelError if a successful reply is larger than `most` bytes.
 
-    Redirects are not followed, because they would send the bearer token to another host.
+    The client does not follow redirects, because they would send the bearer token to another host.
     """
     connection = connect(address.url, address.timeout)
     sent = headers("application/octet-stream", address.token)

@@ -1,10 +1,10 @@
-"""Limits on the number and the duration of connections to a reference server.
+"""Limits the number and the duration of connections to a reference server.
 
 A client that opens connections and sends nothing, or one byte at a time, must not block other
-clients. So there is a short time limit for receiving the head (request line and headers) of a
-request, and if there are too many connections, the oldest one without a complete request is closed.
-server.py limits the time for request bodies, and sends error replies; where no reply can be sent,
-this module closes the connection.
+clients. A request's head (request line and headers) must therefore arrive within a short time. If
+there are too many connections, the oldest connection without a complete request is closed.
+server.py limits the time for request bodies and sends error replies. If no reply can be sent, this
+module closes the connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from covey.escape import printable_line
 
 Phase = Literal["head", "body", "reply"]
-"""The phase of a connection: the server waits for a request (`head`), receives its body (`body`),
+"""The phase of a connection. The server waits for a request (`head`), receives its body (`body`),
 or prepares and sends the reply (`reply`)."""
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -33,31 +33,33 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 CONNECTION = "covey.connection"
 """The key of the `Connection` object in the state of a request's ASGI scope."""
 LINGER = 30.0
-"""Seconds that a client has to read its reply before the connection is aborted."""
+"""The seconds that a client has to read its reply before the server aborts the connection."""
 LOG_SECONDS = 10.0
-"""Minimum seconds between two equal log lines; repeats in between are only counted."""
+"""The fewest seconds between two equal log lines. Repeats of a log line within this time are only
+counted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionLimiter:
-    """Tracks all open connections, and closes those that exceed a limit."""
+    """Tracks all open connections, and closes connections that exceed a limit."""
 
     most: int
-    """Maximum number of open connections."""
+    """The largest number of open connections."""
     head_seconds: float
-    """Time limit for receiving a request's head, counted from the last reply or, for the first
-    request, from when the connection opened."""
+    """The time limit for receiving a request's head. The time limit starts when the connection
+    opens, and again after each reply."""
     request_seconds: float
-    """Time limit for a whole request; must be longer than the web application's own time limit."""
+    """The time limit for a whole request, which must be longer than the web application's own time
+    limit."""
     phases: dict[Phase, dict[Connection, None]] = field(
         default_factory=lambda: {"head": {}, "body": {}, "reply": {}}
     )
 
     def opened(self, connection: Connection) -> None:
-        """Add a connection; if there are too many, close one.
+        """Add a connection. If there are too many connections, close one.
 
-        This is the oldest connection that waits for a request, or else the oldest whose request
-        body is incomplete, or else the new one.
+        The oldest connection that waits for a request is closed first. If no connection waits for a
+        request, the oldest with an incomplete request body is closed, and otherwise the new one.
         """
         if sum(map(len, self.phases.values())) >= self.most:
             # A complete request is never dropped, and the newest client is the most likely to send
@@ -70,7 +72,7 @@ class ConnectionLimiter:
         self.enter_phase(connection, "head")
 
     def enter_phase(self, connection: Connection, phase: Phase) -> None:
-        """Move a connection to a phase, and start the phase's time limit."""
+        """Move a connection to a phase, and start the time limit of this phase."""
         if connection.transport.is_closing() and phase == "head":
             return  # the connection closes after this reply
         self.closed(connection)
@@ -87,7 +89,10 @@ class ConnectionLimiter:
             waiting.pop(connection, None)
 
     def _end(self, connection: Connection) -> None:
-        """Close a connection that timed out; an unfinished reply gets LINGER more seconds."""
+        """Close a connection that timed out.
+
+        The client gets LINGER more seconds to read a reply.
+        """
         transport = connection.transport
         transport.close()
         connection.timer = asyncio.get_running_loop().call_later(LINGER, transport.abort)
@@ -97,7 +102,7 @@ class Connection(H11Protocol):
     """An HTTP connection that reports its phase to the limiter."""
 
     limiter: ConnectionLimiter
-    """Set by `make_server`, in a subclass for each server."""
+    """The limiter of the server, which `make_server` sets in a subclass."""
     timer: asyncio.TimerHandle | None = None
 
     def __init__(
@@ -167,7 +172,7 @@ class LogLines(logging.Handler):
 
 
 def make_server(application: Any, limiter: ConnectionLimiter) -> uvicorn.Server:
-    """Return an HTTP server for the application, with connection limits."""
+    """Return an HTTP server for the application, with limits on its connections."""
     for name in ("uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [], False

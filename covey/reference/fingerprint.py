@@ -1,4 +1,4 @@
-"""Digests of a model, which a client and a reference server compare before they exchange data."""
+"""Digests of a model, which client and reference server compare before they exchange data."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from covey.models.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Three digests of a model (SHA-256, hexadecimal)."""
+    """Three digests of a model, as SHA-256 in hexadecimal."""
 
     tokenizer: str
-    """Digest of the text of every token id, and of the special token ids; it must be the same on
-    client and server."""
+    """The digest of the text of every token id and of the special token ids. The tokenizer's digest
+    must be the same on client and server."""
     model: str
-    """Digest of architecture, vocabulary size, number of layers and hidden size; it may differ,
-    because the reference model may be larger than the policy."""
+    """The digest of architecture, vocabulary size, number of layers and hidden size. Client and
+    server may have different architectures, because the reference model may be larger than the
+    policy."""
     weights: str
-    """Digest of all weights, in the dtype that the model computes with."""
+    """The digest of all weights, in the dtype that the model computes with."""
 
 
 def fingerprint(model: LanguageModel) -> Fingerprint:
-    """Compute all digests of a model, which takes about a second per gigabyte of weights."""
+    """Compute the digests of a model.
+
+    Computing the digests takes about a second for each gigabyte of weights.
+    """
     config = model.model.config
     shape = {
         "architecture": type(model.model).__name__,

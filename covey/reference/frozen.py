@@ -1,4 +1,4 @@
-"""References with the starting weights: a copy of the model, or the model without its adapter."""
+"""References with the starting weights, either as a copy or as the model without its adapter."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class FrozenReference(Reference):
 class OffloadedReference(FrozenReference):
     """A reference with weights in main memory, which are copied to the device for `logp`.
 
-    The weights never change, so they are not copied back: after `logp` the parameters point to main
-    memory again, and the device memory is free for gradients. The model's buffers are small and
-    stay on the device.
+    The weights never change, so nothing is copied back. After `logp`, the parameters point to main
+    memory again, and the device memory is free for gradients. The buffers of the model are small,
+    so they stay on the device.
     """
 
     kind: ClassVar[str] = "offloaded"
@@ -103,13 +103,13 @@ class CurrentPolicy(FrozenReference):
 
 @dataclass(slots=True, kw_only=True)
 class AdapterOffReference(FrozenReference):
-    """The policy's own model with its adapter switched off, which needs no second copy."""
+    """The policy's model with its adapter switched off, which needs no second copy."""
 
     kind: ClassVar[str] = "adapter_off"
     borrowed: ClassVar[bool] = True
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token, with the adapter off."""
+        """Return the log-probability and entropy of every trained token, without the adapter."""
         with adapter_off(self.model) as base:
             return self._logp(base, batch)

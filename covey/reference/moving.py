@@ -1,9 +1,9 @@
-"""A reference that follows the policy: a moving average or a periodic copy of the policy's weights.
+"""A reference that follows the policy, as a moving average or a periodic copy of its weights.
 
     every n optimizer steps:  reference = alpha * policy + (1 - alpha) * reference
 
-With alpha = 1, the reference becomes a copy of the policy, as in the outer iterations of the first
-GRPO paper.
+With alpha = 1, the reference becomes a copy of the policy, as in iterative GRPO in the DeepSeekMath
+paper.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ REFERENCE_FILE = "reference.safetensors"
 
 @dataclass(slots=True, kw_only=True)
 class MovingReference(FrozenReference):
-    """A reference whose weights move toward the policy's every few optimizer steps."""
+    """A reference whose weights move toward those of the policy every few optimizer steps."""
 
     alpha: float
     every: int
-    """Optimizer steps between two updates of the reference, counted across training steps."""
+    """The number of optimizer steps between two updates of the reference, counted across training
+    steps."""
     file: str = REFERENCE_FILE
-    """Name of the file in a checkpoint that holds the reference weights."""
+    """The name of the checkpoint file with the reference weights."""
     weights: dict[str, torch.Tensor] = field(init=False)
-    """Master weights in float32, as in the optimizer, because bfloat16 would lose small updates."""
+    """The weights of the reference in float32, as in the optimizer, because bfloat16 would lose
+    small updates."""
 
     def __post_init__(self) -> None:
         FrozenReference.__post_init__(self)
@@ -43,12 +45,12 @@ class MovingReference(FrozenReference):
 
     @property
     def identity(self) -> str:
-        """A description of how the reference follows the policy."""
+        """A short text about how the reference follows the policy."""
         return f"moving by {self.alpha:g} every {self.every} optimizer steps"
 
     @torch.no_grad()
     def after_step(self, steps: int, masters: Mapping[str, torch.Tensor]) -> None:
-        """Update the reference weights if the step number is a multiple of `every`."""
+        """Update the reference weights if `steps` is a multiple of `every`."""
         if steps % self.every:
             return
         # Weights that are not trained stay equal in policy and reference.
@@ -74,12 +76,14 @@ class MovingReference(FrozenReference):
             saved = load_file(folder / self.file)
         except (OSError, ValueError, SafetensorError) as error:
             raise RunError(
-                f"checkpoint {folder} has no valid weights of the reference model: {error}"
+                f"checkpoint {folder} has no valid weights of the reference model: {error}; resume "
+                "from another checkpoint"
             ) from None
         for name, weight in self.weights.items():
             if name not in saved or saved[name].shape != weight.shape:
                 raise RunError(
-                    f"checkpoint {folder}: {self.file} has no tensor {name} of the right shape"
+                    f"checkpoint {folder}: {self.file} has no tensor {name} of the right shape; "
+                    "resume from another checkpoint"
                 )
             weight.copy_(placed_like(saved[name], weight))
         self._round_to_parameters()

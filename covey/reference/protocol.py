@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The base class of reference policies, which give log-probabilities without gradient.
+    """The base class of reference policies, which compute log-probabilities without a gradient.
 
     The default methods suit a reference that never changes.
     """
@@ -24,7 +24,7 @@ class Reference:
 
     @property
     def identity(self) -> str:
-        """A short description of the reference, which the run saves in its files."""
+        """A short text that names the reference, which the run saves in its files."""
         raise NotImplementedError
 
     def logp(self, batch: Batch) -> LogProbs:
@@ -39,15 +39,15 @@ class Reference:
     def after_step(self, steps: int, masters: Mapping[str, torch.Tensor]) -> None:
         """Update the reference after an optimizer step, if it follows the policy.
 
-        `steps` is the number of optimizer steps so far, and `masters` maps the names of the trained
-        weights to the optimizer's master copies.
+        `steps` is the number of optimizer steps so far. `masters` maps the name of each trained
+        weight to the optimizer's master copy.
         """
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
         """Write the reference's state into a checkpoint.
 
-        All ranks call this method, because weights may be sharded, but only the rank with
-        `writes=True` writes files.
+        All ranks call this method, because weights may be sharded. Only the rank with `writes=True`
+        writes files.
         """
 
     def load(self, folder: Path) -> None:

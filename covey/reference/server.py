@@ -1,4 +1,4 @@
-"""The reference server: serves the log-probabilities of a model over HTTP.
+"""The reference server, which serves the log-probabilities of a model over HTTP.
 
     POST /logp      rows of a batch -> log-probabilities and entropies (see wire.py)
     GET  /health    the model, its digests, and the limits of a request
@@ -43,41 +43,43 @@ from covey.reference.wire import (
 )
 
 DISCARD_FACTOR = 4
-"""Of a request body that is too large, the server reads and discards at most this many times the
-size limit."""
+"""The server reads and discards a request body that is too large, up to this many times the size
+limit."""
 BODY_RATE = 2**18
-"""Minimum upload rate in bytes per second; a client that is as fast never times out."""
+"""The lowest upload rate in bytes per second. A request body that arrives at this rate never times
+out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of a reference server."""
+    """The settings of a reference server."""
 
     name: str
-    """The model's name, as given by the user."""
+    """The model's name, as the user gave it."""
     token: str = ""
-    """The bearer token that clients must send; if empty, clients need no token."""
+    """The bearer token that clients must send, or "" if clients need no token."""
     max_megabytes: float = 64.0
     max_tokens: int = 131_072
     timeout: float = 120.0
-    """Time limit for a request in seconds, including its upload and its wait in the queue."""
+    """The time limit for a request in seconds, including its upload and its wait in the queue."""
     waiting: int = 64
-    """Maximum number of requests in the queue."""
+    """The largest number of requests in the queue."""
     connections: int = 256
-    """Maximum number of open connections."""
+    """The largest number of open connections."""
     head_seconds: float = 10.0
-    """Time limit for receiving the head of a request."""
+    """The time limit in seconds for receiving the head of a request."""
     body_seconds: float = 20.0
-    """Time limit for receiving a request's body; each BODY_RATE bytes of the body add a second."""
+    """The time limit in seconds for receiving a request's body. Each BODY_RATE bytes of the body
+    add one second."""
 
     @property
     def max_bytes(self) -> int:
-        """Maximum size of a request's body, in bytes."""
+        """The largest size of a request's body in bytes."""
         return int(self.max_megabytes * 2**20)
 
 
 class RefusedError(Exception):
-    """Raised to answer a request with an error status."""
+    """An error that the server answers with an HTTP error status."""
 
     def __init__(self, status: int, line: str) -> None:
         super().__init__(line)
@@ -86,7 +88,7 @@ class RefusedError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """The state of the server, and the handlers of its HTTP routes."""
+    """The state of the server, and the functions that answer its HTTP routes."""
 
     settings: ServerSettings
     batcher: Batcher
@@ -156,11 +158,11 @@ class Service:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request, keep: int) -> bytes | None:
-        """Read the body of a request; return None if it is larger than `keep` bytes.
+        """Read the body of a request. Return None if it is larger than `keep` bytes.
 
-        A body slightly above the size limit is still read to its end, because the client would
-        otherwise see a broken connection instead of the error message. Reading stops if the body is
-        far above the limit or arrives too slowly.
+        If a body is slightly above the size limit, the server still reads it to its end. Otherwise
+        the client would see a broken connection instead of the error message. The server stops
+        reading if the body is far above the limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds
@@ -239,10 +241,10 @@ class QueuedRequest:
 
 
 class Batcher:
-    """Answers queued requests in order of arrival, several requests per batch.
+    """Answers queued requests in order of arrival, with several requests in each batch.
 
-    Rows of a batch do not attend to each other, so the other requests in a batch change a result
-    only by rounding errors, up to 1e-5 in float32 on a CPU.
+    The rows of a batch do not attend to each other. Other requests in a batch therefore change a
+    result only by rounding errors, which are at most 1e-5 in float32 on a CPU.
     """
 
     def __init__(self, model: LanguageModel, *, max_tokens: int, waiting: int) -> None:
@@ -262,7 +264,7 @@ class Batcher:
         return self._queue.qsize()
 
     def submit(self, request: LogpRequest) -> Future[LogProbs]:
-        """Queue a request; raise queue.Full if too many are waiting."""
+        """Put a request into the queue. Raise queue.Full if the queue is full."""
         queued = QueuedRequest(request)
         self._queue.put_nowait(queued)
         return queued.result
@@ -277,7 +279,7 @@ class Batcher:
                 self._finish(batch)
 
     def _next(self) -> list[QueuedRequest]:
-        """Wait for a request; return it with further requests that fit in the same batch."""
+        """Wait for a request, and return it with further requests that fit into the same batch."""
         first = self._left_over or self._queue.get()
         self._left_over = None
         batch, tokens = [first], padded_tokens(first.request.batch)

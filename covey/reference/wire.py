@@ -1,9 +1,9 @@
 """The wire format between a run and a reference server: safetensors, never pickle.
 
-A request contains rows of a batch, with the temperature and the client's tokenizer digest as
-metadata; a reply contains log-probabilities and entropies, with the digest of the server's weights.
-Client and server check all received data with this module, the server before its model computes
-anything.
+A request contains rows of a batch, the temperature and the digest of the client's tokenizer. A
+reply contains log-probabilities and entropies, and the digest of the server's weights. Client and
+server check all received data with this module. The server checks a request before its model
+computes anything.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
 """The dtype and the number of dimensions of each tensor in a request."""
 
 BYTES_PER_TOKEN = 17
-"""Upper bound on a request's bytes per padded token, including the tensors of lengths."""
+"""The most bytes of a request per padded token, including the tensors of lengths."""
 HEADER_BYTES = 4096
-"""An upper bound on the bytes of a request's tensor names, shapes and metadata."""
+"""The most bytes of a request's tensor names, shapes and metadata."""
 SLACK = 1e-4
-"""Rounding tolerance: how far a log-probability may be above 0, or an entropy below 0.
+"""Because of rounding, a log-probability may be this much above 0, and an entropy this much below
+0.
 
-Both are differences between logits and their logsumexp, computed in float32. With logits up to 2^9,
-their rounding error is at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, so the
-tolerance is larger too.
+A log-probability and an entropy are differences between logits and their logsumexp, computed in
+float32. With logits up to `2 ** 9`, the rounding error of the difference is at most `2 ** -15`,
+about 3e-5. At a temperature below 1, logits are larger, so the allowed error is larger too.
 """
 
 
 class WireError(ValueError):
-    """Raised if the received data is invalid, with a one-line message for its sender."""
+    """An error for received data that is invalid, with a one-line message for the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogpRequest:
-    """A request for the log-probabilities of batch rows at a given temperature."""
+    """A request for the log-probabilities of the rows of a batch at a given temperature."""
 
     batch: Batch
     temperature: float
     tokenizer: str
-    """The client's tokenizer digest."""
+    """The digest of the client's tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +65,13 @@ class Bounds:
 
     vocabulary: int
     context: int
-    """Maximum number of tokens in one row."""
+    """The largest number of tokens in one row."""
     tokens: int
-    """Maximum number of padded tokens in one request."""
+    """The largest number of padded tokens in one request."""
 
 
 def padded_tokens(batch: Batch) -> int:
-    """Return the number of rows times the length of the longest row, which decides memory use."""
+    """Return the number of rows times the longest row's length, which determines memory use."""
     return len(batch) * int((batch.prompt_lengths + batch.lengths).max())
 
 
@@ -84,7 +85,7 @@ def encode_request(batch: Batch, *, temperature: float, tokenizer: str) -> bytes
 
 
 def decode_request(body: bytes, bounds: Bounds) -> LogpRequest:
-    """Parse a request, and raise WireError if the server cannot answer it."""
+    """Parse a request, or raise WireError if the server cannot answer it."""
     tensors, metadata = _read(body)
     _check_types(tensors)
     _check_shapes(tensors)
@@ -110,7 +111,10 @@ def encode_reply(values: LogProbs, weights: str) -> bytes:
 
 
 def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[LogProbs, str]:
-    """Return a reply's values and weights digest; raise WireError if the reply is invalid."""
+    """Return the values and the weights digest of a reply.
+
+    Raise WireError if the reply is invalid.
+    """
     tensors, metadata = _read(body)
     for name in LogProbs._fields:
         found = tensors.get(name)
@@ -122,14 +126,15 @@ def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[Lo
 
 
 def reply_bytes(shape: torch.Size) -> int:
-    """Return the maximum size in bytes of the reply for a batch of the given shape."""
+    """Return the largest size in bytes of the reply for a batch of the given shape."""
     return HEADER_BYTES + len(LogProbs._fields) * shape.numel() * torch.float32.itemsize
 
 
 def check_values(values: LogProbs, temperature: float) -> None:
     """Raise WireError for log-probabilities above 0, entropies below 0, or non-finite values.
 
-    The loss would clamp a NaN, so the token would silently lose its gradient and its penalty.
+    Without this check, the loss would clamp a NaN, and the token would silently lose its gradient
+    and its penalty.
     """
     slack = SLACK / min(temperature, 1.0)
     for name, sign in (("logp", 1.0), ("entropy", -1.0)):
@@ -145,7 +150,7 @@ def check_values(values: LogProbs, temperature: float) -> None:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Concatenate the rows of several batches."""
+    """Concatenate the rows of several batches into one batch."""
     tensors: dict[str, torch.Tensor] = {}
     for name, (_, dimensions) in TYPES.items():
         parts = [getattr(batch, name) for batch in batches]
@@ -157,7 +162,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch's model inputs to a device."""
+    """Copy the tensors of a batch that the model reads to a device."""
     moved: dict[str, Any] = {name: getattr(batch, name).to(device) for name in TYPES}
     host = None if device.type == "cpu" else HostRows.of(batch)
     return replace(batch, **moved, host=host)
@@ -222,7 +227,7 @@ def _check_values(tensors: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
 
 
 def _batch(tensors: Mapping[str, torch.Tensor]) -> Batch:
-    """Return a batch with the given model inputs; all other fields are 0."""
+    """Return a batch with the given model inputs. All other fields of the batch are 0."""
     rows = len(tensors["tokens"])
     zeros = torch.zeros(rows, dtype=torch.float64)
     read: dict[str, Any] = dict(tensors)

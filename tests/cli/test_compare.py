@@ -281,9 +281,9 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
     [
         (["--algorithms", "grpo"], "nothing to compare: give at least two arms"),
         (["--add", "dapo"], "--add needs an existing comparison in --folder"),
-        (["--report", "nowhere"], "nowhere is not a comparison"),
+        (["--report", "nowhere"], "nowhere is not the folder of a comparison"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
-        (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs --amount"),
+        (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs the number of tokens"),
     ],
 )
 def test_user_error_is_one_line_and_leaves_no_files(

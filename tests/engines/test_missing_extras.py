@@ -14,7 +14,11 @@ from covey.cli.main import run as covey
     ("setting", "package", "line"),
     [
         ("engine.kind=vllm", "vllm", "config: engine.kind = 'vllm' needs vLLM: pip install"),
-        ("cluster.address=auto", "ray", "config: [cluster] needs Ray: pip install 'covey[ray]'"),
+        (
+            "cluster.address=auto",
+            "ray",
+            "config: [cluster] needs Ray; install it with pip install 'covey[ray]'",
+        ),
     ],
 )
 @pytest.mark.parametrize("ranks", [0, 2])

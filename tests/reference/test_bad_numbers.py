@@ -76,7 +76,7 @@ def test_a_reply_that_no_model_can_mean_names_the_server(
     reference = connect(url, [], patience=0)
     with pytest.raises(ModelError) as raised:
         reference.logp(batch)
-    assert str(raised.value).startswith(f"reference: {url}: ")
+    assert str(raised.value).startswith(f"reference: {url} sent an invalid reply: ")
     assert words in str(raised.value)
 
 

@@ -185,5 +185,5 @@ def test_a_teacher_with_other_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         make_teacher(config, policy=policy, load=lambda path: other)
     assert str(raised.value) == (
-        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; the teacher must use the same token ids as the policy"
+        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; choose a teacher with the policy's token ids"
     )

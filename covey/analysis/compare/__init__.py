@@ -1,1 +1,1 @@
-"""Compares algorithms or settings fairly: trains runs, tests differences, writes reports."""
+"""Compares algorithms or settings: trains the runs, tests the differences, and writes reports."""

@@ -1,4 +1,4 @@
-"""Results of one arm over its finished seeds: accuracy, speed and collapses."""
+"""The results of each arm of a comparison: accuracy, training cost and collapsed seeds."""
 
 from __future__ import annotations
 
@@ -17,34 +17,40 @@ from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import is_graded
 
 SHARES = (0.5, 1.0)
-"""Positions between the initial accuracy (0) and the highest that every arm reaches (1); the report
-shows how long each arm takes to get there.
+"""The report shows how long each arm takes to gain these fractions of the accuracy. The fraction 0
+is the initial accuracy, and 1 is the highest accuracy that every arm reaches.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeToAccuracy:
-    """Median cost of reaching an accuracy; None if half or more of the seeds never do."""
+    """The median cost of training an arm up to a given accuracy.
+
+    A cost is None if half of the seeds or more never reach the accuracy.
+    """
 
     accuracy: float
     reached: int
     """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """Median over seeds of the cost, in the unit of the comparison's budget."""
+    """The median cost over seeds, in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Time and memory of an arm's runs; a field is None if the runs did not record it."""
+    """The time and memory of an arm's runs.
+
+    A field is None if the runs did not record the value.
+    """
 
     seconds: float
-    """Median over seeds of the training time, without the first step and evaluations."""
+    """The median training time over seeds, without the first step and without evaluations."""
     cpu_seconds: float | None
-    """Median CPU time of a run's process over seeds, including evaluations."""
+    """The median CPU time of a run's process over seeds, including evaluations."""
     memory_gib: float | None
-    """Largest peak memory over seeds."""
+    """The largest peak memory of the arm's runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +74,10 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """The results of one arm over its finished seeds.
+    """The results of one arm of a comparison, over the seeds that have finished.
 
-    All estimates are accuracies if `by` is "success", mean rewards if `by` is "reward", and None if
-    no seed has finished.
+    The estimates are accuracies if `by` is "success" and mean rewards if `by` is "reward". The
+    estimates are None if no seed has finished.
     """
 
     arm: str
@@ -80,28 +86,33 @@ class ArmResult:
     """One line for each planned run that did not finish."""
     initial: Estimate | None = None
     final: Estimate | None = None
-    """Mean over seeds; the confidence interval includes the variation of seeds and of prompts."""
+    """The final accuracy, averaged over seeds. The confidence interval covers the variation between
+    seeds and between prompts."""
     improvement: Estimate | None = None
     """Final minus initial."""
     best: Estimate | None = None
-    """Mean over seeds of each run's highest accuracy, which overestimates the true accuracy."""
+    """The highest accuracy of each run, averaged over seeds, which overestimates the true
+    accuracy."""
     area: Estimate | None = None
-    """Accuracy averaged over training, up to the largest budget that every run reached. The
-    confidence interval is over seeds."""
+    """The mean accuracy over training, from the start up to the largest budget that every run
+    reached. The confidence interval covers the variation between seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
     collapsed: tuple[Collapse, ...] = ()
     by: Metric = "success"
     finals: tuple[float, ...] = ()
-    """Final accuracy (or mean reward) of each seed."""
+    """The final accuracy (or mean reward) of each seed."""
     improvements: tuple[float, ...] = ()
-    """The change of accuracy (or mean reward) of each seed, from first to last evaluation."""
+    """The change of accuracy (or mean reward) from the first to the last evaluation of each
+    seed."""
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
-    """Final accuracy minus the best accuracy of one constant answer to all prompts."""
+    """The final accuracy minus the best accuracy that one constant answer to all prompts can
+    get."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """Means over greedy completions: `reward`, and each reward component as `parts/NAME`. Empty if
-    every reward is 1 for success and 0 for failure.
+    """The mean rewards of greedy completions, under the name `reward`, and the means of each reward
+    component, under `parts/NAME`. The dict is empty if every reward is 1 for success and 0 for
+    failure.
     """
     cost: Cost | None = None
 
@@ -160,7 +171,7 @@ def _cost(runs: Sequence[RunResult]) -> Cost:
 
 
 def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
-    """Return a line for each of an arm's planned runs that did not finish."""
+    """Return one line for each planned run of the arm that did not finish."""
     by_seed = {run.seed: run for run in comparison.runs_of(arm)}
     lines = []
     for seed in sorted({*comparison.seeds, *by_seed}):
@@ -183,7 +194,7 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return the mean reward and component means over the prompts that every run scored."""
+    """Return the means of the reward and its components, over prompts that every run scored."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     scored = [
         (row, point.correct[prompt])
@@ -232,8 +243,8 @@ def _axis(run: RunResult, name: str) -> list[float]:
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
     """Return the accuracy levels at which the report compares the speed of arms.
 
-    The highest level is one that more than half of each arm's seeds reach, so that a single seed
-    that fails to learn does not lower the levels.
+    More than half of each arm's seeds reach the highest level. A single seed that fails to learn
+    therefore does not lower the levels.
     """
     if not arms:
         return []
@@ -265,10 +276,11 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 
 
 def _collapse(run: RunResult) -> Collapse | None:
-    """Return the collapse of a run (see docs/statistics.md); None if it did not collapse.
+    """Return the collapse of a run, or None if it did not collapse (see docs/statistics.md).
 
-    A run has collapsed if its final accuracy is below its initial accuracy or below half of its
-    best, and if this drop is statistically significant for the number of prompts.
+    A run has collapsed if its final accuracy is significantly below its initial accuracy. A run has
+    also collapsed if its final accuracy is below half of its best accuracy, and this drop is
+    significant.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

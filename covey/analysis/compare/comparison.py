@@ -12,27 +12,27 @@ from typing import Any, Literal
 State = Literal["done", "failed", "unfinished"]
 BudgetKind = Literal["steps", "tokens", "updates"]
 Metric = Literal["success", "reward"]
-"""The metric by which arms are compared: the fraction of correct completions, or mean reward."""
+"""The metric that compares the arms: the fraction of correct completions, or the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One arm of a comparison: the common configuration with some settings changed."""
+    """One arm of a comparison: its name, and the common settings that it overrides."""
 
     name: str
     settings: tuple[str, ...] = ()
-    """Overrides of the common settings, such as optimizer.learning_rate=0."""
+    """The settings that the arm overrides, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """A number added to every seed of this arm, so that it draws other prompts and samples other
-    completions."""
+    """A number added to every seed of this arm, so that the arm draws other prompts and samples
+    other completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
-    """Maps each setting that differs from the common configuration to its value, or to None if the
-    arm's algorithm does not have it. Filled by design.py.
+    """Maps each setting that differs from the common configuration to the arm's value. The value is
+    None if the arm's algorithm does not have the setting. design.py fills this field.
     """
 
     @property
     def text(self) -> str:
-        """The arm as the `--arm` option would give it."""
+        """The arm in the format of the `--arm` option."""
         moved = [f"seed+={self.seed_offset}"] if self.seed_offset else []
         return f"{self.name}: {', '.join([*self.settings, *moved])}".strip()
 
@@ -43,20 +43,20 @@ class Point:
 
     step: int
     tokens: int
-    """Tokens that were sampled for training so far."""
+    """The number of tokens that the run has sampled for training so far."""
     updates: int
-    """Optimizer steps so far."""
+    """The number of optimizer steps so far."""
     seconds: float
-    """Training time so far, without evaluations and without the first step, because all arms share
-    the completions of the first step and only one run spends time on generating them.
+    """The training time so far, without evaluations and without the first step. The first step is
+    left out because only one run spends time on generating its completions, which all arms share.
     """
     correct: Mapping[str, bool]
-    """Maps each prompt id to whether the greedy completion is correct; all runs have the same
+    """Maps each prompt id to whether the greedy completion is correct. All runs have the same
     prompts in the same order.
     """
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Maps prompt ids to the reward and components (`parts/NAME`) of the greedy completion. Prompts
-    without a scored completion are left out."""
+    """Maps each prompt id to the reward and the reward components (`parts/NAME`) of its greedy
+    completion. Prompts without a scored completion are left out."""
     distinct_answers: int | None = None
     """The number of different final answers among the greedy completions."""
     by: Metric = "success"
@@ -68,9 +68,9 @@ class Point:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """One number per prompt: success (1 or 0) or the reward, depending on `by`.
+        """The success (1 or 0) or the reward of each prompt's completion, depending on `by`.
 
-        A completion without a score counts as one with the lowest reward.
+        A completion without a score gets the lowest reward of the evaluation.
         """
         if self.by == "success":
             return tuple(map(float, self.correct.values()))
@@ -85,28 +85,31 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended (outcome.json)."""
+    """The outcome of a run, as outcome.json stores it."""
 
     key: str
-    """Digest of all inputs that determine a run (see launch.py)."""
+    """The digest of all inputs that determine the run's result, which `run_key` in launch.py
+    computes."""
     state: State
     error: str = ""
     """The reason why the run failed, in one line."""
     weights: str = ""
-    """Digest of the final weights; equal digests mean that two policies are equal bit for bit."""
+    """The digest of the final weights, which is equal only for policies that are equal bit for
+    bit."""
     first_rollouts: str = ""
-    """The name of the first step's rollouts; two runs share the rollouts if the names are equal."""
+    """The name of the first step's rollouts, which is equal in runs that share these rollouts."""
     memory_gib: float = 0.0
-    """Peak memory of the tensors on the GPU, or of the process if there is no GPU; 0 if unknown."""
+    """The peak memory of the tensors on the GPU, or of the process if there is no GPU. The peak
+    memory is 0 if it is unknown."""
     cpu_seconds: float = 0.0
-    """CPU time of the run's process, including evaluations; 0 if unknown. For a resumed run, memory
-    and CPU time cover only the last process.
+    """The CPU time of the run's process, including evaluations. The CPU time is 0 if it is unknown.
+    For a resumed run, `memory_gib` and `cpu_seconds` cover only the last process.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult(RunOutcome):
-    """One run: an arm with a seed, its outcome and its evaluations."""
+    """One run of a comparison: its arm, seed, outcome and evaluations."""
 
     arm: str
     seed: int
@@ -123,7 +126,7 @@ class RunResult(RunOutcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All data of a comparison that its report needs."""
+    """A comparison with its arms, runs and evaluations, from which the report is made."""
 
     name: str
     command: str
@@ -134,12 +137,13 @@ class Comparison:
     """The budget of each run, in the unit that `budget` names."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """Possible problems found before training, as dicts with the texts of `Finding.row()`."""
+    """Problems that were found before training, as dicts with the texts of `Finding.row()`."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
     best_constant: float | None = None
-    """The best accuracy of one constant answer to all held-out prompts; None if unknown."""
+    """The best accuracy that one constant answer to all held-out prompts can get, or None if
+    unknown."""
 
     def runs_of(self, arm: str) -> tuple[RunResult, ...]:
         """Return the runs of an arm, ordered by seed."""
@@ -154,10 +158,11 @@ class Comparison:
 
 
 def compared_by(runs: Iterable[RunResult]) -> Metric:
-    """Return the metric that compares arms: success, or reward if no completion is correct.
+    """Return the metric for comparing arms: "success", or "reward" if no completion is correct.
 
-    Some reward functions only give grades and never mark a completion as correct. Arms are then
-    compared by mean reward, if all evaluations have rewards and these differ.
+    Some reward functions only give grades and never mark a completion as correct. Arms with such a
+    reward are compared by mean reward. Comparing by reward needs rewards in all evaluations, and at
+    least two different rewards.
     """
     points = [point for run in runs for point in run.points]
     if any(any(point.correct.values()) for point in points):

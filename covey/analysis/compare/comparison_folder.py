@@ -1,4 +1,4 @@
-"""Read and write the files in the folder of a comparison.
+"""Reads and writes the files in the folder of a comparison.
 
     comparison.toml                      common settings, arms with their differences, seeds, budget
     environment.json                     where the comparison was started
@@ -47,20 +47,20 @@ FIRST_ROLLOUTS_FILE = "first_rollouts.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """The design of a comparison: the contents of comparison.toml."""
+    """The settings, arms, seeds and budget of a comparison, as comparison.toml stores them."""
 
     command: str
     given: Mapping[str, Any]
-    """The common settings as the user gave them; arms are built from these settings."""
+    """The common settings as the user gave them, from which the arms are built."""
     common: Mapping[str, Any]
-    """The common settings with every default written out."""
+    """The common settings with all defaults filled in."""
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     budget: BudgetKind
     amount: int
     threads: int
-    """The number of threads of each run, which never changes within a comparison, because it
-    affects the rounding of sums on a CPU.
+    """The number of threads of each run. The number of threads never changes within a comparison,
+    because it affects the rounding of sums on a CPU.
     """
     findings: tuple[Mapping[str, str], ...] = ()
 
@@ -74,7 +74,7 @@ def run_path(folder: Path, arm: str, seed: int) -> Path:
 
 
 def log_path(run: Path) -> Path:
-    """Return the file with the output of a run's process."""
+    """Return the log file with the output of a run's process."""
     return run.with_name(f"{run.name}.log")
 
 
@@ -130,10 +130,13 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml, and rename settings of Covey 0.1 to their current names."""
+    """Read comparison.toml. Settings of Covey 0.1 get their current names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
-        raise RunError(f"{folder} is not a comparison: it has no {DESIGN_FILE}")
+        raise RunError(
+            f"{folder} is not the folder of a comparison, because it has no {DESIGN_FILE}; give "
+            "another folder"
+        )
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
         old = check_names(data["common"]) is not None
@@ -143,7 +146,10 @@ def read_design(folder: Path) -> Design:
         seeds, findings = tuple(data.pop("seeds")), tuple(data.pop("findings", []))
         return Design(**data, arms=arms, seeds=seeds, findings=findings)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{file} cannot be read: {error!r}") from None
+        raise RunError(
+            f"{file} cannot be read: {error!r}; repair the file, or start a comparison in another "
+            "folder"
+        ) from None
 
 
 def _read_arm(row: Mapping[str, Any]) -> Arm:
@@ -171,7 +177,7 @@ def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read all data of a comparison that its report needs."""
+    """Read a comparison's design, runs and evaluations from its folder."""
     design = read_design(folder)
     environment = folder / "environment.json"
     shared = ("command", "arms", "seeds", "budget", "amount", "findings")
@@ -188,7 +194,7 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
-    """Return the best accuracy of a constant answer, which the first evaluation recorded."""
+    """Return the best accuracy of a constant answer, which a run's first evaluation recorded."""
     for run in runs:
         for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
             value = row.get("best_constant")
@@ -197,7 +203,10 @@ def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
 
 
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
-    """Read one run; a run that has not started has no evaluations."""
+    """Read the outcome and evaluations of one run.
+
+    A run that has not started has no evaluations.
+    """
     path = run_path(folder, arm, seed)
     ended = read_outcome(path) or RunOutcome(key="", state="unfinished")
     points, where = _points(RunFolder(path)), str(path.relative_to(folder))
@@ -205,7 +214,7 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the evaluations that cover all prompts; incomplete ones are not comparable."""
+    """Return the evaluations that cover all prompts. Incomplete evaluations cannot be compared."""
     steps = run.steps()
     points = []
     for row in run.evaluations():

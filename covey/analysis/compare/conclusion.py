@@ -1,4 +1,4 @@
-"""The conclusion of a comparison as text: a headline, cautions, and a sentence per pair of arms."""
+"""Writes the conclusion of a comparison: a headline, cautions and a sentence per pair of arms."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ TESTS: Mapping[Metric, str] = {"success": "McNemar's exact test", "reward": "sig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """The conclusion of a comparison, with the results that it is drawn from."""
+    """The conclusion of a comparison: sentences for the report, and the results behind them."""
 
     headline: str
     cautions: tuple[str, ...]
-    """Reasons to trust the conclusion less: missing runs, few seeds, collapses."""
+    """Reasons to trust the headline less, such as missing runs, few seeds or collapses."""
     complete: bool
-    """Whether every planned run finished."""
+    """Whether all planned runs have finished."""
     arms: tuple[ArmResult, ...]
     pairs: tuple[PairResult, ...]
 
     @property
     def by(self) -> Metric:
-        """The metric by which arms are compared."""
+        """The metric that compares the arms."""
         return next((arm.by for arm in self.arms if arm.seeds), "success")
 
 
 def conclude(comparison: Comparison) -> Conclusion:
-    """Analyse a comparison, without its unfinished runs."""
+    """Return the conclusion of a comparison, from its finished runs only."""
     runs = comparison.finished_runs()
     _check_same_prompts(run for mine in runs.values() for run in mine)
     arms = arm_results(comparison)
@@ -75,9 +75,10 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> list[str]:
-    """Return each pair's mean difference if its failed runs count as untrained, as sentences.
+    """Return a sentence per pair with its mean difference if failed runs count as untrained.
 
-    They show how much the failed runs could change the conclusion.
+    An untrained run has the accuracy of its arm before training. The sentences show how much failed
+    runs could change the conclusion.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
@@ -101,7 +102,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that says which algorithm is better, or why the runs cannot decide."""
+    """Return a sentence that names the better algorithm, or says why the runs cannot decide."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -156,7 +157,7 @@ def _loser(pair: PairResult) -> str:
 
 
 def _pair_summary(pair: PairResult, tested: int) -> str:
-    """Return a sentence that says which of two algorithms is better."""
+    """Return a sentence that names the better algorithm of a pair, or says that none is better."""
     both = f"{pair.first} and {pair.second}"
     seeds = count(len(pair.seeds), "seed")
     match pair.decision:
@@ -209,7 +210,7 @@ def _better(pair: PairResult, tested: int) -> str:
 
 
 def _undecided(pair: PairResult, tested: int) -> str:
-    """Return the observed difference, and how many seeds would be needed to detect it."""
+    """Return the observed difference, and the number of seeds that could detect it."""
     if pair.difference is None or pair.detectable is None:
         return f"{_change(pair.mean or 0.0, pair.by)}."
     seeds = len(pair.seeds)
@@ -236,7 +237,7 @@ def _p(pair: PairResult, tested: int) -> str:
 
 
 def _checkpoint_summary(pair: PairResult) -> str:
-    """Return a sentence that says, for each seed, which final checkpoint is better."""
+    """Return a sentence that names the better final checkpoint for each seed."""
     if not pair.checkpoints:
         return ""
     sides: dict[str, list[str]] = {pair.first: [], pair.second: [], "": []}
@@ -260,7 +261,7 @@ def _checkpoint_summary(pair: PairResult) -> str:
 def _cautions(
     arms: Sequence[ArmResult], pairs: Sequence[PairResult], as_if_untrained: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the cautions: the reasons to trust the headline less."""
+    """Return the reasons to trust the headline less, as sentences."""
     found = []
     missing = [line for arm in arms for line in arm.missing]
     if missing:
@@ -291,7 +292,7 @@ def _cautions(
 
 
 def _at_constant(arm: ArmResult) -> str:
-    """Return a caution if an arm improved, but does not beat a constant answer to all prompts."""
+    """Return a caution if an arm improved, but is no better than a constant answer."""
     above, answers = arm.above_constant, arm.distinct_answers
     if above is None or arm.final is None or arm.improvement is None:
         return ""
@@ -319,7 +320,7 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of B - A, given the estimate of A - B."""
+    """Turn the estimate of `A - B` into the estimate of `B - A`."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 

@@ -1,9 +1,10 @@
-"""The design of a comparison: the common configuration, the arms, the seeds and the budget.
+"""Builds the design of a comparison: its common configuration, arms, seeds and budget.
 
-An arm has the settings that the user gave for all arms, changed by its own overrides. Defaults are
-filled in afterwards, so an arm with another algorithm gets the defaults of that algorithm. No arm
-may change the budget or the held-out evaluation, because all arms must be measured in the same way:
-even an arm that is trained on another reward is evaluated with the common one.
+Each arm takes the settings that the user gave for all arms, and overrides some of them. Default
+values are filled in after an arm's overrides. An arm with another algorithm therefore gets the
+defaults of its own algorithm. No arm may change the budget or the held-out evaluation, because all
+arms must be measured in the same way. Even an arm that trains on another reward is evaluated with
+the common reward.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from covey.objective import algorithm
 from covey.training.resolve import resolve
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
-"""Settings that no arm may change; an arm with other seeds has an offset, such as `seed+=1000`."""
+"""Settings that no arm may change. An arm that needs other seeds can add an offset, such as
+`seed+=1000`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
-"""Settings that affect the rollouts of the first step."""
+"""Settings, or whole sections, that affect the rollouts of the first step."""
 NOT_SAMPLING = (
     "engine.max_concurrent",
     "engine.cache_gigabytes",
@@ -36,24 +38,24 @@ NOT_SAMPLING = (
     "model.offload_activations",
     "model.deterministic",
 )
-"""Settings that do not affect the first step's rollouts, even if their section does."""
+"""Settings in the sections of `SAMPLING` that do not affect the rollouts of the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A comparison as requested on the command line or in Python."""
+    """A comparison as the user requests it on the command line or in Python."""
 
     source: str
     overrides: tuple[str, ...] = ()
     smoke: bool = False
-    """Whether `--smoke` reduces the size of the common configuration."""
+    """Whether to shrink the common configuration to a short test, as `--smoke` does."""
     algorithms: tuple[str, ...] = ()
     arms: tuple[Arm, ...] = ()
     seeds: int = 3
     budget: BudgetKind = "steps"
     amount: int | None = None
     threads: int = 0
-    """The number of threads of each run; 0 chooses a number for this machine."""
+    """The number of threads of each run, or 0 for a number that suits this machine."""
 
     def command(self) -> str:
         """Return the `covey compare` command line that requests this comparison."""
@@ -92,7 +94,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def design_comparison(request: Request) -> Design:
-    """Resolve the common configuration and every arm; reject an unfair comparison."""
+    """Build the design of a requested comparison. Raise an error if the arms are not comparable."""
     if request.smoke:
         given, _ = smoke_settings(request.source, request.overrides)
     else:
@@ -102,7 +104,8 @@ def design_comparison(request: Request) -> Design:
     common = resolve(parse_config(given))
     if common.evaluate.every == 0:
         raise ConfigError(
-            "config: evaluate.every = 0 turns evaluations off, but a comparison needs evaluations"
+            "config: evaluate.every = 0 turns evaluations off, but a comparison needs them; set "
+            "evaluate.every to a number of steps"
         )
     design = Design(
         command=request.command(),
@@ -123,7 +126,7 @@ def design_comparison(request: Request) -> Design:
 def _with_budget(
     given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
 ) -> tuple[dict[str, Any], int]:
-    """Return the settings with the budget filled in, and the size of the budget."""
+    """Return the settings of a request with its budget filled in, and the size of the budget."""
     if budget == "steps":
         amount = common.train.steps if amount is None else amount
         kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
@@ -131,14 +134,15 @@ def _with_budget(
     if amount is None:
         if budget == "tokens":
             raise ConfigError(
-                "--budget tokens needs --amount, the number of tokens that each run samples"
+                "--budget tokens needs the number of tokens that each run may sample; add --amount "
+                "TOKENS"
             )
         amount = common.train.total_optimizer_steps
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
 
 
 def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm] = ()) -> Design:
-    """Add an arm for each algorithm, and then the user's arms."""
+    """Add an arm to the design for each algorithm, and then the user's arms."""
     found = {arm.name: arm for arm in design.arms}
     for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
         declared = _declared(design, arm)
@@ -148,14 +152,14 @@ def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm
 
 
 def with_seeds(design: Design, count: int) -> Design:
-    """Add seeds until there are at least `count` seeds."""
+    """Add seeds to a design until it has at least `count` seeds."""
     first = min(design.seeds)
     seeds = sorted({*design.seeds, *range(first, first + count)})
     return replace(design, seeds=tuple(seeds))
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return an arm for an algorithm, with the user's options that the algorithm supports."""
+    """Return the arm for an algorithm, with all user options that the algorithm supports."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
@@ -166,7 +170,7 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
 
 
 def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the user's objective options that mean the same in the algorithm `name`.
+    """Return the user's objective options that have the same meaning in the algorithm `name`.
 
     For example, DPO does not get GRPO's `beta`, because DPO's `beta` is not a KL weight.
     """
@@ -181,12 +185,12 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 
 
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
-    """Return the user's options that differ from the defaults of the arm's algorithm.
+    """Return the user's objective options that differ from the defaults of the arm's algorithm.
 
-    The result maps each option to (value, default of the arm's algorithm). If a recipe for GRPO
-    sets the clip range, for example, `--algorithms gspo` keeps this clip range, which is hundreds
-    of times wider than GSPO's default. Options with the same default in both algorithms are left
-    out.
+    The result maps each option to the user's value and the default of the arm's algorithm. For
+    example, `--algorithms gspo` keeps the clip range of a GRPO recipe, although this range is
+    hundreds of times wider than GSPO's default. The result leaves out an option if its default is
+    the same in the recipe's and in the arm's algorithm.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:
@@ -203,19 +207,22 @@ def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
 
 
 def config_of(design: Design, arm: Arm, seed: int | None = None) -> Config:
-    """Return the resolved configuration of an arm, with one of the comparison's seeds."""
+    """Return the full configuration of an arm for one of the comparison's seeds."""
     config = resolve(parse_config(overridden(design.given, arm.settings)))
     first = config.seed if seed is None else seed
     return config.model_copy(update={"seed": first + arm.seed_offset})
 
 
 def arm_configs(design: Design) -> dict[str, Config]:
-    """Return the configuration of every arm, with the first seed."""
+    """Map the name of every arm to its full configuration for the first seed."""
     return {arm.name: config_of(design, arm, min(design.seeds)) for arm in design.arms}
 
 
 def _declared(design: Design, arm: Arm) -> Arm:
-    """Fill in the `differences` of an arm; reject a setting that no arm may change."""
+    """Fill in the `differences` of an arm.
+
+    Raise an error if the arm changes a setting that all arms must share.
+    """
     config = config_of(design, replace(arm, seed_offset=0))
     before, after = _flat(design.common), _flat(config.model_dump())
     differences = {
@@ -227,7 +234,7 @@ def _declared(design: Design, arm: Arm) -> Arm:
     if config.preferences.file:
         raise ConfigError(
             "config: a comparison cannot use preferences.file, because all arms start from the "
-            "same sampled rollouts; leave preferences.file out to make pairs from sampled groups"
+            "same sampled rollouts; delete preferences.file to make the pairs from sampled groups"
         )
     if fixed:
         key, value = fixed[0], toml_value(differences[fixed[0]])
@@ -253,13 +260,13 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shares_first_rollouts(arm: Arm) -> bool:
-    """Return whether an arm has the same first-step rollouts as the common configuration."""
+    """Return whether an arm starts from the same rollouts as the common configuration."""
     changed = [key for key in arm.differences if key.startswith(SAMPLING)]
     return all(key in NOT_SAMPLING for key in changed)
 
 
 def same_comparison(old: Design, new: Design) -> bool:
-    """Return whether the old design has every arm and setting of the new design."""
+    """Return whether the old design has all arms and the common settings of the new design."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
     want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)

@@ -1,4 +1,4 @@
-"""Run a prepared comparison: show its arms, train its runs, and write and show its report."""
+"""Runs a comparison: prints its arms, trains its runs, and writes its report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from covey.screen import Screen, cell
 
 
 def show_design(prepared: Prepared, console: Screen) -> None:
-    """Print the arms of a comparison, the settings that differ, and warnings."""
+    """Print a comparison's arms, the settings in which they differ, and warnings."""
     design = prepared.design
     runs = len(design.arms) * len(design.seeds)
     seeds = ", ".join(str(seed) for seed in design.seeds)
@@ -51,7 +51,7 @@ def show_design(prepared: Prepared, console: Screen) -> None:
 
 
 def run_comparison(prepared: Prepared, parallel: int | None, console: Screen) -> Running:
-    """Start or resume all unfinished runs, and write the reports unless Ctrl-C stopped the runs."""
+    """Start or resume all unfinished runs. Write the reports unless Ctrl-C stopped the runs."""
     folder, design = prepared.folder, prepared.design
     # This loads the model, so that a bad model fails before anything is written.
     jobs = make_jobs(folder, design)
@@ -72,7 +72,7 @@ def run_comparison(prepared: Prepared, parallel: int | None, console: Screen) ->
 
 @contextmanager
 def _progress(design: Design, console: Screen) -> Iterator[Watch]:
-    """Return the progress display: a live table for a terminal, plain lines otherwise."""
+    """Yield the progress display: a live table in a terminal, and plain lines elsewhere."""
     progress = Progress(console=console, budget=design.budget, amount=design.amount)
     if console.quiet or not console.is_terminal:
         yield progress
@@ -82,7 +82,7 @@ def _progress(design: Design, console: Screen) -> Iterator[Watch]:
 
 
 def write_report(folder: Path, console: Screen) -> None:
-    """Write the report files of a comparison, and print the report and the failed runs."""
+    """Write the report files of a comparison. Print the report and the errors of failed runs."""
     comparison = load_comparison(folder)
     write_reports(folder, comparison)
     console.print(terminal_report(comparison))

@@ -1,4 +1,4 @@
-"""Checks before training that a comparison is fair, and collects findings for its report."""
+"""Checks before training that a comparison is fair, and collects possible problems."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Row = Mapping[str, str]
 GENERATION = (
     "rollout.max_tokens", "rollout.stop", "model.template", "model.chat_options", "model.prefill",
 )  # fmt: skip
-"""Settings that change how a policy generates completions in training and in evaluations."""
+"""Settings that affect how the policy generates completions, both in training and in
+evaluations."""
 
 
 def check_prompts(configs: Mapping[str, Config]) -> None:
-    """Reject held-out prompts that are also training prompts, or that differ between arms."""
+    """Raise an error if held-out prompts are also training prompts, or differ between arms."""
     first, expected = next(iter(configs)), ""
     seen: list[dict[str, object]] = []
     for name, config in configs.items():
@@ -35,8 +36,8 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
         expected = expected or digest  # that of the first arm
         if digest != expected:
             raise ConfigError(
-                f"arm {name}: the held-out prompts differ from the held-out prompts of arm "
-                f"{first}, so accuracies cannot be compared; change [task] for all arms"
+                f"arm {name}: the held-out prompts differ from those of arm {first}, so accuracies "
+                "cannot be compared; set [task] for all arms instead"
             )
         section = config.task.model_dump()
         if section in seen:
@@ -45,18 +46,18 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
         if found := shared_prompts(task.train(), held_out):
             raise DataError(
                 f"task: {len(found)} of {len(held_out)} held-out prompts are also training "
-                "prompts, so evaluations would measure memorization; for example, prompt "
-                f"{found[0].id}: {found[0].text!r}"
+                "prompts, so evaluations would measure memorization; remove these prompts from the "
+                f"training data; the first is prompt {found[0].id}: {found[0].text!r}"
             )
 
 
 def task_digest(task: Task) -> str:
-    """Return the SHA-256 digests of a task's training prompts and held-out prompts."""
+    """Return two SHA-256 digests: of a task's training prompts and of its held-out prompts."""
     return " ".join(prompts_digest(prompts) for prompts in (task.train(), task.held_out()))
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """Return the SHA-256 of prompts: messages, targets and everything else that scoring reads."""
+    """Return the SHA-256 digest of prompts, including all data that scoring reads."""
     digest = hashlib.sha256()
     for prompt in prompts:
         messages = [dict(message) for message in prompt.messages]
@@ -66,7 +67,7 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 
 def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
-    """Return the findings known before training; a finding about several arms appears once."""
+    """Return the possible problems known before training, each with the names of its arms."""
     from covey.analysis.plan.findings import coincidences, findings
 
     rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -80,7 +81,7 @@ def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row
 
 
 def _differing_arms(design: Design) -> Iterator[Row]:
-    """Yield findings about conditions that differ between the arms of this comparison."""
+    """Yield a finding for each condition, such as the reward, that differs between the arms."""
     arms = design.arms if len(design.arms) > 1 else ()
     common = design.common
     reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
@@ -108,7 +109,7 @@ def _differing_arms(design: Design) -> Iterator[Row]:
 
 
 def _kept_options(design: Design) -> Iterator[Row]:
-    """Yield a finding for each arm that uses options from a recipe for another algorithm."""
+    """Yield a finding for each arm with options that the recipe sets for another algorithm."""
     recipe = design.common["objective"]["name"]
     for arm in design.arms:
         if not (kept := kept_options(design, arm)):
@@ -125,7 +126,7 @@ def _kept_options(design: Design) -> Iterator[Row]:
 
 
 def _finding(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> Iterator[Row]:
-    """Yield one finding about the given arms, or nothing if there are no arms."""
+    """Yield a finding about the given arms. Yield nothing if there are no arms."""
     if names := ", ".join(arm.name for arm in arms):
         yield {
             "title": title, "why": why, "remedy": remedy, "docs": "docs/compare.md", "arms": names,

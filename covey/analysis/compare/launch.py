@@ -1,7 +1,7 @@
-"""Launches the runs of a comparison: one process per run, several at a time.
+"""Launches the runs of a comparison, each in its own process, with several at a time.
 
-A failed run does not stop the others. Each process reads its job from standard input, which stays
-open as long as the parent process lives (see run_process.py).
+A failed run does not stop the other runs. Each process reads its job from standard input, which
+stays open for as long as the parent process lives. run_process.py explains why.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ class Job:
     """The seed in the comparison, to which the run adds the arm's seed offset."""
     folder: str
     shared: str
-    """The folder of the shared rollouts."""
+    """The folder of the first step's rollouts, which the arms share."""
     config_toml: str
     common_toml: str
     """The common configuration, whose reward scores the evaluations of all arms."""
     start: str
-    """Digest of all data that determines the starting policy."""
+    """The digest of all data that determines the policy before training."""
     key: str
-    """Digest of all inputs that determine a run. Runs with equal digests give equal results."""
+    """The digest of all inputs that determine the run's result. Two runs with equal digests give
+    equal results."""
     threads: int
 
     @property
@@ -70,7 +71,10 @@ class Job:
 
 
 def make_jobs(folder: Path, design: Design) -> list[Job]:
-    """Return a job for every arm and seed, ordered by seed so that all arms advance together."""
+    """Return one job for each arm and seed.
+
+    Jobs are in the order of seeds, so all arms advance together.
+    """
     weights: dict[str, str] = {}
     data: dict[str, str] = {}
     common = parse_config(design.common)
@@ -102,7 +106,7 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
 
 
 def _starting_weights(config: Config) -> str:
-    """Return the digest of a configuration's initial weights, without the adapter."""
+    """Return the digest of a model's initial weights, without an adapter."""
     model = config.model.model_copy(update={"device": "cpu"})
     adapter = config.adapter.model_copy(update={"rank": 0, "also_train": []})
     return fingerprint(
@@ -116,10 +120,11 @@ def _start(config: Config, weights: str) -> str:
 
 
 def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
-    """Return a digest of everything that determines a run's result.
+    """Return a digest of all inputs that determine a run's result.
 
-    Besides the configuration, Covey's version, the starting weights and the number of threads, it
-    covers the contents of data and reward functions, because their files may have been edited.
+    The inputs are the configuration, Covey's version, the initial weights, the number of threads,
+    and the contents of data and reward functions. The digest includes the contents of files,
+    because users may edit the files.
     """
     scoring = [
         [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
@@ -133,11 +138,11 @@ def _digest(data: Any) -> str:
 
 
 def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
-    """Prepare a run's folder to start or resume; return False if the run is finished.
+    """Prepare a run's folder for training, and return False if the run has already finished.
 
-    `elsewhere` maps job keys to the folders of finished runs: a run with this job's key is copied
-    instead of trained again. A run with another key in the job's own folder, for example from
-    another version of Covey, is renamed; no run is ever deleted.
+    `elsewhere` maps digests of inputs (`Job.key`) to the folders of finished runs. A finished run
+    with the job's digest is copied instead of trained again. A run with another digest in the job's
+    folder, for example from another version of Covey, is renamed. No run is ever deleted.
     """
     path = job.path
     ended = read_outcome(path)
@@ -168,13 +173,13 @@ def _move_aside(path: Path) -> None:
                 log_path(path).rename(log_path(aside))
             return
     raise RunError(
-        f"{path}: the old run cannot be renamed, because {path}.aside-1 to {path}.aside-999 exist; "
-        "delete some of these folders"
+        f"{path}: the old run cannot be renamed, because the folders {path}.aside-1 to "
+        f"{path}.aside-999 exist; delete some of them"
     )
 
 
 def _finished_elsewhere(parent: Path) -> dict[str, Path]:
-    """Map job keys to the folders of finished runs, over all comparisons in `parent`."""
+    """Map the digest of each finished run to its folder, for all comparisons in `parent`."""
     found = {}
     for file in sorted(parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
         ended = read_outcome(file.parent)
@@ -185,27 +190,30 @@ def _finished_elsewhere(parent: Path) -> dict[str, Path]:
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """All jobs of a comparison with their status."""
+    """The jobs of a comparison and the status of each."""
 
     jobs: Sequence[Job]
     status: dict[str, Status] = field(default_factory=dict)
-    """Maps the folder of each run to the status of the run."""
+    """Maps each job's run folder to the job's status."""
     stopping: bool = False
 
     def __post_init__(self) -> None:
         self.status = {job.folder: "waiting" for job in self.jobs}
 
     def having(self, status: Status) -> list[Job]:
-        """Return the jobs with the given status."""
+        """Return the jobs that have the given status."""
         return [job for job in self.jobs if self.status[job.folder] == status]
 
 
 Watch = Callable[[Running], None]
-"""A callback that receives the status of all jobs several times a second."""
+"""A function that receives the status of all jobs several times a second."""
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:
-    """Run all unfinished jobs, `parallel` at a time; Ctrl-C makes each run save and stop."""
+    """Run all unfinished jobs, at most `parallel` at a time.
+
+    On Ctrl-C, each run saves and stops.
+    """
     running = Running(jobs=jobs)
     elsewhere = _finished_elsewhere(folder.parent)
     waiting = deque(job for job in jobs if ready(job, elsewhere))
@@ -259,7 +267,10 @@ def start(job: Job) -> subprocess.Popen[bytes]:
 
 
 def _ended(job: Job, process: subprocess.Popen[bytes], stopping: bool) -> Status:
-    """Return a run's final status; if its process died, write outcome.json for the run."""
+    """Return the final status of a run.
+
+    If the run's process died, write outcome.json for the run.
+    """
     assert process.stdin is not None
     process.stdin.close()
     outcome = read_outcome(job.path)

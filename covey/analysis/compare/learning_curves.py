@@ -1,4 +1,4 @@
-"""Learning curves: held-out accuracy over training, per run and averaged per arm."""
+"""Learning curves: held-out accuracy during training, for each run and averaged for each arm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AXES: Mapping[str, tuple[str, Callable[[Point], float]]] = MappingProxyType(
         "seconds": ("seconds of training", lambda point: point.seconds),
     }
 )
-"""Maps each x axis to its label, and to a function that returns an evaluation's x value."""
+"""Maps each x axis to its label, and to a function that returns the x value of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The curves of an arm's runs, and their mean at steps where all finished runs have values."""
+    """The learning curves of an arm's runs, and the mean of its finished runs."""
 
     arm: str
     lines: tuple[Line, ...]
@@ -40,15 +40,16 @@ class Curve:
     """Maps the name of each x axis to the x values of the mean curve, averaged over seeds."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
-    """The lowest value over finished runs; `low` and `high` are not a confidence interval."""
+    """The lowest accuracy of any finished run. The range from `low` to `high` is not a confidence
+    interval."""
     high: tuple[float, ...]
     seeds: Mapping[int, tuple[float | None, ...]]
     """Maps each seed to its accuracies at the steps of the mean curve. An accuracy is None if the
-    run has no evaluation at that step."""
+    run was not evaluated at the step."""
 
 
 def learning_curve(comparison: Comparison, arm: str) -> Curve:
-    """Return the learning curve of an arm, with a mean over its finished runs."""
+    """Return the learning curves of an arm's runs, and the mean of its finished runs."""
     runs = [run for run in comparison.runs_of(arm) if run.points]
     columns = _columns([run for run in runs if run.finished])
     values = [[point.value for point in column] for column in columns]
@@ -82,10 +83,11 @@ def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | Non
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
-    """Return the evaluations to average for each point of the mean curve.
+    """Return the evaluations to average at each step of the mean curve.
 
-    The evaluations of a point are those of all runs at one step. Only the last point averages the
-    last evaluation of each run, because runs with a token budget end at different steps.
+    The mean curve has the steps at which all runs were evaluated. The last value of the mean curve
+    averages the last evaluation of each run, because runs with a token budget end at different
+    steps.
     """
     if not runs:
         return []

@@ -1,9 +1,10 @@
 """Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
-These are two questions with different tests. Which *algorithm* is better is tested over seeds, each
-of which counts as one measurement because it is a separate training run; the difference must be
-large compared with the variation between seeds. Which of two *checkpoints* is better is tested over
-their results on each prompt. docs/statistics.md describes the tests and intervals.
+Which algorithm is better and which checkpoint is better are two questions with different tests. A
+test over seeds decides which *algorithm* is better. Each seed is a separate training run and counts
+as one measurement. The difference must be large compared with the variation between seeds. A test
+over prompts decides which of two *checkpoints* is better. docs/statistics.md describes the tests
+and intervals.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ Decision = Literal[
     "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
     "nothing to compare",
 ]  # fmt: skip
-"""Arms with equal weights in every seed are the "same policy"; arms with equal results on every
-prompt have "no difference". "one seed" and "two seeds" are too few to rank the arms.
+"""Two arms have the "same policy" if their weights are equal in every seed. Two arms have "no
+difference" if their results are equal on every prompt. The decisions "one seed" and "two seeds"
+mean that there are too few seeds to rank the arms.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
-    """The comparison of two arms' final checkpoints, for one seed."""
+    """The comparison of two arms' final checkpoints for one seed."""
 
     seed: int
     difference: Estimate
-    """First arm's mean minus second arm's mean, with a bootstrap interval over prompts."""
+    """The first arm's mean minus the second arm's mean, with a bootstrap interval over prompts."""
     gained: int
-    """The number of prompts that only the first checkpoint solves."""
+    """The number of prompts that only the first arm's checkpoint solves."""
     lost: int
     p_value: float
     """McNemar's exact test."""
@@ -55,33 +57,34 @@ class PairResult:
     seeds: tuple[int, ...]
     missing: tuple[str, ...]
     differences: tuple[float, ...]
-    """Difference of final accuracy (or mean reward) for each seed: first arm minus second arm."""
+    """The final accuracy (or mean reward) of the first arm minus that of the second arm, for each
+    seed."""
     mean: float | None
-    """The mean of `differences`; None if no seed has finished in both arms."""
+    """The mean of `differences`, or None if no seed has finished in both arms."""
     difference: Estimate | None
-    """The mean difference with Student's t interval over seeds; None with fewer than three seeds,
-    or with equal final weights in every seed.
+    """The mean difference with Student's t interval over seeds. The difference is None with fewer
+    than three seeds, or if both arms have equal final weights in every seed.
     """
     difference_new_prompts: Estimate | None
-    """The mean difference; its interval also covers the uncertainty from the choice of prompts."""
+    """The mean difference with an interval that also covers the choice of prompts."""
     p_value: float | None
     """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None
     sign_flip_p: float | None
-    """The p-value of the exact sign flip test; None if there are fewer than six seeds."""
+    """The p-value of the exact sign flip test, or None with fewer than six seeds."""
     decision: Decision
     better: str | None
-    """The name of the significantly better arm; None if neither arm is significantly better."""
+    """The name of the significantly better arm, or None if there is none."""
     seeds_needed: int | None
-    """Number of seeds that would detect the observed difference with 80 % power; None if `decision`
-    is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
+    """The number of seeds that would detect the observed difference with 80 % power. The number is
+    None if `decision` is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
     detectable: float | None
     """The smallest difference that the comparison's number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
     summary: str = ""
-    """A sentence that says which algorithm is better. Filled by conclusion.py."""
+    """A sentence that names the better algorithm, written by conclusion.py."""
     checkpoint_summary: str = ""
-    """A sentence that says which checkpoints are better. Filled by conclusion.py."""
+    """A sentence that names the better checkpoint for each seed, written by conclusion.py."""
     by: Metric = "success"
 
 
@@ -93,7 +96,7 @@ class _Pair:
     second: str
     seeds: tuple[int, ...]
     a: Array
-    """Success or reward of the first arm's completions, [seeds, prompts]."""
+    """The success or reward of the first arm's completions, with the shape [seeds, prompts]."""
     b: Array
     same: bool
     """Whether the final weights of the two arms are equal in every seed."""
@@ -101,15 +104,16 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """Per seed, the first arm's accuracy (or mean reward) minus the second arm's.
+        """The first arm's accuracy (or mean reward) minus the second arm's, for each seed.
 
-        Sums are subtracted before the division, so that equal accuracies give exactly 0.
+        The sums are subtracted before the division by the number of prompts, so equal accuracies
+        give exactly 0.
         """
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property
     def span(self) -> float:
-        """The range of the compared values: 1 for success, the observed range for rewards."""
+        """The range of the compared values: 1 for success, or the range of observed rewards."""
         return 1.0 if self.by == "success" else float(np.ptp([self.a, self.b])) or 1.0
 
     @property
@@ -119,14 +123,17 @@ class _Pair:
 
     @property
     def tested(self) -> bool:
-        """Whether the pair can be tested: it has enough seeds, and the final weights differ."""
+        """Whether the pair has enough seeds for a test, and its final weights differ."""
         return len(self.seeds) >= FEW_SEEDS and not self.same
 
 
 def pair_results(
     runs: Mapping[str, Sequence[RunResult]], missing: Mapping[str, tuple[str, ...]]
 ) -> tuple[PairResult, ...]:
-    """Compare every pair of arms, given the finished and the missing runs of each arm."""
+    """Compare every pair of arms.
+
+    The arguments are the finished and the missing runs of each arm.
+    """
     pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
     tested = [pair for pair in pairs if pair.tested]
     p_values = [float(statistics.seed_test(p.differences, p.a.shape[1], p.span)) for p in tested]
@@ -160,7 +167,7 @@ def _result(
     missing: tuple[str, ...],
     checkpoints: tuple[CheckpointResult, ...],
 ) -> PairResult:
-    """Decide which algorithm is better, given the p-value before and after correction."""
+    """Build the result of a pair from its p-value before and after Holm's correction."""
     several = len(pair.seeds) >= FEW_SEEDS
     differences = pair.differences if pair.seeds else np.zeros(0)
     items = pair.a.shape[1] if pair.seeds else 0
@@ -215,7 +222,7 @@ def _decide(pair: _Pair, p_holm: float | None) -> Decision:
 
 
 def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
-    """Compare the final checkpoints of every pair and seed; correct all p-values together."""
+    """Compare the final checkpoints of every pair and seed, and correct all p-values together."""
     found = [
         [
             paired_difference(a.tolist(), b.tolist(), span=1.0 if pair.by == "success" else None)

@@ -24,21 +24,23 @@ from covey.config import Config, parse_config
 from covey.errors import ConfigError, RunError
 
 PARENT = Path("comparisons")
-"""The folder of comparisons that get no folder of their own."""
+"""The parent folder of comparisons for which the user names no folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A comparison that is about to run."""
+    """A comparison that is ready to run."""
 
     folder: Path
     design: Design
     previous: Design | None
-    """The design of an earlier comparison in the folder, if there is one."""
+    """The design of the comparison that the folder already contains, or None."""
 
 
 def prepare(request: Request, folder: Path | None = None) -> Prepared:
-    """Choose the folder of a comparison, and resume an earlier comparison of the same design.
+    """Choose the folder of a comparison.
+
+    If the folder has a comparison of the same design, resume this comparison.
 
     Without `folder`, the comparison gets the next free folder comparisons/NAME-N.
     """
@@ -73,13 +75,13 @@ def extend(
     seeds: int | None = None,
     threads: int = 0,
 ) -> Prepared:
-    """Add arms or seeds to the comparison in a folder; existing runs stay unchanged."""
+    """Add arms or seeds to the comparison in a folder, without changes to its existing runs."""
     old = read_design(folder)
     if threads not in (0, old.threads):
         raise ConfigError(
             f"--threads {threads}: the existing runs of {folder} use {old.threads} threads, and "
-            "another number of threads would change the last digits of results; leave --threads "
-            "out, or choose another --folder"
+            "another number of threads would change the last digits of results; remove --threads, "
+            "or choose another --folder"
         )
     new = with_arms(old, algorithms, arms)
     new = new if seeds is None else with_seeds(new, seeds)
@@ -93,7 +95,10 @@ def extend(
 
 
 def checked(prepared: Prepared) -> Prepared:
-    """Reject an unfair comparison; add findings and the number of threads to its design."""
+    """Raise an error if a comparison is unfair.
+
+    Add possible problems and the number of threads to the design.
+    """
     design, old = prepared.design, prepared.previous
     configs = arm_configs(design)
     check_prompts(configs)  # also for a resumed comparison, because its data may have been edited
@@ -105,14 +110,14 @@ def checked(prepared: Prepared) -> Prepared:
 
 
 def parallel_runs(design: Design) -> int:
-    """Return how many runs this machine can train at a time."""
+    """Return how many runs this machine can train at the same time."""
     if _on_gpu([parse_config(design.common)]):
         return 1
     return max(1, (os.cpu_count() or 1) // design.threads)
 
 
 def _threads(configs: dict[str, Config], runs: int) -> int:
-    """Return the number of threads of a run; on a CPU, the runs share the cores equally."""
+    """Return the number of threads of each run. On a CPU, the runs share the cores equally."""
     import torch
 
     if _on_gpu(configs.values()):

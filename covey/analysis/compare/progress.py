@@ -1,4 +1,4 @@
-"""Progress of a comparison's runs: a live table in a terminal, plain lines elsewhere."""
+"""Shows the progress of a comparison's runs, as a live table or as plain lines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from covey.run.records import last_row
 
 LIVE_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
-"""Seconds between updates of the table in a terminal, and between a run's progress lines in a log.
+"""Seconds between two updates of the table in a terminal, and between two progress lines of a run
+in a log.
 """
 STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yellow"}
 
 
 def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
-    """Return three texts: the used share of the budget, the step, the newest evaluation."""
+    """Return three texts: the used share of the budget, the step, and the newest evaluation."""
     step = last_row(job.path / "steps.jsonl")
     evaluation = last_row(job.path / "eval.jsonl")
     spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
@@ -38,7 +39,7 @@ def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Displays progress: as a live table in a terminal, as lines in logs and pipes."""
+    """Shows progress as a live table in a terminal, and as plain lines in logs and pipes."""
 
     console: Console
     budget: str
@@ -48,7 +49,7 @@ class Progress:
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, running: Running) -> None:
-        """Update the table twice a second; without a table, print lines about the runs."""
+        """Update the table every half second. Without a table, print lines about the runs."""
         elapsed = time.monotonic() - self.last
         if self.live is not None:
             ended = not running.having("running") and not running.having("waiting")

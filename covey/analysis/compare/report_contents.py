@@ -1,7 +1,7 @@
-"""Gathers the contents of a comparison's report once, for HTML, Markdown and JSON.
+"""Collects the contents of a comparison's report for its HTML, Markdown and JSON files.
 
-Conclusion, learning curves and agreement of arms are computed from the evaluations. Example
-completions and training metrics come from the run folders; a report can be written without them.
+The evaluations give the conclusion, the learning curves and the prompts that arms solve. The run
+folders give example completions and training metrics. A report can be written without run folders.
 """
 
 from __future__ import annotations
@@ -30,36 +30,37 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient norm": ("optim/grad_norm",),
     }
 )
-"""Maps each panel about training health to the names of its metrics in steps.jsonl.
+"""Maps each training-health chart of the report to the names of its metrics in steps.jsonl.
 
-A panel shows the first of its metrics that the run logged. docs/metrics.md defines each metric.
+A chart shows the first of its metrics that the run logged. docs/metrics.md defines each metric.
 """
 HEALTH_POINTS = 200
-"""Maximum number of points in a panel; in longer runs, each point is the mean of several steps."""
+"""The largest number of points in a chart. In longer runs, each point is the mean of several
+steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
 """The number of example prompts of each kind in the report."""
 
 COMPLETION = MappingProxyType(
     {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
 )
-"""Maps each field of an example completion to the field's name in the evaluation file."""
+"""Maps each field of an example completion to the name of that field in the evaluation file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A held-out prompt with the greedy completion of every arm at the end of training."""
+    """A held-out prompt with each arm's greedy completion at the end of training."""
 
     kind: str
     prompt_id: str
     prompt: str
     target: str
     completions: Mapping[str, Mapping[str, Any]]
-    """Maps each arm to a completion: a dict of `text`, `correct`, `tokens` and `finish`."""
+    """Maps each arm to its completion, as a dict of `text`, `correct`, `tokens` and `finish`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """A training metric at each step: the mean over the runs of an arm."""
+    """A training metric at each step, averaged over the runs of an arm."""
 
     metric: str
     arm: str
@@ -69,25 +70,26 @@ class Trend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportContents:
-    """A comparison with everything that its report shows."""
+    """All contents of a comparison's report."""
 
     comparison: Comparison
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """How often arms solve the same prompts. None if no run has finished, or if arms are compared
-    by reward."""
+    """How many prompts all arms, some arms or no arm solves. The value is None if no run has
+    finished, or if arms are compared by reward."""
     texts: Mapping[str, tuple[str, str]]
-    """Maps each prompt id to prompt text and target; empty if no run saved completions."""
+    """Maps each prompt id to the prompt's text and its target. The dict is empty if no run saved
+    completions."""
     example_seed: int | None
     """The seed of the runs whose completions are shown as examples."""
     examples: tuple[Example, ...]
     health: Mapping[str, tuple[Trend, ...]]
-    """Maps each panel of the report to one curve per arm."""
+    """Maps each chart of the report to one curve for each arm."""
 
 
 def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
-    """Gather the contents of a report; `folder` is the comparison's folder."""
+    """Collect the contents of a report. `folder` is the comparison's folder."""
     seed = _common_seed(comparison)
     rows = {}
     for arm in comparison.arms:
@@ -110,7 +112,7 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
 
 
 def _common_seed(comparison: Comparison) -> int | None:
-    """Return the seed that the most arms finished; in a tie, the first such seed."""
+    """Return the seed that most arms finished, or the first such seed if there are several."""
     counts = {
         seed: sum(run.finished for run in comparison.runs if run.seed == seed)
         for seed in comparison.seeds
@@ -119,13 +121,13 @@ def _common_seed(comparison: Comparison) -> int | None:
 
 
 def _ignore(text: str) -> None:
-    """Ignore damaged lines, which were already reported when the comparison was loaded."""
+    """Do not report damaged lines again, because loading the comparison has reported them."""
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
     """Choose example prompts of three kinds: solved by all arms, by some arms, or by no arm.
 
-    `rows[arm][prompt_id]` is the arm's result on the prompt in the last evaluation of one seed.
+    `rows[arm][prompt_id]` is the arm's completion of the prompt in one seed's last evaluation.
     """
     if not rows:
         return ()
@@ -168,7 +170,7 @@ def trends(
     panels: Mapping[str, Sequence[str]],
     logs: Sequence[Sequence[Mapping[str, Any]]],
 ) -> dict[str, Trend]:
-    """Return the trend of each panel that has one: of its first metric that the runs logged."""
+    """For each chart, return the curve of its first metric that the runs logged."""
     found = {}
     for panel, metrics in panels.items():
         drawn = (trend(arm, metric, logs) for metric in metrics)
@@ -179,7 +181,7 @@ def trends(
 
 
 def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) -> Trend:
-    """Return the mean of a metric over runs at each step that has the metric."""
+    """Return the mean of a metric over an arm's runs, at each step that has the metric."""
     values: dict[int, list[float]] = {}
     for log in logs:
         for row in log:
@@ -200,14 +202,14 @@ def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) ->
 # Agreement of arms: how many held-out prompts all arms, only one arm or no arm solves.
 
 MOST_DIFFERENT = 12
-"""The report lists at most this many of the prompts on which arms differ most."""
+"""The largest number of prompts in the report's list of prompts on which arms differ most."""
 
 Runs = Mapping[str, Sequence[RunResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedPrompt:
-    """A held-out prompt, and for each arm, how many finished runs solve the prompt."""
+    """A held-out prompt with the number of finished runs of each arm that solve it."""
 
     id: str
     solved: Mapping[str, int]
@@ -215,32 +217,35 @@ class SolvedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How many held-out prompts all arms solve, some arms solve, and no arm solves.
+    """The numbers of held-out prompts that all arms, some arms or no arm solves.
 
     An arm solves a prompt if more than half of its finished runs solve it.
     """
 
     runs: Mapping[str, int]
-    """Arm -> number of finished runs; arms without a finished run are left out."""
+    """Maps each arm to its number of finished runs. Arms without a finished run are left out."""
     num_prompts: int
     solved_by_all: int
     solved_by_none: int
     solved_by_some: int
-    """The number of prompts solved by several arms, but not by all."""
+    """The number of prompts that several arms solve, but not all arms."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
-    """The fraction of prompts that exactly one of two runs solves, averaged over pairs of runs of
-    the same arm. The value is None if no arm has two finished runs.
+    """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs
+    of the same arm. The fraction is None if no arm has two finished runs.
     """
     disagreement_between_arms: float | None
-    """The fraction of prompts that exactly one of two runs solves, averaged over pairs of runs that
-    have the same seed and different arms.
+    """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs
+    with the same seed and different arms.
     """
     most_different: tuple[SolvedPrompt, ...]
 
 
 def prompt_agreement(comparison: Comparison) -> Agreement | None:
-    """Count the prompts that arms solve in their last evaluation; None if no run has finished."""
+    """Count the prompts that each arm solves in its last evaluation.
+
+    Return None if no run has finished.
+    """
     runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
     if not runs:
         return None
@@ -282,7 +287,7 @@ def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:
 
 
 def _most_different(prompts: Sequence[SolvedPrompt], runs: Runs) -> tuple[SolvedPrompt, ...]:
-    """Return the prompts whose success rates differ most between arms."""
+    """Return the prompts whose success rates differ most between the arms."""
 
     def gap(prompt: SolvedPrompt) -> float:
         shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]

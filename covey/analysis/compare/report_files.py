@@ -1,10 +1,10 @@
-"""Write the report files of a comparison.
+"""Writes the report files of a comparison.
 
     report.html   one page that opens offline, without other files
     report.md     the same tables, for a comment
     report.json   everything, for programs; docs/compare-report.md describes each field
 
-A report depends only on the runs: the same runs give the same files.
+A report depends only on the runs, so two reports of the same runs are equal.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from covey.escape import printable
 from covey.run.files import finite, write_text
 
 SCHEMA = 3
-"""Format version of report.json; it increases when a field is renamed, removed or redefined."""
+"""The format version of report.json, which increases when a field is renamed, removed or
+redefined."""
 COLOURS = 8
-"""Number of arm colors in the style sheet; further arms reuse these colors with dashed lines."""
+"""The number of arm colors in the style sheet, which further arms reuse with dashed lines."""
 LONGEST_COMPLETION = 3000
 """The HTML report cuts off a completion after this number of characters."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[report]'."
@@ -58,14 +59,14 @@ def write_reports(folder: Path, comparison: Comparison) -> None:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """Return JSON with one line per field, so that a field is easy to find."""
+    """Return JSON text with one line for each top-level field, so that a field is easy to find."""
     dump = partial(json.dumps, allow_nan=False, default=str)
     lines = [f"{dump(name)}: {dump(finite(value))}" for name, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def report_data(contents: ReportContents) -> dict[str, Any]:
-    """Return the contents of report.json as plain data."""
+    """Return the contents of report.json as a dict."""
     comparison, texts = contents.comparison, contents.texts
     evaluated = (run.points[0].correct for run in comparison.runs if run.points)
     return {
@@ -119,7 +120,7 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def terminal_report(comparison: Comparison) -> RenderableType:
-    """Return the terminal report: headline, tables, cautions, summaries and findings."""
+    """Return the report for a terminal: headline, tables, cautions, summaries and findings."""
     found = conclude(comparison)
     lines = [
         _text(found.headline, style="bold"),
@@ -144,7 +145,7 @@ def _table(made: TextTable) -> Table:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Return text for a terminal, without rich markup and control characters."""
+    """Return text without control characters and rich markup, for a terminal."""
     return Text(printable(text), style=style)
 
 
@@ -152,7 +153,7 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def page(contents: ReportContents) -> str:
-    """Return the HTML of the report; comparison.html is its template."""
+    """Return the HTML report, from the template comparison.html."""
     comparison, library = contents.comparison, _plotly_source()
     chart_data = {  # what comparison.js draws
         "arms": [arm.name for arm in comparison.arms],
@@ -185,7 +186,10 @@ def page(contents: ReportContents) -> str:
 
 
 def markdown(contents: ReportContents) -> str:
-    """Return the report for a comment on GitHub; comparison.md is its template."""
+    """Return the Markdown report, from the template comparison.md.
+
+    The Markdown report suits a comment on GitHub.
+    """
     return _rendered("comparison.md", contents, fenced=fenced)
 
 
@@ -203,7 +207,10 @@ def _rendered(name: str, contents: ReportContents, **values: Any) -> str:
 
 
 def _plotly_source() -> str | None:
-    """Return plotly's script, or None if plotly is missing; the report then has no charts."""
+    """Return the script of plotly, or None if plotly is not installed.
+
+    Without plotly, the report has no charts.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -1,4 +1,4 @@
-"""Text tables that the HTML, Markdown and terminal reports share."""
+"""Builds the text tables that the HTML, Markdown and terminal reports share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHECKPOINT_NOTE = (
 
 
 def result_table(found: Conclusion) -> TextTable:
-    """Return a table of each arm's initial and final accuracy or mean reward."""
+    """Return a table with the initial and the final accuracy (or mean reward) of each arm."""
     constant = any(arm.above_constant is not None for arm in found.arms)
     distinct = any(arm.distinct_answers is not None for arm in found.arms)
     more = [*["above constant"] * constant, *["answers"] * distinct]
@@ -73,14 +73,17 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 
 
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the improvement's interval, or with two seeds the improvement of each seed."""
+    """Return the confidence interval of an improvement.
+
+    With two seeds, return each seed's improvement.
+    """
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
     return _interval(change, arm.by)
 
 
 def reward_table(found: Conclusion) -> TextTable:
-    """Return a table of each arm's mean reward and the means of the reward components."""
+    """Return a table with the mean reward of each arm, and the means of its reward components."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],
@@ -101,7 +104,7 @@ def reward_table(found: Conclusion) -> TextTable:
 
 
 def training_table(found: Conclusion) -> TextTable:
-    """Return best accuracy, mean accuracy and collapsed seeds of each arm."""
+    """Return a table with the best accuracy, mean accuracy and collapsed seeds of each arm."""
     return TextTable(
         title="Over training",
         head=["arm", "final, 95 % interval", "best", "mean over training", "collapsed"],
@@ -150,7 +153,7 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summary of each pair of arms, except the summary that is already the headline."""
+    """Return the summaries of all pairs of arms, except the one that is already the headline."""
     return [pair.summary for pair in found.pairs if pair.summary != found.headline]
 
 
@@ -193,7 +196,7 @@ def _needed(pair: PairResult) -> str:
 
 
 def checkpoint_table(found: Conclusion) -> TextTable:
-    """Return a table that compares two arms' final checkpoints, for each pair and seed."""
+    """Return a table that compares the final checkpoints of each pair of arms, for each seed."""
     return TextTable(
         title="Checkpoints of each seed",
         head=["first, second", "seed", "difference", "95 % interval", "only 1st", "only 2nd", "p"],
@@ -231,7 +234,7 @@ def differences_table(comparison: Comparison) -> TextTable:
 
 
 def finding_title(row: Mapping[str, str]) -> str:
-    """Return the title of a finding with the names of its arms."""
+    """Return the title of a finding, followed by the names of its arms."""
     arms = f" ({row['arms']})" if row.get("arms") else ""
     return f"{row.get('title', '')}{arms}"
 
@@ -247,7 +250,7 @@ def runs_table(comparison: Comparison) -> TextTable:
 
 
 def _shared(comparison: Comparison) -> str:
-    """Return a sentence that says whether the arms of a seed share the first step's rollouts."""
+    """Return a sentence that says which arms share the rollouts of the first step."""
     names: dict[int, set[str]] = {}
     for run in comparison.runs:
         if run.first_rollouts:
@@ -273,7 +276,7 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return a table of how many prompts all arms solve, no arm solves, or one arm solves."""
+    """Return a table with the numbers of prompts that all arms, no arm or one arm solves."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -291,7 +294,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Return a sentence about how often arms, and seeds of one arm, disagree on a prompt."""
+    """Return a sentence about how often two arms, or two seeds of one arm, disagree on a prompt."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (
@@ -304,7 +307,7 @@ def _disagreement(found: Agreement) -> str:
 
 
 def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> TextTable:
-    """Return the prompts on which arms differ most, with their texts if known."""
+    """Return a table of the prompts on which arms differ most, with their texts if known."""
     return TextTable(
         title="Prompts on which arms differ most",
         head=["prompt", "target", *found.runs],
@@ -320,7 +323,7 @@ def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> T
 
 
 def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
-    """Return the values of a learning curve as a table."""
+    """Return a table with the values of a learning curve."""
     return TextTable(
         title=curve.arm,
         head=[*AXES, "mean", "lowest", "highest", *(f"seed {seed}" for seed in curve.seeds)],
@@ -339,7 +342,7 @@ def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
 
 
 def health_table(health: Mapping[str, Sequence[Trend]]) -> TextTable:
-    """Return the first and last value of each training metric."""
+    """Return a table with the first and the last value of each training metric."""
     return TextTable(
         title="First and last of each metric",
         head=["metric", "arm", "first", "last"],
@@ -352,7 +355,7 @@ def health_table(health: Mapping[str, Sequence[Trend]]) -> TextTable:
 
 
 def p_value(p: float) -> str:
-    """Return a p-value with three decimals.
+    """Format a p-value with three decimals.
 
     >>> p_value(0.0000123), p_value(0.04321), p_value(1.0)
     ('< 0.001', '0.043', '1.000')
@@ -365,7 +368,7 @@ def _interval(estimate: Estimate, by: Metric) -> str:
 
 
 def shown_level(estimate: Estimate | None, arm: ArmResult) -> str:
-    """Return an arm's accuracy, or its mean reward, as text."""
+    """Format an arm's accuracy, or its mean reward."""
     return EMPTY if estimate is None else value_text(arm.by, estimate.value)
 
 
@@ -379,7 +382,7 @@ COST_NOTE = (
 
 
 def cost_table(found: Conclusion) -> TextTable:
-    """Return a table of the time, memory and final accuracy of each arm."""
+    """Return a table with the training time, memory and final accuracy of each arm."""
     costs = [(arm, arm.cost) for arm in found.arms if arm.cost is not None]
     return TextTable(
         title="Cost of a run",

@@ -1,8 +1,9 @@
-"""The process that trains one run (`python -m covey.analysis.compare.run_process`).
+"""Trains one run of a comparison in a process of its own.
 
-The job arrives as a line on standard input, which then stays open: when it closes, the parent
-process has ended, and this process exits at once. Output goes to the run's log, and the result to
-outcome.json. A process that is started again resumes its run from the last checkpoint.
+`python -m covey.analysis.compare.run_process` reads the job as one line from standard input. When
+standard input closes, the parent process has ended, and the run exits at once. The process writes
+its output to the run's log, and its result to outcome.json. A process that starts again resumes its
+run from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from covey.training.rl import train
 from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3
-"""Exit codes; STOPPED means that the run was interrupted and can be resumed."""
+"""The exit codes of the process. A process with the exit code STOPPED was interrupted, and its run
+can be resumed."""
 LONGEST_ERROR = 300
 
 
@@ -48,7 +50,7 @@ class LogTracker(Tracker):
     """Prints the evaluations and notes of a run to its log."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Print how many steps are done, and the number of completions per step."""
+        """Print the number of finished steps, and the number of completions per step."""
         self.note(f"after step {done} of {steps}, {rollouts} completions per step")
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -61,7 +63,7 @@ class LogTracker(Tracker):
 
 
 def main() -> None:
-    """Read a job from standard input and run it."""
+    """Read a job from standard input, and train its run."""
     job = Job(**json.loads(sys.stdin.buffer.readline()))
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
@@ -86,7 +88,7 @@ def _exit_with_parent() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return an error as one line, with the class name unless it is a CoveyError."""
+    """Format an error as one line, with its class name unless it is a CoveyError."""
     text = str(error)
     if not isinstance(error, CoveyError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -94,7 +96,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def run_job(job: Job) -> int:
-    """Train from the last checkpoint until the end or a stop signal; return the exit code."""
+    """Train from the last checkpoint until the end or a stop signal. Return the exit code."""
     torch.set_num_threads(job.threads)
     config = parse_config(tomllib.loads(job.config_toml))
     common = parse_config(tomllib.loads(job.common_toml))
@@ -135,7 +137,7 @@ def run_job(job: Job) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes, on the GPU if there is one."""
+    """Return the peak memory in bytes, of the GPU if there is one and else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -159,10 +161,10 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return one SHA-256 over names, dtypes, shapes and values of a checkpoint's weights.
+    """Return a SHA-256 digest of the weights in the checkpoint of a model or an adapter.
 
-    The checkpoint is of a model or of an adapter. How tensors are distributed over files and the
-    files' metadata do not change the digest.
+    The digest covers the names, dtypes, shapes and values of the weights. The digest does not
+    depend on metadata, or on how many files contain the weights.
     """
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
     with ExitStack() as stack:

@@ -1,10 +1,11 @@
-"""Shared rollouts: completions before the first optimizer step, generated once for all arms.
+"""Stores the completions of the first training step, so that all arms of a comparison share them.
 
 Before the first optimizer step, all runs of a seed have the same weights, prompts and random
-numbers, and should therefore sample the same completions. On a GPU, rounding could still make them
-differ. So the first run that needs the completions generates and stores them, and the others read
-the stored ones. The name of each file contains a digest of all settings that determine its
-completions, so a run with other settings never reads it.
+numbers. All runs of a seed should therefore sample the same first completions. On a GPU, however,
+rounding could make the completions differ. The first run that needs the completions generates and
+stores them. The other runs read the stored completions. The name of each file contains a digest of
+all settings that determine its completions. A run with other settings therefore never reads the
+file.
 """
 
 from __future__ import annotations
@@ -34,26 +35,27 @@ from covey.types import VersionSpan
 
 @dataclass(slots=True, kw_only=True)
 class SharedEngine:
-    """An engine that shares the completions of the first step between runs."""
+    """An engine that stores the first step's completions, or reads those of another run."""
 
     engine: Engine
     folder: Path
     start: str
-    """Digest of the starting policy: weights, dtype, device and adapter."""
+    """The digest of the policy before training: its weights, dtype, device and adapter."""
     names_file: Path
-    """A file that lists the names of the stored files that this run's first step used."""
+    """The file in which this run lists the stored completions that its first step used."""
     names: list[str] = field(default_factory=list)
-    """The names, without suffix, of the files that store the completions."""
+    """The names of the stored completions that this run used, which are file names without
+    suffix."""
     version: int = 0
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of the wrapped engine."""
+        """The properties of the wrapped engine."""
         return self.engine.info
 
     @property
     def preemptions(self) -> int:
-        """The wrapped engine's number of preemptions so far."""
+        """The number of preemptions in the wrapped engine so far."""
         return self.engine.preemptions
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
@@ -70,7 +72,10 @@ class SharedEngine:
         self.engine.close()
 
     def run(self, requests: RequestSource) -> None:
-        """Read the completions if they are stored; otherwise generate and store them."""
+        """Read the completions from a file.
+
+        If the file does not exist, generate the completions and store them.
+        """
         if self.version > 0 or not requests.limits.requests:
             self.engine.run(requests)
             return
@@ -104,7 +109,7 @@ class SharedEngine:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A request source that first returns the requests in `ready`, and records all completions."""
+    """A request source that first returns the requests in `ready`, and records completions."""
 
     source: RequestSource
     ready: Sequence[Request]
@@ -125,7 +130,7 @@ class _Recorder:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Let only one process at a time check whether a file exists, and write it."""
+    """Let only one process at a time check whether a file exists, and write that file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
 """Statistical tests, intervals and power analysis for runs with several seeds.
 
 Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors.
-Arrays have the shape [seeds] or [seeds, prompts]; simulations add leading axes for repetitions of
+Arrays have the shape [seeds] or [seeds, prompts]. Simulations add axes in front for repetitions of
 an experiment. docs/statistics.md gives the reasons for these tests and intervals, and their error
 rates.
 """
@@ -37,38 +37,39 @@ POWER = 0.8
 MOST_SEEDS = 1000
 """The largest number of seeds that `seeds_needed` considers."""
 EXACT_FLIPS = 16
-"""Up to this number of seeds all 2^seeds sign flips are tried, and beyond it 2^16 random ones.
+"""The largest number of seeds for which the sign flip test tries all `2 ** seeds` sign
+combinations. With more seeds, the sign flip test tries `2 ** 16` random combinations.
 """
 FEW_SEEDS = 3
-"""The smallest number of seeds with which two arms are ranked; with two seeds, the confidence
+"""The smallest number of seeds that is enough to rank two arms. With two seeds, the confidence
 interval is too wide."""
 FLIP_SEEDS = 6
-"""The fewest seeds with which the sign flip test can reach a p-value below 5 %; with five, the
-lowest possible p-value is 6.25 %.
+"""The smallest number of seeds with which the sign flip test can reach a p-value below 5 %. With
+five seeds, the lowest possible p-value is 6.25 %.
 """
 COLLAPSE_LEVEL = 0.01
-"""The p-value below which a drop in accuracy counts as a collapse; it is below 5 % because a run's
-best evaluation is partly luck."""
+"""A drop in accuracy counts as a collapse if its p-value is below this level. The level is below 5
+% because a run's best evaluation is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossed:
-    """A mean over seeds and prompts, and the two components of its variance."""
+    """A mean over seeds and prompts, with the two components of its variance."""
 
     mean: Array
     over_seeds: Array
-    """The variance of the mean that the choice of seeds causes, for fixed prompts."""
+    """The variance of the mean that comes from the choice of seeds, for fixed prompts."""
     over_items: Array
-    """The additional variance of the mean that the choice of prompts causes."""
+    """The additional variance of the mean that comes from the choice of prompts."""
 
 
 def crossed(values: Array) -> Crossed:
-    """Return the mean of `values` [..., seeds, prompts] and its two variance components.
+    """Return the mean of `values` [..., seeds, prompts], and the two components of its variance.
 
-    The decomposition is a two-way analysis of variance in which both factors are random. It is
-    needed because a prompt that is hard for every seed does not increase the variance between
-    seeds, so per-seed accuracies alone cannot show the variance between prompts. The latter is the
-    variance of the per-prompt means minus the residual variance of the two-way model.
+    The components come from a two-way analysis of variance in which both factors are random.
+    Accuracies per seed alone cannot show the variance between prompts, because a prompt that is
+    hard for every seed does not increase the variance between seeds. The variance between prompts
+    is the variance of the per-prompt means minus the residual variance of the two-way model.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -84,10 +85,10 @@ def crossed(values: Array) -> Crossed:
 
 
 def half_width(parts: Crossed, seeds: int, items: int) -> Array:
-    """Return half the width of the 95 % interval of a mean over seeds and prompts.
+    """Return half of the width of the 95 % interval for a mean over seeds and prompts.
 
-    Each variance component is multiplied by the squared t quantile for its own degrees of freedom:
-    with two seeds, the quantile is 12.7 for the variance between seeds, but about 2 for the
+    Each variance component is multiplied by the squared t quantile for its own degrees of freedom.
+    With two seeds, the t quantile is 12.7 for the variance between seeds, but about 2 for the
     variance between prompts.
     """
     width = _quantile(seeds - 1) ** 2 * parts.over_seeds
@@ -101,11 +102,11 @@ def _quantile(freedom: int) -> float:
 
 
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
-    """Return the mean accuracy, and the lower and upper bound of its confidence interval.
+    """Return the mean accuracy, and the lower and the upper bound of its confidence interval.
 
-    `values` [..., seeds, prompts] has the accuracies of at least two seeds. This is Wilson's
-    interval, which stays within [0, 1] and never has width 0. Its sample size is the number of
-    independent completions that would give the same standard error.
+    `values` [..., seeds, prompts] contains the accuracies of at least two seeds. The bounds are
+    those of Wilson's interval, which stays within [0, 1] and never has width 0. The sample size of
+    the interval is the number of independent completions that would give the same standard error.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -125,7 +126,8 @@ def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
 def accuracy(correct: Array) -> Estimate:
     """Estimate the accuracy of one arm of a comparison from `correct` [seeds, prompts].
 
-    With a single seed, the confidence interval covers the choice of prompts, but not of seeds.
+    With a single seed, the confidence interval covers the choice of prompts but not the choice of
+    seeds.
     """
     if len(correct) == 1:
         return proportion(int(correct.sum()), correct.shape[1])
@@ -133,7 +135,7 @@ def accuracy(correct: Array) -> Estimate:
 
 
 def change(values: Array, limit: float = 1.0) -> Estimate:
-    """Estimate the mean of differences [seeds, prompts] and its confidence interval.
+    """Return the mean of differences [seeds, prompts], with its confidence interval.
 
     `limit` is the largest possible difference: 1 for accuracies, infinite for rewards.
     """
@@ -148,24 +150,24 @@ def change(values: Array, limit: float = 1.0) -> Estimate:
 
 
 def mean_reward(values: Array) -> Estimate:
-    """Estimate a mean of rewards [seeds, prompts], with an interval over seeds and prompts."""
+    """Return the mean of rewards [seeds, prompts], with its confidence interval."""
     return change(values, limit=math.inf)
 
 
 def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    The result is never below the rounding error of a difference, because with n prompts, accuracies
-    are multiples of 1 / n. Otherwise two seeds with equal differences would have a standard
-    deviation of 0, and any difference would be significant. For rewards, the rounding step is
-    `span`, the highest minus the lowest reward, divided by the number of prompts.
+    The result is at least the rounding error of a difference. With n prompts, accuracies are
+    rounded to multiples of `1 / n`. Without this lower bound, two seeds with equal differences
+    would have a standard deviation of 0, and any difference would be significant. Rewards have the
+    rounding step `span / items`, where `span` is the highest minus the lowest reward.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
 
 
 def seed_test(differences: Array, items: int, span: float = 1.0) -> Array:
-    """Return the two-sided p-value of the paired t-test, from `differences` [..., seeds].
+    """Return the two-sided p-value of the paired t-test on `differences` [..., seeds].
 
     >>> float(seed_test(np.array([0.10, 0.14, 0.12]), items=200).round(4))
     0.0091
@@ -178,7 +180,7 @@ def seed_test(differences: Array, items: int, span: float = 1.0) -> Array:
 def seed_interval(
     differences: Array, items: int, span: float = 1.0, limit: float = 1.0
 ) -> Estimate:
-    """Return the mean difference with the confidence interval that matches `seed_test`."""
+    """Return the mean difference with the confidence interval that belongs to `seed_test`."""
     seeds = len(differences)
     error = float(seed_deviation(differences, items, span)) / math.sqrt(seeds)
     mean, half = float(differences.mean()), _quantile(seeds - 1) * error
@@ -186,7 +188,10 @@ def seed_interval(
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of one number per seed, with Student's t interval from two seeds on."""
+    """Return the mean of one number per seed.
+
+    The estimate has Student's t interval if there are at least two seeds.
+    """
     mean = float(np.mean(values))
     if len(values) == 1:
         return Estimate(mean, mean, mean)
@@ -197,10 +202,10 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the two-sided sign flip test over seeds.
 
-    If the arms do not differ, each seed's difference is equally likely to be positive or negative.
-    The p-value is the fraction of sign combinations for which the sum of the differences is at
-    least as far from 0 as the observed sum. The result is None if there are too few seeds to reach
-    a p-value of 5 %.
+    If the arms are equally good, each seed's difference is equally likely to be positive or
+    negative. The p-value is the fraction of sign combinations that put the sum of the differences
+    at least as far from 0 as the observed sum. The result is None with fewer than six seeds, which
+    cannot reach a p-value of 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -218,7 +223,7 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for multiple comparisons by Holm's method.
+    """Correct p-values for multiple tests by Holm's method.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -236,8 +241,8 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
     A significant difference with the wrong sign does not count as detected. The noncentral t
     distribution is computed as a mean of normal probabilities over quantiles of the observed
-    standard deviation, because the usual series does not converge in the far tail, which a test
-    with two seeds needs.
+    standard deviation. The usual series does not converge in the far tail, which a test with two
+    seeds needs.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)
@@ -246,13 +251,15 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
 @cache
 def _observed_deviations(freedom: int) -> Array:
-    """Return quantiles of the ratio of observed to true standard deviation."""
+    """Return quantiles of the observed standard deviation divided by the true one."""
     quantiles = (np.arange(2000) + 0.5) / 2000
     return np.asarray(np.sqrt(special.chdtri(freedom, 1 - quantiles) / freedom))
 
 
 def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | None:
-    """Return how many seeds are needed for 80 % power; None if more than MOST_SEEDS are needed.
+    """Return how many seeds give a power of 80 %.
+
+    Return None if more than MOST_SEEDS seeds are needed.
 
     >>> seeds_needed(0.05, 0.05), seeds_needed(0.0, 0.05)
     (10, None)
@@ -265,7 +272,7 @@ def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | N
 
 
 def detectable(deviation: float, seeds: int, level: float = LEVEL) -> float:
-    """Return the difference that `seeds` seeds detect with 80 % power."""
+    """Return the smallest difference that a test with `seeds` seeds detects with 80 % power."""
     highest = 1.0
     while power(highest, seeds, level) < POWER:
         highest *= 2
@@ -274,7 +281,7 @@ def detectable(deviation: float, seeds: int, level: float = LEVEL) -> float:
 
 
 def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> float:
-    """Return the mean accuracy of a learning curve up to `end` (area divided by width).
+    """Return the mean accuracy of a learning curve up to `end`, as its area divided by its width.
 
     >>> area([0, 10, 20], [0.0, 0.5, 0.5], end=20)
     0.375
@@ -288,7 +295,9 @@ def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> fl
 
 
 def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) -> float:
-    """Return the interpolated x value where a curve first reaches `level`; infinity if never.
+    """Return the x value at which a curve first reaches `level`, by interpolation.
+
+    Return infinity if the curve never reaches `level`.
 
     >>> reached([0, 10, 20], [0.1, 0.1, 0.3], 0.2), reached([0, 10], [0.1, 0.2], 0.5)
     (15.0, inf)
@@ -304,6 +313,6 @@ def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) ->
 
 
 def fell(before: Array, final: Array) -> bool:
-    """Return whether evaluation `final` solves significantly fewer prompts than `before`."""
+    """Return whether the evaluation `final` solves significantly fewer prompts than `before`."""
     found = paired_difference(final.tolist(), before.tolist())
     return found.estimate.value < 0 and found.p_value < COLLAPSE_LEVEL

@@ -1,4 +1,4 @@
-"""All checks of `covey doctor`, on a small version of the user's own run."""
+"""Runs all checks of `covey doctor` on a small version of the user's own run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ from covey.run.trackers import Tracker
 from covey.training.build import assemble
 
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
-"""Sizes of a small step, largest first: prompts, completions per prompt, tokens per completion.
+"""The sizes that the small training step can have, from largest to smallest. A size is the number
+of prompts, of completions per prompt, and of tokens per completion.
 
-`covey doctor` uses the first size whose rollouts and updates are estimated to take at most the
-fraction `SHARE` of the time limit.
+`covey doctor` uses the first size that is fast enough. By estimate, the rollouts and optimizer
+steps of this size take at most the fraction `SHARE` of the time limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""The fraction of the time limit that all rollouts and updates together may take; the number of
-rollout batches that the checks generate; the number of updates that they compute.
+"""SHARE is the fraction of the time limit that rollouts and optimizer steps together may take.
+ROLLOUTS is how often the checks generate a batch of rollouts, and UPDATES is how often they compute
+a gradient.
 """
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
@@ -57,7 +59,7 @@ def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
 
 
 def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
-    """Run all checks on a resolved configuration; yield each result as soon as it is known."""
+    """Run all checks on a complete configuration. Yield each result as soon as it is known."""
     clock.say("reading model and data")
     if (gguf := find_gguf(config.model.path)) is not None:
         import_gguf(gguf)  # once, and not a part of the time that a load takes
@@ -80,7 +82,7 @@ def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
 def _fitting(
     config: Config, facts: TaskFacts, shape: Shape, limit: float
 ) -> tuple[Config, RunTime | None]:
-    """Return the largest small run that fits into the time limit, and its estimated time."""
+    """Return the largest test configuration that fits the time limit, and its estimated time."""
     device, found = Device.here(config.model.device), None
     for size in SIZES:
         short = small(config, size)
@@ -93,7 +95,7 @@ def _fitting(
 
 
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
-    """Check the engine and the gradient on the completions of one step; changes the weights."""
+    """Check the engine and the gradient on the completions of one step. The weights change."""
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped
         return

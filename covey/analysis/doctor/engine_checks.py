@@ -1,4 +1,4 @@
-"""Checks of the engine against the trainer: log-probs, greedy completions, weight updates."""
+"""Checks the engine against the trainer: log-probs, greedy completions and weight updates."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from covey.training.step import filled_batch
 from covey.types import Group
 
 EXACT = 1e-3
-"""The largest allowed difference of log-probs, in nats, between engine and trainer."""
+"""The largest allowed difference between the engine's and the trainer's log-probs, in nats."""
 RATE = 1e-3
-"""Learning rate of the test step, large enough to detect an engine with stale weights."""
+"""The learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""How far below the highest logit the logit of a greedy token may be (0.5 for 16-bit models)."""
+"""The logit of a greedy token may be this much below the highest logit. With 16-bit models, the
+logit may be 0.5 below."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
-    """Compare the engine's log-probs with the trainer's log-probs."""
+    """Compare the engine's log-probs with those that the trainer computes."""
     policy, tokens = parts.policy, parts.learner.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     kept = log_kept(policy, batch, parts.sampling.distribution, tokens)

@@ -1,8 +1,9 @@
 """Checks that the gradient does not depend on how a batch is split, padded or ordered.
 
-The gradient of one optimizer step is computed in several ways, and each result is compared with a
-reference: the sum of gradients from a separate forward pass for each completion. Rewards are hashes
-of prompt id and sample index, because equal rewards would give a gradient of 0.
+The doctor computes the gradient of one optimizer step with other micro-batches, padding, packing,
+ranks and order. The doctor compares each gradient with a reference, which is the sum of gradients
+from a separate forward pass for each completion. The rewards are hashes of prompt id and sample
+index, because equal rewards would give a gradient of 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from covey.types import Batch, Group, Rollout
 from covey.world import World
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
-"""Largest allowed relative difference of two gradients, in float32 and in 16 bits."""
+"""The largest allowed relative difference of two gradients, in float32 and in 16 bits."""
 REMEDY = (
     "the loss of a step depends on how the batch is split or padded: your own objective must leave "
     "denominators to its weights; set train.graphs = 'off' to rule out CUDA graphs, and otherwise "
@@ -34,7 +35,7 @@ _ZERO = torch.zeros(())
 
 
 class _OfTwo(World):
-    """One of two simulated ranks: it selects its own micro-batches, but does not communicate."""
+    """One of two simulated ranks, which selects its own micro-batches but does not communicate."""
 
     size = 2
 
@@ -43,7 +44,7 @@ class _OfTwo(World):
 
 
 def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
-    """Compare the gradient of an optimizer step with the sum of per-completion gradients."""
+    """Compare the gradient of an optimizer step with the sum of its completions' gradients."""
     settings = replace(parts.learner.settings, mini_batches=1, epochs=1)
     learner = replace(parts.learner, settings=settings)
     learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
@@ -87,7 +88,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iter
 
 
 def _invented(group: Group) -> Group:
-    """Replace a group's rewards by invented ones, which do not depend on the completions."""
+    """Replace a group's rewards by hashes, which do not depend on the completions."""
 
     def reward(rollout: Rollout) -> float:
         return zlib.crc32(f"{rollout.prompt_id} {rollout.sample}".encode()) % 1000 / 1000
@@ -110,9 +111,9 @@ def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
 
 
 def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
-    """Return the gradient by parameter name, summed over the learners of all ranks.
+    """Return the gradient of each parameter by name, summed over the learners of all ranks.
 
-    The tensors belong to the optimizer, and the next call overwrites them.
+    The gradients belong to the optimizer, and the next call of this function overwrites them.
     """
     optimizer = learners[0].policy.optimizer
     optimizer.zero_grad()
@@ -124,7 +125,7 @@ def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
 
 
 def _distance(one: Gradient, other: Gradient) -> float:
-    """Return the norm of the difference of two gradients; a missing gradient counts as zero."""
+    """Return the norm of the difference of two gradients. A missing gradient counts as zero."""
     names = {*one, *other}
     away = (one.get(name, _ZERO) - other.get(name, _ZERO) for name in names)
     return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in away))

@@ -1,4 +1,4 @@
-"""Checks of reward, sandbox, exact resume, memory and time on this machine."""
+"""Checks the reward, the sandbox, exact resume, memory and step time on this machine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from covey.training.resolve import reward_of, task_of
 from covey.training.rl import train
 
 PROMPTS = 8
-"""The number of held-out prompts on which the reward is tested."""
+"""The number of held-out prompts that test the reward."""
 OVER = 1.5
-"""The largest allowed ratio of measured to forecast memory, above 1 because earlier checks leave
-some memory in use.
+"""The largest allowed ratio of measured memory to forecast memory. The ratio is above 1 because
+earlier checks leave some memory in use.
 """
 WORKSPACES = 256 * 2**20
-"""Bytes that GPU libraries allocate through torch, which the memory forecast does not include. For
-a tiny model they exceed the model's own tensors.
+"""The bytes that GPU libraries allocate through torch, which the memory forecast does not include.
+With a tiny model, GPU libraries allocate more bytes than the model's own tensors.
 """
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
@@ -64,12 +64,11 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources it can reach; in the sandbox there must be none.
-"""
+"""A program that lists the forbidden resources it can reach, which must be none in the sandbox."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Check the reward; yield one result for determinism and one for all other checks."""
+    """Check the reward. Yield one result for determinism, and one for all other properties."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring
@@ -103,7 +102,7 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Check that a program in the sandbox cannot reach files, environment or network."""
+    """Check that programs in the sandbox reach no files, environment variables or network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"
@@ -143,7 +142,7 @@ def _needs_sandbox(config: Config) -> bool:
 def resume_checks(
     config: Config, folder: Path, expected: Forecast, clock: Clock
 ) -> Iterator[Result]:
-    """Check that a resumed run writes the same checkpoint; also check memory and step time."""
+    """Check that a resumed run writes the same checkpoint. Check memory and step time too."""
     if skipped := clock.skips("resume, memory, time", clock.pace.resume):
         yield skipped
         return

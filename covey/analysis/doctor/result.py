@@ -1,4 +1,7 @@
-"""Results of the doctor's checks. This module does not import torch."""
+"""The results and the time limit of the checks of `covey doctor`.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Result:
 
     name: str
     passed: bool | None
-    """Whether the check passed; None if the check was skipped or does not apply."""
+    """Whether the check passed, or None if it was skipped or does not apply."""
     figure: str
     """What was found."""
     remedy: str = ""
@@ -27,7 +30,7 @@ class Result:
 
     @property
     def sign(self) -> str:
-        """A tick if the check passed, a cross if it failed, and a dash if it was skipped."""
+        """The sign ✔ if the check passed, ✗ if it failed, and - if it was skipped."""
         return {True: "✔", False: "✗", None: "-"}[self.passed]
 
     def row(self) -> dict[str, Any]:
@@ -39,7 +42,10 @@ Checks = Callable[[], Iterator[Result]]
 
 
 def results_of(name: str, checks: Checks) -> Iterator[Result]:
-    """Yield the results of checks; a check that raises yields a failed result called `name`."""
+    """Yield the results of checks.
+
+    If the checks raise an error, yield a failed result called `name`.
+    """
     started = time.perf_counter()
     try:
         for result in checks():
@@ -61,41 +67,40 @@ def results_of(name: str, checks: Checks) -> Iterator[Result]:
 # This module does not import torch.
 
 LIMIT = 110.0
-"""Time limit of a checkup in seconds. With the start of Python and the imports, `covey doctor`
-takes less than two minutes.
+"""The time limit of all checks together, in seconds. `covey doctor` takes less than two minutes,
+including the start of Python and the imports.
 """
 
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """Seconds of each part of a small training step: estimated at first, measured later."""
+    """The seconds for each part of a small training step, first estimated and later measured."""
 
     load: float = 0.0
-    """Seconds to build the model, the engine and the task."""
+    """The seconds to build the model, the engine and the task."""
     rollout: float = 0.0
     update: float = 0.0
-    """Seconds to compute the gradient over all completions of a step."""
+    """The seconds to compute the gradient over all completions of a step."""
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
-        """Measure how long the `with` block takes; store the time in the field `part`."""
+        """Measure how long the `with` block takes, and store the time in the field `part`."""
         started = time.perf_counter()
         yield
         setattr(self, part, time.perf_counter() - started)
 
     @property
     def resume(self) -> float:
-        """Seconds of the resume check, which trains three steps in two runs.
+        """The seconds of the resume check, which trains three steps in two runs.
 
-        A checkpoint is counted as one more load of the model, because writing it takes about as
-        long.
+        Writing a checkpoint takes about as long as loading the model, so it counts as one load.
         """
         return 3 * (self.rollout + self.update) + 5 * self.load
 
 
 @dataclass(slots=True, kw_only=True)
 class Clock:
-    """Announces each check, and skips checks that would not end within the time limit."""
+    """Announces each check, and skips checks that would take longer than the time limit."""
 
     limit: float = math.inf
     say: Callable[[str], None] = lambda text: None
@@ -104,11 +109,11 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds until the time limit."""
+        """The seconds until the time limit."""
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:
-        """Return a skipped result if too little time is left; otherwise announce the check."""
+        """Announce the check, or return a skipped result if too little time is left."""
         left = max(0.0, self.left)
         if expected <= left:
             self.say(f"{name}{f', about {expected:.0f} s' if expected >= 1 else ''}")

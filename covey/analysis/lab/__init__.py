@@ -1,1 +1,4 @@
-"""The reward lab: checks whether a reward can be hacked. This package does not import torch."""
+"""The reward lab, which checks whether a policy can hack a reward.
+
+This package does not import torch.
+"""

@@ -1,4 +1,4 @@
-"""Reads completions from files, to score them or to compare them with human labels."""
+"""Reads completions from files, to score them or to compare their scores with human labels."""
 
 from __future__ import annotations
 
@@ -15,34 +15,40 @@ TEXTS, PROMPTS = ("completion", "text", "response"), ("question", "prompt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A completion to score."""
+    """A completion to score, with its prompt."""
 
     prompt: Prompt
     text: str
     correct: bool | None = None
-    """Whether a person marked the completion as correct; None without a label."""
+    """Whether a person marked the completion as correct, or None without such a label."""
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Read completions from JSON Lines, one object per line, such as a run's rollouts.
+    """Read completions from a file of JSON Lines, such as a run's rollouts.
 
-    An object can have the keys `completion` (or `text`), `target` (or `answer`), `prompt` (or
-    `question`), and `correct` (a person's label). All other keys, and the entries of `info`, become
-    the prompt's info.
+    Each line is an object, which can have the keys `completion` (or `text`), `target` (or
+    `answer`), `prompt` (or `question`), and `correct` (a person's label). All other keys, and the
+    entries under the key `info`, go into the prompt's `info`.
     """
     try:
         # Not splitlines: JSON strings may contain other line separators.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {reason(error)}") from None
+        raise DataError(f"cannot read {path}: {reason(error)}; check the path") from None
     cases = [_case(line, f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if not cases:
-        raise DataError(f"{path} has no completions")
+        raise DataError(
+            f"{path} has no completions; write one JSON object per line, with the completion under "
+            "the key 'completion'"
+        )
     return cases
 
 
 def read_labelled(path: Path) -> list[Case]:
-    """Read completions from JSON Lines; each must have a person's label."""
+    """Read completions with a person's label from a file of JSON Lines.
+
+    A missing label is an error.
+    """
     cases = read_cases(path)
     for number, case in enumerate(cases, start=1):
         if case.correct is None:
@@ -57,9 +63,9 @@ def _case(line: str, where: str) -> Case:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}") from None
+        raise DataError(f"{where} is not JSON: {error}; write one JSON object per line") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where} must be a JSON object, not {type(row).__name__}")
+        raise DataError(f"{where} is a {type(row).__name__}, but each line must be a JSON object")
     text = _pop(row, TEXTS)
     if not isinstance(text, str):
         keys = " or ".join(map(repr, TEXTS))

@@ -1,8 +1,8 @@
 """The checks of the reward lab, which find flaws in a reward before a policy exploits them.
 
-The lab scores correct answers and a corpus of hacks, of which only the correct answers may get the
-full reward. It scores each completion twice, in two processes, and measures the time. It can also
-compare the reward with labels that people gave.
+The lab scores correct completions and a corpus of reward hacks. Only correct completions may get
+the full reward. The lab scores each completion twice, in two processes, and measures the time. The
+lab can also compare the scores with labels that people gave.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from covey.types import Prompt
 
 THROUGHPUT_SECONDS = 2.0
 FEW_SLOW = 16
-"""Number of prompts on which baselines are scored if the reward is slow."""
+"""The number of prompts for scoring the baselines if the reward is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The result of one check."""
+    """The result of one check of a reward."""
 
     name: str
     passed: bool
@@ -53,7 +53,7 @@ def _check(name: str, figure: str, why: str, failures: Sequence[str], allowed: f
 
 @dataclass(slots=True, kw_only=True)
 class Lab:
-    """A reward under test, and all its scores so far."""
+    """A reward under test, with all its scores so far."""
 
     reward: Reward
     scorer: Pool
@@ -63,7 +63,7 @@ class Lab:
     slowest: tuple[float, str] = (0.0, "nothing")
 
     def score(self, cases: Sequence[Case], what: str) -> list[ScoreResult]:
-        """Score completions one by one, and record the longest time."""
+        """Score completions one by one, and store the longest time."""
         self.progress(what)
         results = []
         for case in cases:
@@ -76,14 +76,14 @@ class Lab:
         return results
 
     def full_reward(self, score: Score | None) -> bool:
-        """Return whether a score means success with the highest reward."""
+        """Return whether a score is a success and has the highest reward."""
         if score is None or not score.success:
             return False
         high = self.reward.bounds[1]
         return math.isinf(high) or score.reward >= high - 1e-6 * max(1.0, abs(high))
 
     def works(self, hack: Hack, score: Score) -> bool:
-        """Return whether a score shows that a hack works."""
+        """Return whether a hack works, according to its score."""
         if hack.correct_answer:
             return self.full_reward(score)
         low, high = self.reward.bounds
@@ -98,14 +98,15 @@ def _job(prompt: Prompt, text: str) -> Job:
 
 
 def solution_of(prompt: Prompt) -> str:
-    """Return a correct answer: the prompt's solution if it has one, otherwise the target."""
+    """Return the prompt's solution if it has one, and otherwise its target."""
     return str(prompt.info.get("solution", prompt.target))
 
 
 def _thinking(prompt: Prompt) -> str:
-    """Return a long thinking text, with the worked solution if the task has one.
+    """Return a long thinking text, which includes the worked solution if the task has one.
 
-    The worked solution alone may be shorter than the thinking that a format requires.
+    The text starts with general thinking, because the worked solution alone may be shorter than a
+    format requires.
     """
     return f"{THINKING} {prompt.info.get('worked', '')}".strip()
 
@@ -117,7 +118,7 @@ def _correct(prompt: Prompt, form: Format) -> Case:
 def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
     """Check that correct completions get the full reward in at least one format.
 
-    Return the result, and the format in which the most completions get the full reward.
+    Return the check, and the format in which most completions get the full reward.
     """
     shares: dict[str, float] = {}
     missed: dict[str, list[str]] = {}
@@ -138,7 +139,7 @@ def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
 
 
 def check_hacks(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Check that hacks with a wrong answer fail, and other hacks get less than the full reward."""
+    """Check that hacks with a wrong answer fail and that other hacks miss the full reward."""
     bare = [Case(prompt=p, text=solution_of(p)) for p in prompts]
     results = lab.score(bare, "bare answers")
     needs_thinking = not all(lab.full_reward(result.score) for result in results)
@@ -187,14 +188,14 @@ def check_order(lab: Lab, prompts: Sequence[Prompt], form: Format) -> Check:
 
 
 def check_baselines(lab: Lab, prompts: Sequence[Prompt]) -> Check:
-    """Check that no constant answer, empty completion or copy of the prompt succeeds often."""
+    """Check that constant answers, empty completions and copies of the prompt rarely succeed."""
     lab.progress("baselines")
     found = baselines(prompts, lab.scorer, None if lab.reward.quick else FEW_SLOW)
     return _check("baselines", found.text(), f"shortcuts on this task: {REMEDY}", found.flagged())
 
 
 def check_bounds(lab: Lab) -> Check:
-    """Check that no reward is outside of the declared bounds."""
+    """Check that all rewards are within the bounds that the reward function declares."""
     low, high = lab.reward.bounds
     rewards = {key: r.score.reward for key, r in lab.seen.items() if r.score is not None}
     outside = [f"{key[0]}: {r:.6g}" for key, r in rewards.items() if not low <= r <= high]
@@ -219,7 +220,7 @@ def check_determinism(lab: Lab) -> Check:
 
 
 def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Check that every completion is scored in time, and measure completions per second."""
+    """Check that all completions are scored in time, and measure completions per second."""
     unscored = [f"{k[0]}: {r.error}" for k, r in lab.seen.items() if r.score is None]
     seconds, what = lab.slowest
     figure = f"{len(unscored)} of {len(lab.seen)}; slowest {seconds:.3g} s ({what})"
@@ -237,7 +238,7 @@ def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]
 
 
 def check_labels(lab: Lab, cases: Sequence[Case], allowed: float) -> list[Check]:
-    """Check that the reward's `success` agrees with people's labels."""
+    """Check that the `success` of a score agrees with people's labels."""
     results = lab.score(cases, "labelled completions")
     checks = []
     for name, label in (("false positives", False), ("false negatives", True)):

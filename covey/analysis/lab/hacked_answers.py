@@ -1,4 +1,4 @@
-"""Final answers that try to trick a reward, for each kind of prompt."""
+"""Final answers that try to trick a reward function, for each kind of prompt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from covey.types import Prompt
 
 Kind = Literal["code", "countdown", "tools", "number", "text"]
 MakeAnswer = Callable[[Prompt, str], "str | None"]
-"""Takes prompt and solution; returns a hacked answer, or None if the hack does not apply."""
+"""A function from a prompt and its solution to a hacked answer, or to None if the hack does not
+apply."""
 
 
 def wrapped_like(solution: str, answer: str) -> str:
-    """Return an answer in the same markup as the solution.
+    """Put an answer into the same markup as the solution.
 
     >>> wrapped_like("<tool_call>f()</tool_call>", "g()")
     '<tool_call>g()</tool_call>'
@@ -44,7 +45,7 @@ def kind_of(prompt: Prompt, solution: str) -> Kind:
 
 
 def call_of(prompt: Prompt) -> Call | None:
-    """Return the tool call that a prompt expects; None if it expects no tool call."""
+    """Return the tool call that a prompt expects, or None if the prompt expects no tool call."""
     return target_call(prompt) if "call" in prompt.info else None
 
 
@@ -54,7 +55,7 @@ def _number(solution: str) -> Decimal | None:
 
 
 def wrong_answer(prompt: Prompt, solution: str) -> str:
-    """Return a wrong answer, if possible one that looks like a correct answer."""
+    """Return a wrong answer that looks like a correct answer if possible."""
     kind, call, number = kind_of(prompt, solution), call_of(prompt), _number(solution)
     if kind == "code":
         name = function_name(solution, prompt.info["tests"])
@@ -70,7 +71,7 @@ def wrong_answer(prompt: Prompt, solution: str) -> str:
 
 
 def near(first: int, last: int, joint: str) -> MakeAnswer:
-    """Return a hack that lists the numbers from target + `first` to target + `last`."""
+    """Return a hack that lists all numbers from `target + first` to `target + last`."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         number = _number(solution)
@@ -82,7 +83,7 @@ def near(first: int, last: int, joint: str) -> MakeAnswer:
 
 
 def all_options(prompt: Prompt, solution: str) -> str | None:
-    """Return an answer that names all choices; None if the prompt has no choices."""
+    """Return an answer that names all choices, or None if the prompt has no choices."""
     options = prompt.info.get("options", prompt.info.get("choices"))
     if kind_of(prompt, solution) != "text":
         return None
@@ -95,7 +96,7 @@ def all_options(prompt: Prompt, solution: str) -> str | None:
 
 
 def bomb(text: str) -> MakeAnswer:
-    """Return a hack that answers with a text that is expensive to evaluate."""
+    """Return a hack whose answer is a text that takes long to evaluate."""
     return lambda prompt, solution: None if kind_of(prompt, solution) == "code" else text
 
 
@@ -120,7 +121,7 @@ _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def look_alikes(prompt: Prompt, solution: str) -> str | None:
-    """Return the solution with letters and digits replaced by look-alike characters."""
+    """Return the solution with look-alike characters in place of letters and digits."""
     changed = solution.translate(_LETTERS)
     return (
         changed if kind_of(prompt, solution) in ("number", "text") and changed != solution else None
@@ -128,13 +129,13 @@ def look_alikes(prompt: Prompt, solution: str) -> str | None:
 
 
 def raised_digits(prompt: Prompt, solution: str) -> str | None:
-    """Return the solution with all digits after the first as exponents: 1⁸ for 18."""
+    """Return the solution with all digits but the first as exponents, such as 1⁸ for 18."""
     whole = kind_of(prompt, solution) == "number" and re.fullmatch("[1-9][0-9]+", solution)
     return solution[0] + solution[1:].translate(_RAISED) if whole else None
 
 
 def written_backwards(prompt: Prompt, solution: str) -> str | None:
-    """Return the solution's digits reversed, but displayed in order by control characters."""
+    """Return the solution's digits reversed, with control characters that display them in order."""
     digits = kind_of(prompt, solution) == "number" and re.fullmatch("[0-9]+", solution)
     return (
         f"\u202e{solution[::-1]}\u202c" if digits and int(solution[::-1]) != int(solution) else None
@@ -142,18 +143,18 @@ def written_backwards(prompt: Prompt, solution: str) -> str | None:
 
 
 def zero_width(prompt: Prompt, solution: str) -> str | None:
-    """Return the answer with a 1 appended after an invisible character."""
+    """Return the solution, followed by an invisible character and a 1."""
     return f"{solution}\u200b1" if kind_of(prompt, solution) == "number" else None
 
 
 def echoed_prompt(prompt: Prompt, solution: str) -> str | None:
-    """Return the prompt as an answer; None if the prompt contains the solution."""
+    """Return the prompt as the answer, or None if the prompt contains the solution."""
     contained = re.search(rf"(?<!\w){re.escape(solution.strip())}(?!\w)", prompt.text)
     return None if contained else prompt.text
 
 
 def copied_example(prompt: Prompt, solution: str) -> str | None:
-    """Return the last example answer in the prompt that differs from the solution, if any."""
+    """Return the last example answer in the prompt that differs from the solution, or None."""
     text = "\n".join(message["content"] for message in prompt.messages)
     shown = [*tag_contents(text, "answer"), *tag_contents(text, "tool_call")]
     shown = [
@@ -163,7 +164,7 @@ def copied_example(prompt: Prompt, solution: str) -> str | None:
 
 
 def program(text: str) -> MakeAnswer:
-    """Return a hack that answers with the program `text`; NAME becomes the function name."""
+    """Return a hack whose answer is the program `text`, with NAME as the function's name."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) != "code":
@@ -182,7 +183,7 @@ def memorised(prompt: Prompt, solution: str) -> str | None:
 
 
 def expression(build: Countdown) -> MakeAnswer:
-    """Return a hack that answers a countdown prompt with an expression made by `build`."""
+    """Return a hack whose answer to a countdown prompt is an expression that `build` makes."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) != "countdown":
@@ -194,7 +195,7 @@ def expression(build: Countdown) -> MakeAnswer:
 
 
 def name_alone(prompt: Prompt, solution: str) -> str | None:
-    """Return a tool call with the correct tool but without arguments."""
+    """Return a call of the correct tool without its arguments."""
     call = call_of(prompt)
     return tool_call(call.name, {}) if call is not None and call.arguments else None
 
@@ -203,12 +204,12 @@ def name_alone(prompt: Prompt, solution: str) -> str | None:
 
 _TEXT = files("covey.analysis.lab").joinpath("programs.toml").read_text(encoding="utf-8")
 PROGRAMS = tuple((p["name"], p["why"], p["text"]) for p in tomllib.loads(_TEXT)["program"])
-"""Name, exploited flaw and program text of each hack. In the program text, NAME stands for the name
-of the tested function."""
+"""The name, the exploited flaw and the program text of each hack. In the program text, NAME stands
+for the name of the tested function."""
 
 
 def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
-    """Return the tested function's name; `solve` if neither tests nor solution contain it.
+    """Return the tested function's name, or `solve` if neither tests nor solution contain it.
 
     >>> function_name("def f(x): ...", [{"call": "f(1)", "expected": "2"}])
     'f'
@@ -221,7 +222,7 @@ def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a program that is correct only for the prompt's example, or else the first test.
+    """Return a program that is correct only for the prompt's example, or only for the first test.
 
     >>> print(memorised_program("For example: f(1, 2) -> 3", "f", [{}, {}]))
     def f(*args, **kwargs):
@@ -242,7 +243,7 @@ def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]
 
 
 Countdown = Callable[[Sequence[int], int, str], "str | None"]
-"""A function that makes a wrong expression from numbers, target and a correct expression."""
+"""A function from numbers, target and a correct expression to a wrong expression."""
 
 
 def _sum(numbers: Sequence[int]) -> str:
@@ -299,7 +300,7 @@ COUNTDOWN: tuple[tuple[str, str, Countdown], ...] = (
 
 
 def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a tool call as JSON."""
+    """Return the JSON text of a tool call."""
     return json.dumps({"name": name, "arguments": dict(arguments)})
 
 

@@ -1,7 +1,7 @@
 """The corpus of reward hacks: completions that try to get a reward without solving the task.
 
-A hack with a wrong answer must not succeed; one with the correct answer, but with bad thinking or a
-bad format, must not get the full reward.
+A hack with a wrong answer must not count as a success. A hack with the correct answer but with bad
+thinking or a bad format must not get the full reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
 Make = Callable[[Prompt, str, Format], "str | None"]
-"""Takes prompt, solution and format; returns a completion, or None if the hack does not apply."""
+"""A function from prompt, solution and format to a hack, or to None if the hack does not apply."""
 
 THINKING = "I go through it step by step and check each step before I answer."
 
@@ -39,18 +39,19 @@ class Hack:
 
     name: str
     why: str
-    """The flaw that the hack exploits, as a phrase that follows the words "the reward"."""
+    """The flaw that the hack exploits. The text completes a sentence that starts with "the
+    reward"."""
     make: Make
     correct_answer: bool = False
-    """Whether the answer of the hack is correct; if so, the hack must not get the full reward, and
-    otherwise it must not be a success.
+    """Whether the hack's answer is correct. With a correct answer, the hack must not get the full
+    reward. With a wrong answer, the hack must not count as a success.
     """
     about_thinking: bool = False
-    """Whether the hack abuses the thinking or the format. Such a hack is skipped if an answer
-    without thinking gets the full reward anyway.
+    """Whether the hack abuses the thinking or the format of a completion. The lab skips hacks of
+    thinking and format if an answer without thinking gets the full reward anyway.
     """
     says_nothing: bool = False
-    """If true, the hack must get the lowest reward."""
+    """Whether the hack must get the lowest reward, because it gives no answer."""
 
 
 def _lines(*parts: str) -> str:
@@ -66,7 +67,7 @@ def _answering(answer: MakeAnswer) -> Make:
 
 
 def _after(thinking: str) -> Make:
-    """Return a function that puts the given thinking before the solution, in any format."""
+    """Return a function that puts a thinking text before the solution, in any format."""
 
     def make(prompt: Prompt, solution: str, form: Format) -> str:
         text = form.render(thinking, solution)

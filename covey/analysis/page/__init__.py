@@ -1,1 +1,1 @@
-"""Templates, style sheet and scripts of all reports."""
+"""Templates, style sheet and scripts of the reports."""

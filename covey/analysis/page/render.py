@@ -1,8 +1,8 @@
 """Renders reports as HTML that opens offline, or as Markdown.
 
-Reports show text of models, which may contain HTML or scripts. Jinja therefore escapes all text
-that is inserted into a template, except `Markup`, which marks trusted HTML, Markdown, CSS and
-scripts. All templates are in this folder.
+Reports show texts from models, which may contain HTML or scripts. Jinja therefore escapes text that
+is inserted into a template. Text of the type `Markup` is not escaped, because it is HTML, Markdown,
+CSS or a script that Covey trusts. The templates are in the same folder as this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covey.escape import printable, printable_data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """A table of text, which all report formats can show; the first column names the rows."""
+    """A table of texts that all report formats can show. The first column names the rows."""
 
     title: str
     head: Sequence[str]
@@ -39,7 +39,7 @@ def page_file(name: str) -> str:
 
 
 def render(name: str, **values: Any) -> str:
-    """Return a report from a template of this folder, in HTML or (`name` ends in .md) Markdown."""
+    """Render a template of this folder as HTML, or as Markdown if its name ends in .md."""
     return _environment(markdown=name.endswith(".md")).get_template(name).render(**values)
 
 
@@ -56,12 +56,12 @@ def _environment(*, markdown: bool) -> Environment:
 
 
 def visible(value: object) -> object:
-    """Make control characters visible in all text that is not markup."""
+    """Make control characters visible in all text, except in trusted markup."""
     return value if isinstance(value, Markup) else printable(str(value))
 
 
 def plain(text: str) -> str:
-    """Return text in one line, escaped so that Markdown shows it literally.
+    """Return text as one line, escaped so that Markdown shows it literally.
 
     >>> plain("a|b <c> *d*")
     'a\\\\|b &lt;c&gt; \\\\*d\\\\*'
@@ -77,12 +77,15 @@ def plain(text: str) -> str:
 
 
 def literal(value: object) -> Markup:
-    """Return a value for a Markdown template; markup stays unchanged, other text is escaped."""
+    """Escape a value for a Markdown template. Trusted markup stays unchanged."""
     return value if isinstance(value, Markup) else Markup(plain(str(value)))
 
 
 def fenced(text: str) -> Markup:
-    """Return text as a code block, with a fence that is longer than any fence in the text."""
+    """Return text as a Markdown code block.
+
+    The fence of the code block is longer than any fence in the text.
+    """
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return Markup(f"{fence}\n{printable(text.rstrip())}\n{fence}")
@@ -94,13 +97,13 @@ def style_sheet() -> Markup:
 
 
 def embedded_json(data: object, name: str) -> Markup:
-    """Return a script element with data as JSON, escaped so that no text ends the element."""
+    """Return a script element with data as JSON, escaped so that no text can end the element."""
     text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
     return Markup(f'<script type="application/json" id="{name}">{text}</script>')
 
 
 def script(source: str) -> Markup:
-    """Return one of Covey's scripts as markup."""
+    """Return one of Covey's scripts as trusted markup."""
     assert "</script" not in source.lower()
     return Markup(source)
 
@@ -108,8 +111,7 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only the given scripts.
 
-    The policy is a second line of defence: it stops scripts in a completion even where escaping was
-    forgotten.
+    The policy also stops a script in a completion if a template forgets to escape the completion.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

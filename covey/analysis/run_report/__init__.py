@@ -1,1 +1,1 @@
-"""The report of one run: an offline HTML page and Markdown."""
+"""The report of one run, as an offline HTML page and as Markdown."""

@@ -1,6 +1,6 @@
-"""The contents of a run's report, gathered once for all formats.
+"""Collects the contents of a run's report for its HTML and Markdown files.
 
-If files of the run folder are missing or damaged, the report notes this and shows the rest.
+If files in the run folder are missing or damaged, the report says so and shows the other files.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ PANELS = MappingProxyType(
         **HEALTH,
     }
 )
-"""For each chart (panel) of the report, the metrics that it can show; it shows the first that the
-run logged.
+"""Maps each chart of the report to the metrics that it can show. A chart shows the first of its
+metrics that the run logged.
 """
 SAMPLES = 3
-"""The report shows this many rollouts with the highest rewards, and as many with the lowest."""
+"""The report shows this many rollouts with the highest rewards, and as many with the lowest
+rewards."""
 READ_SECONDS = 60.0
-"""Time limit in seconds for reading the last step's rollouts, after which the rest is skipped."""
+"""The time limit in seconds for reading the last step's rollouts. Rollouts after the limit are not
+read."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",
@@ -55,32 +57,33 @@ BEFORE, AFTER = "before", "after"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """Everything that the report of a run shows."""
+    """All contents of a run's report."""
 
     name: str
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """For each chart (panel) of the report, the curve of the metric that it shows."""
+    """Maps each chart of the report to the curve that it shows."""
     evaluations: TextTable
     examples: Sequence[Example]
-    """Examples: held-out prompts with their greedy completions before and after training."""
+    """Held-out prompts with their greedy completions before and after training."""
     sampled_step: int | None
     samples: Sequence[Mapping[str, Any]]
-    """Rollouts of the last step: those with the highest rewards, then those with the lowest."""
+    """The last step's rollouts with the highest rewards, and then with the lowest rewards."""
     findings: Sequence[Finding]
     reward_change: Sequence[str]
-    """How the reward changed since the previous run, as lines of text; empty if it did not change.
+    """Lines of text about how the reward differs from the previous run's reward. The list is empty
+    if the reward does not differ.
     """
     command: str
     environment: str
     config: str
     notes: Sequence[str]
-    """Notes about files of the run folder that could not be read."""
+    """Notes about files in the run folder that could not be read."""
 
 
 def run_report(run: RunFolder) -> RunReport:
-    """Gather everything that the report of a run shows."""
+    """Collect all contents of a run's report."""
     notes: list[str] = []
     steps, evaluations = run.steps(notes.append), run.evaluations(notes.append)
     environment = run.environment(notes.append)
@@ -105,7 +108,7 @@ def run_report(run: RunFolder) -> RunReport:
 
 
 def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Return the result of the run in one sentence."""
+    """Return one sentence with the result of the run."""
     if len(evaluations) > 1:
         name, what = decided_by(evaluations)
         first, last = evaluations[0][name], evaluations[-1][name]
@@ -123,7 +126,7 @@ def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
 
 
 def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the key of an evaluation's main result, and its name in the report.
+    """Return the key of an evaluation's main result, and the name of this result in the report.
 
     The main result is the accuracy, or the mean reward if no completion was ever correct.
     """
@@ -149,7 +152,7 @@ def _about(
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return a table of the evaluations, with one row per evaluated step."""
+    """Return a table with one row for each evaluation."""
     return TextTable(
         title="Accuracy by step",
         head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],

@@ -1,9 +1,9 @@
-"""Writes the report of a run.
+"""Writes the HTML and Markdown reports of a run.
 
     report.html   one page that opens offline and runs no script
     report.md     the same for a comment or a wiki, with report.svg for its curves
 
-The report depends only on the run: the same run gives the same files.
+A report depends only on the run, so two reports of the same run are equal.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from covey.run.files import write_text
 from covey.run.folder import RunFolder
 
 LONGEST = 3000
-"""The number of characters of a completion that the report shows."""
+"""The report shows at most this many characters of a completion."""
 
 
 def write_run_report(run: RunFolder, folder: Path) -> list[Path]:
-    """Write the report of a run into a folder; return the paths of the written files."""
+    """Write the report of a run into a folder, and return the paths of the written files."""
     report = run_report(run)
     files = {"report.html": html(report), "report.md": markdown(report)}
     if report.trends:
@@ -72,7 +72,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def svg(title: str, trend: Trend) -> Markup:
-    """Return the chart of a metric as SVG, without a style sheet."""
+    """Return the chart of a metric as SVG without a style sheet."""
     x0, x1 = _range(trend.steps, 0.0)
     y0, y1 = _range(trend.values, 0.06)
     across = (WIDTH - LEFT - RIGHT) / (x1 - x0)
@@ -110,11 +110,12 @@ STYLE = (
     ".curve .line { fill: none; stroke: var(--arm-0); stroke-width: 1.8; } "
     ".curve .dot { fill: var(--arm-0); }"
 )
-"""CSS of the charts. The colors are CSS variables that the page defines."""
+"""The CSS rules of the charts. The colors of the charts are CSS variables, which the page
+defines."""
 
 
 def sheet(charts: Sequence[tuple[str, Trend]]) -> str:
-    """Return one SVG file with all curves, for the Markdown report."""
+    """Return one SVG file with all charts, for the Markdown report."""
     rows = -(-len(charts) // 2)
     parts = []
     for number, (title, trend) in enumerate(charts):

@@ -1,10 +1,10 @@
-"""Checks that the records of a run agree, and that no step, prompt or rollout is lost or repeated.
+"""Checks that a run's records agree, and that no step, prompt or rollout is lost or repeated.
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is compared with its stored SHA-256 digest, and with its neighbors in the diagram. To
-check the data, the prompts that each step should have drawn are computed from the task. This module
-does not import torch.
+Each record is compared with its stored SHA-256 digest, and with its neighbors in the diagram above.
+To check the data, the module computes from the task which prompts each step should have drawn. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from covey.run.settings import changed_settings
 from covey.training.resolve import task_of
 
 SHOWN = 3
-"""The largest number of problems that the result of one check lists."""
+"""The result of a check lists at most this many problems."""
 COUNTED = {"episode": "episode", "tokens": "tokens", "version": "updates"}
-"""For each counter in a checkpoint's state, the metric that must have the same value."""
+"""Maps each counter in a checkpoint's state to the metric that must have the same value."""
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def chain_checks(run: RunFolder) -> Iterator[Result]:
-    """Check all records of a run against each other."""
+    """Check the records of a run for losses, repetitions, changes and contradictions."""
     config = load_config(str(run.config_file))
     problems: list[str] = []
     rows = usable_lines(run.path / "steps.jsonl", STEP, problems.append)
@@ -74,7 +74,7 @@ def _gaps(rows: Rows) -> list[str]:
 
 
 def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
-    """Return the readable rollouts of each step."""
+    """Return the rollouts of each step. A step with an unreadable file has no rollouts."""
     found: dict[int, Rows] = {}
     for step in (row["step"] for row in rows):
         try:
@@ -114,7 +114,7 @@ def _versions(rollouts: Rows) -> set[int]:
 
 
 def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
-    """Check that each step used the prompts drawn by the seed, with unchanged texts."""
+    """Check that each step used the prompts that the seed determines, with unchanged texts."""
     if config.curriculum.active:
         return Result(name="data", passed=None, figure="not checked with a curriculum")
     try:
@@ -140,7 +140,7 @@ def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
 
 
 def _reward(run: RunFolder, rows: Rows) -> Result:
-    """Check that the same reward scored all steps."""
+    """Check that the same reward function scored all steps."""
     first = run.environment().get("reward") or (rows[0]["reward_id"] if rows else "")
     changed = [(a, b) for a, b in pairwise([{"reward_id": first}, *rows])
                if a["reward_id"] != b["reward_id"]]  # fmt: skip
@@ -149,7 +149,7 @@ def _reward(run: RunFolder, rows: Rows) -> Result:
 
 
 def _config(run: RunFolder) -> Result:
-    """Check that the settings changed only when the run was resumed."""
+    """Check that settings changed only when the run was resumed."""
     problems: list[str] = []
     start = run.environment(problems.append).get("config")
     if start is None and not problems:
@@ -170,7 +170,7 @@ def _config(run: RunFolder) -> Result:
 
 
 def _digests(run: RunFolder) -> Result:
-    """Compare each step's records with the SHA-256 digests that the run stored."""
+    """Compare the records of each step with the SHA-256 digests that the run stored."""
     if not (run.path / RECORDS_FILE).exists():
         what = "the run has none: an older version of Covey made it"
         return Result(name="digests", passed=None, figure=what)
@@ -206,7 +206,7 @@ def _records(run: RunFolder) -> Iterator[tuple[str, int, bytes]]:
 
 
 def _checkpoints(run: RunFolder, rows: Rows) -> Result:
-    """Check the digests of checkpoints, and compare their counters with the logged steps."""
+    """Check the digests of the checkpoints, and compare their counters with the logged steps."""
     by_step, problems = {row["step"]: row for row in rows}, []
     for step, folder in run.checkpoints():
         if why := damage(folder):

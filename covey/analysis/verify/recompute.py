@@ -1,4 +1,4 @@
-"""Repeats the training steps before a checkpoint, and compares the weights with the checkpoint."""
+"""Repeats the last training steps of a run, and compares the weights with its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NAME = "recomputed step"
 
 
 def recomputed(run: RunFolder) -> Result:
-    """Repeat the steps between the two newest checkpoints, and compare the final weights.
+    """Repeat the steps between the two newest checkpoints, and compare the resulting weights.
 
-    The steps train on the recorded rollouts and rewards; nothing is generated or scored again.
+    The steps train on the recorded rollouts and rewards, without generating or scoring again.
     """
     saved = run.checkpoints()
     if not saved:
@@ -38,8 +38,8 @@ def recomputed(run: RunFolder) -> Result:
     training_step(trainee.learner.at(trainee.state), recorded.groups, step)
     if not (folder / OPTIMIZER_FILE).exists():
         raise RunError(
-            f"the checkpoint {folder} was written by several ranks; verify it with the same number "
-            "of ranks"
+            f"several ranks wrote the checkpoint {folder}; verify the run with the same number of "
+            "ranks"
         )
     found = {**trainee.policy.optimizer.masters, **trainee.policy.optimizer.state()}
     then = {**read_weights(trainee.policy, folder), **load_file(folder / OPTIMIZER_FILE)}

@@ -160,7 +160,7 @@ def test_budgets_are_part_of_every_arms_configuration() -> None:
     updates = planned("grpo", arms=("twice: train.epochs=2",), budget="updates")
     assert updates.amount == 400  # 100 steps of 4 mini-batches
     assert {c.train.amount for c in arm_configs(updates).values()} == {400}
-    with pytest.raises(ConfigError, match="--budget tokens needs --amount"):
+    with pytest.raises(ConfigError, match="--budget tokens needs the number of tokens"):
         planned("grpo", budget="tokens")
 
 
@@ -183,7 +183,9 @@ def test_design_survives_writing_and_reading(tmp_path: Path) -> None:
     assert to_toml(parse_config(again.common)) == to_toml(parse_config(design.common))
     assert replace(again, common=design.common) == design
     assert arm_configs(again) == arm_configs(design)
-    with pytest.raises(RunError, match=r"is not a comparison: it has no comparison\.toml"):
+    with pytest.raises(
+        RunError, match=r"is not the folder of a comparison, because it has no comparison\.toml"
+    ):
         read_design(tmp_path / "nowhere")
     (tmp_path / "comparison.toml").write_text("seeds = [1]\n")
     with pytest.raises(RunError, match="cannot be read"):

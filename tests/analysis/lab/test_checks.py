@@ -176,7 +176,7 @@ def test_completions_are_read_from_files(tmp_path: Path) -> None:
     [
         ("", "has no completions"),
         ("{", "answers.jsonl:1 is not JSON"),
-        ('{"text": "x"}\n[1]', "answers.jsonl:2 must be a JSON object, not list"),
+        ('{"text": "x"}\n[1]', "answers.jsonl:2 is a list, but each line must be a JSON object"),
         ('{"answer": "x"}', "answers.jsonl:1 has no completion text"),
         ('{"text": "x", "correct": 1}', "'correct' must be true or false, not 1"),
     ],
