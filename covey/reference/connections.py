@@ -2,9 +2,9 @@
 
 A client that opens connections and sends nothing, or one byte at a time, must not block other
 clients. A request's head (request line and headers) must therefore arrive within a short time. If
-there are too many connections, the oldest connection without a complete request is closed.
-server.py limits the time for request bodies and sends error replies. If no reply can be sent, this
-module closes the connection.
+there are too many connections, the oldest connection without a complete request is closed. The
+module server.py limits the time for request bodies and sends error replies. If no reply can be
+sent, this module closes the connection.
 """
 
 from __future__ import annotations

@@ -160,9 +160,9 @@ class Service:
     async def _body(self, request: Request, keep: int) -> bytes | None:
         """Read the body of a request. Return None if it is larger than `keep` bytes.
 
-        If a body is slightly above the size limit, the server still reads it to its end. Otherwise
-        the client would see a broken connection instead of the error message. The server stops
-        reading if the body is far above the limit or arrives too slowly.
+        The server still reads a body slightly above the size limit to its end, so that the client
+        gets an error message instead of a broken connection. The server stops reading if the body
+        is far above the limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds

@@ -290,7 +290,7 @@ def test_another_tokenizer_is_refused_at_once(server: Server) -> None:
     other = build("qwen2")
     other.tokenizer.add_tokens(["<new>"])
     with pytest.raises(
-        ModelError, match="the model embedded on .* has another tokenizer than the policy"
+        ModelError, match=r"the model embedded on .* has another tokenizer than the policy"
     ):
         client(server, other)
 

@@ -27,7 +27,7 @@ class Arm:
     other completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Maps each setting that differs from the common configuration to the arm's value. The value is
-    None if the arm's algorithm does not have the setting. design.py fills this field.
+    None if the arm's algorithm does not have the setting. The module design.py fills this field.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Launches the runs of a comparison, each in its own process, with several at a time.
 
 A failed run does not stop the other runs. Each process reads its job from standard input, which
-stays open for as long as the parent process lives. run_process.py explains why.
+stays open for as long as the parent process lives. A run exits when its standard input closes.
 """
 
 from __future__ import annotations

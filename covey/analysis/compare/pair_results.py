@@ -3,8 +3,8 @@
 Which algorithm is better and which checkpoint is better are two questions with different tests. A
 test over seeds decides which *algorithm* is better. Each seed is a separate training run and counts
 as one measurement. The difference must be large compared with the variation between seeds. A test
-over prompts decides which of two *checkpoints* is better. docs/statistics.md describes the tests
-and intervals.
+over prompts decides which of two *checkpoints* is better. The tests and intervals are described in
+docs/statistics.md.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def extend(
     if threads not in (0, old.threads):
         raise ConfigError(
             f"--threads {threads}: the existing runs of {folder} use {old.threads} threads, and "
-            "another number of threads would change the last digits of results; remove --threads, "
-            "or choose another --folder"
+            "another number would change the last digits of results; remove --threads, or choose "
+            "another --folder"
         )
     new = with_arms(old, algorithms, arms)
     new = new if seeds is None else with_seeds(new, seeds)

@@ -32,7 +32,8 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Maps each training-health chart of the report to the names of its metrics in steps.jsonl.
 
-A chart shows the first of its metrics that the run logged. docs/metrics.md defines each metric.
+A chart shows the first of its metrics that the run logged. Each metric is defined in
+docs/metrics.md.
 """
 HEALTH_POINTS = 200
 """The largest number of points in a chart. In longer runs, each point is the mean of several

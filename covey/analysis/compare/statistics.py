@@ -2,8 +2,8 @@
 
 Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors.
 Arrays have the shape [seeds] or [seeds, prompts]. Simulations add axes in front for repetitions of
-an experiment. docs/statistics.md gives the reasons for these tests and intervals, and their error
-rates.
+an experiment. See docs/statistics.md for the reasons for these tests and intervals, and for their
+error rates.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def crossed(values: Array) -> Crossed:
     """Return the mean of `values` [..., seeds, prompts], and the two components of its variance.
 
     The components come from a two-way analysis of variance in which both factors are random.
-    Accuracies per seed alone cannot show the variance between prompts, because a prompt that is
-    hard for every seed does not increase the variance between seeds. The variance between prompts
-    is the variance of the per-prompt means minus the residual variance of the two-way model.
+    Accuracies per seed alone cannot show the variance between prompts. A prompt that is hard for
+    every seed does not increase the variance between seeds. The variance between prompts is the
+    variance of the per-prompt means minus the residual variance of the two-way model.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -203,9 +203,9 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the two-sided sign flip test over seeds.
 
     If the arms are equally good, each seed's difference is equally likely to be positive or
-    negative. The p-value is the fraction of sign combinations that put the sum of the differences
-    at least as far from 0 as the observed sum. The result is None with fewer than six seeds, which
-    cannot reach a p-value of 5 %.
+    negative. The p-value is the fraction of sign combinations whose sum is at least as far from 0
+    as the observed sum. The result is None with fewer than six seeds, which cannot reach a p-value
+    of 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125

@@ -133,7 +133,7 @@ def test_a_mistake_in_an_arm_is_found_before_anything_runs() -> None:
         planned("grpoo")
     with pytest.raises(ConfigError, match="two arms are called 'grpo'"):
         planned("grpo", arms=("grpo: optimizer.learning_rate=0",))
-    with pytest.raises(ConfigError, match="a comparison needs evaluations"):
+    with pytest.raises(ConfigError, match="turns evaluations off, but a comparison needs them"):
         planned("grpo", overrides=("evaluate.every=0",))
 
 
