@@ -14,7 +14,7 @@ from covey.run.records import ANY_OBJECT, usable_lines
 
 
 def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
-    """Return whether the engine of a run has exact log-probs, by the newest record of the run.
+    """Return whether a run's engine has exact log-probs, according to the run's newest record.
 
     For runs of earlier versions, which have no such record, return what the engine would declare.
     """

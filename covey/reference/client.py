@@ -37,8 +37,7 @@ from covey.stopping import may_be_given_up
 from covey.types import Batch
 
 UNAVAILABLE = frozenset({502, 503, 504})
-"""The HTTP statuses that mean that a server, or a proxy in front of it, is unavailable for a
-while."""
+"""The HTTP statuses of a server or proxy that is temporarily unavailable."""
 LARGEST_TEXT = 65_536
 """The largest size in bytes of a reply without tensors, which is the health report or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
@@ -221,8 +220,9 @@ def _send(address: Address, method: str, path: str, body: bytes | None, most: in
         most = most if response.status == 200 else LARGEST_TEXT
         read = response.read(most + 1)
         if len(read) > most and response.status == 200:
-            what = f"the reply to {path} is larger than {most} bytes"
-            raise ModelError(f"reference: {address.url}: {what}")
+            raise ModelError(
+                f"reference: {address.url}: the reply to {path} is larger than {most} bytes"
+            )
         if len(read) <= most and response.length:
             raise http.client.IncompleteRead(read, response.length)
         return _Reply(response.status, response.getheader("Retry-After", ""), read)

@@ -160,9 +160,9 @@ class Comparison:
 def compared_by(runs: Iterable[RunResult]) -> Metric:
     """Return the metric for comparing arms: "success", or "reward" if no completion is correct.
 
-    Some reward functions only give grades and never mark a completion as correct. Arms with such a
-    reward are compared by mean reward. Comparing by reward needs rewards in all evaluations, and at
-    least two different rewards.
+    Some reward functions only give grades and never mark a completion as correct. If no completion
+    counts as correct, arms are compared by mean reward. Comparing by reward needs rewards in all
+    evaluations, and at least two different rewards.
     """
     points = [point for run in runs for point in run.points]
     if any(any(point.correct.values()) for point in points):

@@ -2,9 +2,9 @@
 
 Which algorithm is better and which checkpoint is better are two questions with different tests. A
 test over seeds decides which *algorithm* is better. Each seed is a separate training run and counts
-as one measurement. The difference must be large compared with the variation between seeds. A test
-over prompts decides which of two *checkpoints* is better. The tests and intervals are described in
-docs/statistics.md.
+as one measurement. To be significant, the difference between two arms must be large compared with
+the variation between seeds. A test over prompts decides which of two *checkpoints* is better. The
+tests and intervals are described in docs/statistics.md.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Pair:
 
     @property
     def tested(self) -> bool:
-        """Whether the pair has enough seeds for a test, and its final weights differ."""
+        """Whether the pair has enough seeds for a test, and different final weights."""
         return len(self.seeds) >= FEW_SEEDS and not self.same
 
 

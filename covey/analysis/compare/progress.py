@@ -21,7 +21,13 @@ PLAIN_SECONDS = 10.0
 """Seconds between two updates of the table in a terminal, and between two progress lines of a run
 in a log.
 """
-STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yellow"}
+STYLES: dict[Status, str] = {
+    "waiting": "dim",
+    "running": "",
+    "done": "green",
+    "failed": "red",
+    "stopped": "yellow",
+}
 
 
 def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
@@ -81,6 +87,6 @@ class Progress:
         for job in running.jobs:
             status = running.status[job.folder]
             progress = run_progress(job, self.budget, self.amount)
-            style = STYLES.get(status, "dim" if status == "waiting" else "")
-            table.add_row(Text(printable(job.arm)), str(job.seed), status, *progress, style=style)
+            cells = (Text(printable(job.arm)), str(job.seed), status, *progress)
+            table.add_row(*cells, style=STYLES[status])
         return table

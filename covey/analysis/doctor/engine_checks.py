@@ -27,7 +27,7 @@ RATE = 1e-3
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
 """The logit of a greedy token may be this much below the highest logit. With 16-bit models, the
-logit may be 0.5 below."""
+logit of a greedy token may be 0.5 below the highest."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:

@@ -46,8 +46,8 @@ class _OfTwo(World):
 def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum of its completions' gradients."""
     settings = replace(parts.learner.settings, mini_batches=1, epochs=1)
-    learner = replace(parts.learner, settings=settings)
-    learner = replace(learner, policy=replace(learner.policy, graphs=False, passes=None))
+    policy = replace(parts.learner.policy, graphs=False, passes=None)
+    learner = replace(parts.learner, settings=settings, policy=policy)
     if skipped := clock.skips("gradient", 2 * clock.pace.update):
         yield skipped
         return

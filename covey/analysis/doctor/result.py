@@ -63,8 +63,6 @@ def results_of(name: str, checks: Checks) -> Iterator[Result]:
 
 
 # The clock of a checkup: the time that is left, and the checks that would take too long.
-#
-# This module does not import torch.
 
 LIMIT = 110.0
 """The time limit of all checks together, in seconds. `covey doctor` takes less than two minutes,

@@ -123,9 +123,8 @@ _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 def look_alikes(prompt: Prompt, solution: str) -> str | None:
     """Return the solution with look-alike characters in place of letters and digits."""
     changed = solution.translate(_LETTERS)
-    return (
-        changed if kind_of(prompt, solution) in ("number", "text") and changed != solution else None
-    )
+    applies = kind_of(prompt, solution) in ("number", "text") and changed != solution
+    return changed if applies else None
 
 
 def raised_digits(prompt: Prompt, solution: str) -> str | None:
@@ -136,10 +135,9 @@ def raised_digits(prompt: Prompt, solution: str) -> str | None:
 
 def written_backwards(prompt: Prompt, solution: str) -> str | None:
     """Return the solution's digits reversed, with control characters that display them in order."""
+    reverse = solution[::-1]
     digits = kind_of(prompt, solution) == "number" and re.fullmatch("[0-9]+", solution)
-    return (
-        f"\u202e{solution[::-1]}\u202c" if digits and int(solution[::-1]) != int(solution) else None
-    )
+    return f"\u202e{reverse}\u202c" if digits and int(reverse) != int(solution) else None
 
 
 def zero_width(prompt: Prompt, solution: str) -> str | None:

@@ -39,8 +39,8 @@ class Hack:
 
     name: str
     why: str
-    """The flaw that the hack exploits. The text completes a sentence that starts with "the
-    reward"."""
+    """The flaw that the hack exploits. The text of the flaw completes a sentence that starts with
+    "the reward"."""
     make: Make
     correct_answer: bool = False
     """Whether the hack's answer is correct. With a correct answer, the hack must not get the full
