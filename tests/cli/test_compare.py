@@ -283,7 +283,10 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
         (["--add", "dapo"], "--add needs an existing comparison in --folder"),
         (["--report", "nowhere"], "nowhere is not the folder of a comparison"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
-        (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs the number of tokens"),
+        (
+            ["--algorithms", "grpo,gspo", "--budget", "tokens"],
+            "--budget tokens needs the number of tokens",
+        ),
     ],
 )
 def test_user_error_is_one_line_and_leaves_no_files(
