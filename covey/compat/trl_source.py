@@ -48,7 +48,7 @@ class Values:
     bound: Mapping[str, ast.expr]
     known: dict[str, Any] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
-    """Names whose values are being computed, because a name that depends on itself has no value."""
+    """Names whose values are being computed; a name that depends on itself has no value."""
 
     @classmethod
     def of(cls, tree: ast.Module) -> Values:

@@ -166,7 +166,7 @@ class StopAfter(Section):
     updates: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Optimizer steps."""
     epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
-    """Passes over the training prompts, from which Covey computes `train.steps`."""
+    """Number of passes over the training prompts, from which Covey computes `train.steps`."""
 
     @model_validator(mode="after")
     def _one(self) -> StopAfter:
@@ -186,9 +186,10 @@ class Train(Section):
     learning rate and the times of evaluations depend on the used fraction of the limit. Half of the
     limit corresponds to step `steps` / 2."""
     mini_batches: Positive = 1
-    """Mini-batches in one epoch of a training step. Each mini-batch takes one optimizer step."""
+    """Number of mini-batches in one epoch of a training step; each mini-batch takes one optimizer
+    step."""
     epochs: Positive = 1
-    """Passes over the completions of a training step."""
+    """Number of passes over the completions of a training step."""
     micro_batch_tokens: Positive = 16_384
     """Maximum number of padded tokens in one micro-batch (a forward and backward pass)."""
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
@@ -712,16 +713,16 @@ class Sft(Section):
     file: str = ""
     """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
     evaluate_every: Count = 50
-    """Steps between evaluations; 0 means no evaluations at all. With a number above 0, Covey also
-    evaluates before the first and after the last step."""
+    """Steps between evaluations; 0 means no evaluations at all. If the number is above 0, Covey
+    also evaluates before the first and after the last step."""
 
 
 class Evaluate(Section):
     """[evaluate]"""
 
     every: Count = 20
-    """Steps between evaluations; 0 means no evaluations at all. With a number above 0, Covey also
-    evaluates before the first and after the last step."""
+    """Steps between evaluations; 0 means no evaluations at all. If the number is above 0, Covey
+    also evaluates before the first and after the last step."""
     prompts: Count = 0
     """Number of held-out prompts to evaluate; 0 means all."""
     samples: Annotated[int, Field(ge=0, le=10**5)] = 0
@@ -750,8 +751,8 @@ class Save(Section):
     """Number of steps that a sample page covers; 0 means no pages. A sample page shows the
     completions with the highest and the lowest rewards of its steps."""
     samples_shown: Positive = 20
-    """Number of completions with the highest rewards, and also with the lowest, on a sample
-    page."""
+    """Number of completions with the highest rewards, and of completions with the lowest rewards,
+    on a sample page."""
 
 
 class Config(Section):

@@ -102,7 +102,7 @@ def is_quick(factory: Factory) -> bool:
 
 
 def appended(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return the messages with a text at the end of the last message."""
+    """Return the messages with a text appended to the last message."""
     *before, last = messages
     return [*before, {**last, "content": last["content"] + text}]
 

@@ -143,7 +143,7 @@ class ToolEnvironment:
     RESERVED = ("reset", "step", "reward", "tools")
 
     def tools(self) -> dict[str, Tool]:
-        """Return a mapping from the name of each tool to the tool."""
+        """Return the tools by name."""
         return tools_of(self, without=self.RESERVED)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:

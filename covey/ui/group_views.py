@@ -33,7 +33,7 @@ SORTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "spread": lambda row: -(row["spread"] or 0.0),
     "length": lambda row: -row["length"],
 }
-"""Sort keys of groups, such as the lowest mean reward or the longest completions."""
+"""The keys for sorting groups, such as the lowest mean reward or the longest completions."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
 """Token fields that are unknown until `covey explain` recomputes the training step."""
 

@@ -21,7 +21,7 @@ from typing import Any
 from covey.errors import CoveyError
 
 PYTHON = (sys.executable, "-P", "-m")
-"""Start of a command line that runs a Python module. The option -P keeps Python from importing
+"""The first words of a command that runs a Python module. The option -P keeps Python from importing
 modules of the current folder."""
 TIME_LIMIT = 900.0
 KEPT = 32

@@ -158,7 +158,7 @@ class Origin:
     """Step of the loaded checkpoint; 0 means the initial model."""
     path: str
     replayed_steps: int
-    """Number of recorded steps that were repeated after loading the checkpoint."""
+    """Number of recorded steps that Covey repeated after it loaded the checkpoint."""
     steps_behind: int
     """The number of training steps from the restored weights to the newer weights that generated
     the rollouts."""

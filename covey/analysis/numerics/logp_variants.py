@@ -94,13 +94,13 @@ def log_kept(
 
 
 def paired(one: Sequence[Group], other: Sequence[Group]) -> list[tuple[Rollout, Rollout]]:
-    """Return pairs of the two versions of each completion."""
+    """Return the rollouts of two batches in pairs, which belong to the same prompt and sample."""
     groups = zip(one, other, strict=True)
     return [pair for a, b in groups for pair in zip(a.rollouts, b.rollouts, strict=True)]
 
 
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
-    """Return a mask [B, T] of the common prefix of the two versions of each completion."""
+    """Return a mask [B, T] of the first tokens that both rollouts of each pair have in common."""
     mask = torch.zeros_like(like.mask)
     for row, (a, b) in enumerate(paired(one, other)):
         tokens = zip(a.tokens, b.tokens, strict=False)

@@ -187,7 +187,7 @@ def _over_all(
 
 
 def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare the log-probs of two versions of each completion, over their common prefix."""
+    """Compare the log-probs of pairs of rollouts, over the first tokens in common."""
     first, second = (collate(groups, parts.policy.model.device) for groups in (one, other))
     width = min(first.tokens.shape[1], second.tokens.shape[1])
     same = common_prefix(one, other, first)[:, :width]

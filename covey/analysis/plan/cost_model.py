@@ -71,7 +71,7 @@ STATE_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The completions and passes of one training step."""
+    """The workload of one training step: its completions, tokens and passes."""
 
     rows: int
     """The number of completions."""

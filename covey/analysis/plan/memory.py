@@ -332,7 +332,7 @@ def _reference_part(run: RunFacts, weights: int) -> Part:
 
 
 def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int, str]:
-    """Return the bytes of a second model on this rank, and `why` with details of the weights."""
+    """Return the bytes of a second model on this rank, and `why` with details added."""
     held = weights * run.size
     if averaged and run.size < FLOAT:
         held, why = held + weights * FLOAT, f"{why}, also in float32"

@@ -62,7 +62,7 @@ class Shape:
     key_value_heads: int
     head_size: int
     inner: int
-    """Width of the MLP, or for a mixture of experts, the total width of the experts that a token
+    """Width of the MLP; for a mixture of experts, the total width of the experts that a token
     uses."""
     fused_attention: bool
     """Whether attention is one fused operation, which does not store attention scores and allows

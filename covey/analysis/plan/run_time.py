@@ -190,7 +190,7 @@ def duration(seconds: float) -> str:
 
 
 def measure_time(config: Config) -> TimeForecast:
-    """Time a few training steps in a temporary folder, and forecast the time of the run."""
+    """Measure a few training steps in a temporary folder, and forecast the time of the run."""
     from covey.training.build import assemble
     from covey.training.rl import train
 
@@ -371,5 +371,5 @@ def _weights(inputs: int, outputs: int) -> Array:
 
 
 def _filled(*sizes: int) -> Array:
-    """Return an array filled with one number, because random numbers take longer to draw."""
+    """Return an array filled with one number, because drawing random numbers takes longer."""
     return np.full(sizes, 0.01, dtype=np.float32)

@@ -43,7 +43,7 @@ UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
 counts."""
 
 LINE = 120
-"""The largest number of characters of an error's message that a plan shows."""
+"""A plan shows at most this number of characters of an error's message."""
 
 Job = Mapping[str, Any]
 """A request to count the tokens of `solutions` (texts) and of `prompts` (lists of messages). The
@@ -135,9 +135,9 @@ if __name__ == "__main__":
 
 
 SAMPLE = 64
-"""The number of evenly spaced prompts of a task whose tokens are counted."""
+"""The number of prompts whose tokens are counted, evenly spaced in the task's data."""
 LONGEST = 32
-"""The number of prompts with the most characters whose tokens are counted in addition to the
+"""The number of the longest prompts (in characters) whose tokens are counted in addition to the
 sample."""
 BASELINE_PROMPTS = 256
 """The largest number of held-out prompts on which trivial answers are scored."""
@@ -155,7 +155,7 @@ class TaskFacts:
     held_out: int | None = None
     """The number of held-out prompts in an evaluation."""
     solution_tokens: tuple[int, ...] = ()
-    """Token counts of some training prompts' solutions, each including its end token."""
+    """Token counts of the solutions of some training prompts; each count includes the end token."""
     prompt_tokens: tuple[int, ...] = ()
     """Token counts of a sample of the task's prompts, with the chat template, in ascending
     order."""
