@@ -136,9 +136,9 @@ def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     The result always includes the option's first setting. Each further setting is included only if
     its value in `settings` is nonzero.
     """
-    first, *others = *_depends(option), None
-    found = [key for key in (*others, *COMPUTED.get(option, ())) if key and settings.get(key)]
-    return found if first is None else [first, *found]
+    depends = _depends(option)
+    further = (*depends[1:], *COMPUTED.get(option, ()))
+    return [*depends[:1], *(key for key in further if settings.get(key))]
 
 
 def _trainer(call: ast.Call, known: Values) -> Ported:
@@ -338,7 +338,7 @@ def _remarks(options: Mapping[str, Any]) -> list[str]:
     for name in [names] if isinstance(names, str) else names:
         if name not in ("none", "all", *TRACKERS):
             found.append(f"report_to = {name!r}: trackers has {', '.join(TRACKERS)}")
-    if plain and loss not in ("dr_grpo",):
+    if plain and loss != "dr_grpo":
         found.append(
             "scale_rewards = 'none': use objective.name = 'dr_grpo', or compose one with "
             "objective.advantage = 'centered'"

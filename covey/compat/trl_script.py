@@ -125,8 +125,11 @@ def _attribute(edits: _Edits, node: ast.stmt) -> None:
 def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:
     """Return the source lines of the call to `covey.train`."""
     given = {keyword.arg: keyword.value for keyword in trainer.keywords}
-    names = {"train_dataset": "dataset", "eval_dataset": "held_out"}
-    names["environment_factory"] = "environment"
+    names = {
+        "train_dataset": "dataset",
+        "eval_dataset": "held_out",
+        "environment_factory": "environment",
+    }
     arguments = [
         f"{ours}={ast.unparse(given[theirs])}" for theirs, ours in names.items() if theirs in given
     ]
@@ -144,9 +147,11 @@ def _rewards(tree: ast.Module, functions: ast.expr) -> str:
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     keywords = [k for call in calls if called(call) == "GRPOConfig" for k in call.keywords]
     weights = next((k.value for k in keywords if k.arg == "reward_weights"), None)
-    if not isinstance(weights, ast.List) or not isinstance(functions, ast.List):
-        return ast.unparse(functions)
-    if len(weights.elts) != len(functions.elts):
+    if (
+        not isinstance(weights, ast.List)
+        or not isinstance(functions, ast.List)
+        or len(weights.elts) != len(functions.elts)
+    ):
         return ast.unparse(functions)
     pairs = zip(functions.elts, weights.elts, strict=True)
     return f"{{{', '.join(f'{ast.unparse(f)}: {ast.unparse(w)}' for f, w in pairs)}}}"

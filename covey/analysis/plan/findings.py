@@ -57,10 +57,14 @@ def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
     single = all(setups[name].single_optimizer_step for name in names)
     why, remedy = "", "keep only one of these arms"
     if single:
-        why = "With one optimizer step per training step, every ratio is 1, so ratios and clips "
-        why += "have no effect. "
-        remedy = "take several optimizer steps, such as train.mini_batches = 4, or keep only "
-        remedy += "one of these arms"
+        why = (
+            "With one optimizer step per training step, every ratio is 1, so ratios and clips "
+            "have no effect. "
+        )
+        remedy = (
+            "take several optimizer steps, such as train.mini_batches = 4, or keep only one of "
+            "these arms"
+        )
     what = f"{', '.join(differences)}, which changes no gradient here" if differences else "nothing"
     said = Said(
         (*differences,),

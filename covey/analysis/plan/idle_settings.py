@@ -109,8 +109,10 @@ def old_logp_unread(setup: Setup) -> Iterator[Said]:
     if source == "auto":
         return
     if "old_entropy" in objective.needs and source == "sampler":
-        why = "The algorithm needs the entropy of the old policy, which takes a forward pass of "
-        why += "the trainer; old_logp comes from the same pass."
+        why = (
+            "The algorithm needs the entropy of the old policy, which takes a forward pass of the "
+            "trainer; old_logp comes from the same pass."
+        )
     elif setup.single_optimizer_step and not objective.needs & {"old_logp", "old_entropy"}:
         why = "With one optimizer step per training step, old_logp equals logp."
     else:
@@ -158,24 +160,23 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
                 remedy="set objective.beta, such as 0.04, or remove these settings",
             )
     elif active_penalty(setup) is None:
-        renewed = reference_is_policy(setup)
-        why = (
-            "The reference is updated after every batch, so it always equals the policy that "
-            "generated the completions. The KL and its gradient are 0."
-            if renewed
-            else "The advantage depends on which completions are correct and not on their reward, "
-            "so a KL in the reward has no effect, although a reference is loaded."
-        )
-        remedy = "raise reference.every" if renewed else "set objective.kl_in = 'loss'"
+        settings: tuple[str, ...]
+        if reference_is_policy(setup):
+            settings = ("objective.beta", "reference.kind", "reference.every", *UPDATES)
+            why = (
+                "The reference is updated after every batch, so it always equals the policy that "
+                "generated the completions. The KL and its gradient are 0."
+            )
+            remedy = "raise reference.every"
+        else:
+            settings = ("objective.beta", "objective.kl_in")
+            why = (
+                "The advantage depends on which completions are correct and not on their reward, "
+                "so a KL in the reward has no effect, although a reference is loaded."
+            )
+            remedy = "set objective.kl_in = 'loss'"
         yield Said(
-            (
-                "objective.beta",
-                *(
-                    ("reference.kind", "reference.every", *UPDATES)
-                    if renewed
-                    else ("objective.kl_in",)
-                ),
-            ),
+            settings,
             title=f"objective.beta = {setup.objective.beta} has no effect",
             why=why,
             remedy=f"{remedy}, or set objective.beta = 0",
@@ -197,8 +198,10 @@ def adaptive_beta(setup: Setup) -> Iterator[Said]:
         needed = math.log(NOTICEABLE_BETA) / math.log1p(growth)
         title = f"objective.kl_target = {objective.kl_target}"
         idle = {"objective.kl_target": title} if most < needed else {}
-        why = f"A step of {completions} completions changes beta by {growth:.2%} at most. A factor "
-        why += f"of {NOTICEABLE_BETA} takes {needed:,.0f} steps, but the run has {most:,} steps."
+        why = (
+            f"A step of {completions} completions changes beta by {growth:.2%} at most. A factor "
+            f"of {NOTICEABLE_BETA} takes {needed:,.0f} steps, but the run has {most:,} steps."
+        )
         what, remedy = "hardly changes beta", "lower objective.kl_horizon"
     for title in idle.values():
         yield Said(

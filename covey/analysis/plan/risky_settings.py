@@ -65,9 +65,10 @@ def equal_completions(setup: Setup) -> Iterator[Said]:
     """Report a temperature so low that the completions of a prompt are equal."""
     rollout = setup.config.rollout
     if rollout.top_k == 1:
-        setting, value, why = "rollout.top_k", "1", "Only the likeliest token is ever sampled: all "
-        why += (
-            "completions of a prompt are equal, no group has any variance, and nothing is learned."
+        setting, value = "rollout.top_k", "1"
+        why = (
+            "Only the likeliest token is ever sampled, so all completions of a prompt are equal, "
+            "and the policy learns nothing."
         )
     elif rollout.temperature <= COLD:
         setting, value = "rollout.temperature", str(rollout.temperature)
