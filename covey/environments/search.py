@@ -66,10 +66,10 @@ class Search(ToolEnvironment):
 
     If the prompt has `info["sources"]`, a correct answer earns 0.7, and citations earn up to 0.3
     more. To earn the full 0.3, the answer must cite every document in `info["sources"]`. The policy
-    cites a document by writing the document's id in square brackets. The citation counts only if a
-    tool has shown the document in this episode. A citation of any other document subtracts a
-    quarter of the maximum reward for citations. Without `info["sources"]`, a correct answer earns
-    1.
+    cites a document by writing the document's id in square brackets. A citation counts only if a
+    tool has shown the document in this episode. A citation of a document that no tool has shown, or
+    that is not in `info["sources"]`, subtracts a quarter of the maximum reward for citations.
+    Without `info["sources"]`, a correct answer earns 1.
     """
 
     def __init__(

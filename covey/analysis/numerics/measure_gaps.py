@@ -268,46 +268,48 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
             title="engine against trainer",
             what="the trainer's logp minus sampler_logp, before any optimizer step: a run logs "
             "it as debug/sampler_logp_diff_* and debug/rho_*",
-            advice="see the causes below; objective.correction corrects for all of them at once",
+            advice="see the causes below; objective.correction corrects for all causes at once",
         ),
         "precision": Words(
             title="precision",
             what="the trainer's forward pass, against the same weights in float32",
-            advice='model.dtype = "float32" removes it, at twice the memory of weights and '
-            "activations",
+            advice='model.dtype = "float32" removes this difference, at twice the memory of '
+            "weights and activations",
         ),
         "micro_batch": Words(
             title="batch shape, trainer",
             what="completions in their micro-batch, against each alone: matrix products of other "
             "shapes sum in another order",
-            advice="rounding without bias; train.micro_batch_tokens changes it, "
-            'model.dtype = "float32" makes it about 1e-6',
+            advice="this is rounding without bias; train.micro_batch_tokens changes it, and "
+            'model.dtype = "float32" reduces it to about 1e-6',
         ),
         "slots": Words(
             title="batch shape, engine",
             what="completions generated one at a time, against engine.max_concurrent at a time; up "
             "to the token where rounding makes them diverge",
-            advice="rounding without bias; many slots do no harm",
+            advice="this is rounding without bias; many slots do no harm",
         ),
         "float8": Words(
             title="float8",
             what="the engine in the model's precision, against the engine with float8 numbers; up "
             "to the token where rounding makes them diverge",
-            advice='objective.correction corrects for it; engine.dtype = "model" removes it',
+            advice='objective.correction corrects for this difference; engine.dtype = "model" '
+            "removes it",
         ),
         "truncation": Words(
             title="truncation",
-            what="the distribution truncated by top-k, top-p and min-p, against the whole one",
-            advice="rollout.top_p = 1, top_k = 0 and min_p = 0 remove it; higher precision does "
-            "not. It is a bias: the engine never generates what was cut off",
+            what="the distribution truncated by top-k, top-p and min-p, against the full "
+            "distribution",
+            advice="rollout.top_p = 1, top_k = 0 and min_p = 0 remove this difference; higher "
+            "precision does not. It is a bias: the engine never generates the truncated tokens",
         ),
         "kernel": Words(
             title="kernel",
             what="the engine's decoder against the trainer's forward pass: one completion, the "
             "same precision, no truncation",
-            advice="in bfloat16 about as large as precision, because each rounds at other places; "
-            'model.dtype = "float32" makes it about 1e-6. Above 1e-4 in float32 the two compute '
-            "different things: please report this as a bug",
+            advice="in bfloat16, this difference is about as large as that of precision, because "
+            'engine and trainer round at different places; model.dtype = "float32" reduces it to '
+            "about 1e-6. If it is above 1e-4 in float32, please report a bug",
         ),
         "staleness": Words(
             title="staleness",

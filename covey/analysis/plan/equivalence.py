@@ -206,9 +206,7 @@ def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[rati
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
         return ratio.token, token_weights
-    if setup.surrogate is surrogates.geometric_clipped:
-        kind = ratio.sequence
-    if kind is ratio.arithmetic:
+    if setup.surrogate is surrogates.geometric_clipped or kind is ratio.arithmetic:
         kind = ratio.sequence
     if _single_tokens(setup.config) or (shared and kind is ratio.sequence):
         return ratio.token, token_weights
@@ -252,6 +250,7 @@ def has_slope_one(objective: Objective) -> bool:
 def equivalent_algorithms(setup: Setup) -> list[str]:
     """Return the other algorithms that give the same gradient with this configuration."""
     mine, name = normal_form(setup), setup.config.objective.name
+    privileged = "privileged" in setup.objective.needs
     found = []
     for other in ALGORITHMS:
         if other == name:
@@ -265,7 +264,7 @@ def equivalent_algorithms(setup: Setup) -> list[str]:
             continue
         alike = Setup(config=setup.config, objective=objective)
         # A teacher with privileged text is never the teacher of an objective without it.
-        told = [("privileged" in o.needs) for o in (objective, setup.objective)]
-        if told[0] == told[1] and normal_form(alike) == mine:
+        same_teacher = ("privileged" in objective.needs) == privileged
+        if same_teacher and normal_form(alike) == mine:
             found.append(other)
     return found
