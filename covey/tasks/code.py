@@ -37,7 +37,7 @@ def _indented(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code(SplitTask):
-    """48 small programming problems; a fixed quarter is held out.
+    """48 small programming problems; a fixed quarter of the problems is held out.
 
     `info["tests"]` is a list of tests. A test of a function is {call, expected}, where `expected`
     is a Python literal; a test of a program is {stdin, stdout}. The examples in the prompt are not

@@ -1,8 +1,8 @@
 """The `countdown` task: reach a target with given numbers, such as 27 = 12 + 5 * 3.
 
-Every problem has a solution, because the generator makes the solution first: it joins pairs of
-numbers with + - * / until one number is left, which is the target. All intermediate results are
-positive integers.
+Every problem has a solution, because the generator makes the solution first. The generator joins
+pairs of numbers with + - * / until one number is left. The last number is the target. All
+intermediate results are positive integers.
 
 A hash of the sorted numbers and the target decides the split, so no held-out problem has the same
 numbers and the same target as a training problem.
@@ -95,7 +95,7 @@ class Countdown(GeneratedTask):
     """Each problem asks for an expression that uses the given numbers and equals a target.
 
     Problems with more numbers are harder. `template`, if given, is the text of the prompt, with the
-    placeholders {numbers} and {target}; `system` is the system message.
+    placeholders {numbers} and {target}. `system` is the system message.
 
     To use a dataset instead of the generator, use the task `jsonl` or `hub`. For a dataset with the
     columns `nums` and `target`, set the options columns = {nums = "numbers", target = "target"} and

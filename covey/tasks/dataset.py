@@ -54,7 +54,7 @@ class DatasetTask(SplitTask):
         return [p for p, out in zip(self.prompts, chosen, strict=True) if out == held_out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
-        """Hold out the prompt ids with a hash below `share`, or only the last if there are none."""
+        """Hold out the ids with a hash below `share`; if there are none, hold out the last id."""
         chosen = [hash_fraction(each) < self.share for each in ids]
         return chosen if any(chosen) else [each == ids[-1] for each in ids]
 

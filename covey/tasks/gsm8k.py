@@ -35,8 +35,8 @@ class Gsm8k(SplitTask):
     """Grade school word problems, from the Hub or from local files in the same format.
 
     `train_file` and `held_out_file` are JSON Lines files with the fields `question` and `answer`.
-    Without these files, the splits `train` and `test` of openai/gsm8k are used, with 7473 and 1319
-    problems. The text `instruction` is appended to each prompt.
+    Without local files, the task uses the splits `train` (7473 problems) and `test` (1319 problems)
+    of openai/gsm8k. The text `instruction` is appended to each prompt.
     """
 
     train_file: str = ""

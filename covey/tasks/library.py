@@ -1,9 +1,9 @@
 """The `library` task: answer questions about an invented country by searching documents.
 
-The country has towns, each with a building, and people, each born in a town. A document describes
-one town or one person. A one-hop question needs one document. A two-hop question needs two
-documents: the first document names the subject of the second document. A model cannot know the
-answers, because the country is invented.
+The invented country has towns and people. Each town has a building, and each person was born in a
+town. A document describes one town or one person. A one-hop question needs one document. A two-hop
+question needs two documents: the first document names the subject of the second document. A model
+cannot know the answers, because the country is invented.
 """
 
 from __future__ import annotations
