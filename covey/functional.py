@@ -62,7 +62,7 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "values": ("values", "its advantages use the values of a critic"),
     }
 )
-"""Maps what an objective may need to the name of the argument of `loss`, and to the reason."""
+"""Maps an input of an objective to the argument of `loss` that provides it, and to the reason."""
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")

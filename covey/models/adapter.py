@@ -5,8 +5,8 @@ trained. The matrix B starts at zero, so a new adapter does not change the model
 replaces the linear layers of the model in place, so attention and packing work as before.
 
 LoRA dropout is applied to the input of an adapter, and only in forward passes with a gradient.
-Covey generates, evaluates and computes old_logp without dropout. A policy that is trained with
-dropout therefore differs from the policy that sampled the completions.
+Covey generates, evaluates and computes old_logp without dropout. With dropout, the trained policy
+differs from the policy that sampled the completions.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _peft() -> Any:
 
 
 def _portable(path: str) -> str:
-    """Return a base model path that is valid in any working folder and installation."""
+    """Return a base model path that does not depend on the working folder or the installation."""
     if path in ("embedded", str(CHECKPOINT)):  # the packaged model, even if a folder has that name
         return "embedded"
     return str(Path(path).resolve()) if path and Path(path).exists() else path

@@ -80,7 +80,7 @@ class Template:
         return self.prefill if self.prefill_in_text else ""
 
     def without_prefill(self, text: str) -> str:
-        """Return a written completion without the prefill, which belongs to the prompt."""
+        """Return the text of a completion without the prefill, which belongs to the prompt."""
         return text.removeprefix(self.prefill)
 
 
@@ -109,7 +109,7 @@ class Renderer:
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """True if the chat template drops or refuses system messages. Covey then puts the system
+    """True if the chat template drops or refuses system messages, so that Covey puts the system
     message at the beginning of the first user message."""
     turn_end: int | None = None
     """Id of the special token that ends the assistant's turn; None if there is none."""
@@ -300,7 +300,7 @@ class RenderProcess:
         return str(reply["text"])
 
     def start(self) -> None:
-        """Start the rendering process if it is not running; a start takes a second."""
+        """Start the rendering process if it is not running, which takes a second."""
         with self._lock:
             self._connected()
 

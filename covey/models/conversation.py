@@ -2,10 +2,10 @@
 
 After a turn of the policy, the chat template renders the conversation, including the new messages.
 If the rendered text begins with the previous prompt and the sampled text, Covey tokenizes only the
-new text. Covey appends the new tokens to the earlier tokens. Some templates change earlier turns:
-they remove thinking, trim whitespace or change the end of a turn. If a template changes earlier
-turns, the rendered conversation becomes the prompt of a new segment. The trainer treats a new
-segment as a separate row.
+new text and keeps all earlier tokens. Some templates change earlier turns: they remove thinking,
+trim whitespace or change the end of a turn. If a template changes earlier turns, the rendered
+conversation becomes the prompt of a new segment. The trainer treats a new segment as a separate
+row.
 
 The text of a message never becomes a special token. If a message contains the text of a special
 token, such as `<|im_end|>`, Covey splits this text into ordinary tokens. In tool results, Covey
@@ -26,8 +26,8 @@ from covey.models.chat_template import Renderer, probed
 from covey.types import Message
 
 CUT = "\ue0c7"
-"""The split mark, a private-use character: Covey splits texts at this mark before tokenization.
-Covey removes split marks that a message already contains."""
+"""The split mark, a private-use character at which Covey splits texts before tokenization. Covey
+removes split marks that a message already contains."""
 PROBE = "COVEYTOOL"
 
 
@@ -41,8 +41,8 @@ class Context(NamedTuple):
     added: int
     """Number of tokens after the last sampled token."""
     new_segment: bool
-    """Whether the turn begins a new segment. A new segment begins at the first turn, and at any
-    turn for which the chat template has changed earlier text."""
+    """Whether the turn begins a new segment. A new segment begins at the first turn, and whenever
+    the chat template changes earlier text."""
 
 
 @dataclass(frozen=True, kw_only=True)

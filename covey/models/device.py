@@ -84,7 +84,7 @@ def make_deterministic() -> None:
 
 @contextmanager
 def skip_determinism_check() -> Iterator[None]:
-    """Allow operations that are deterministic although torch's determinism check refuses them.
+    """Allow deterministic operations that torch's determinism check refuses.
 
     For example, torch refuses a cumulative sum over each row, although the sum adds in a fixed
     order. In deterministic mode, torch also writes to indexed elements with kernels that a CUDA

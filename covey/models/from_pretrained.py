@@ -52,7 +52,7 @@ def keep_gradients(model: Any) -> None:
     """Turn off a CPU layout of 4-bit weights that does not support gradients.
 
     In evaluation mode, bitsandbytes converts 4-bit weights to the CPU layout, and never converts
-    them back. Training after an evaluation would therefore silently have no gradients.
+    them back. With the CPU layout, training after an evaluation would silently have no gradients.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -68,7 +68,7 @@ def make_savable(model: Any) -> None:
     """Reset generation settings that transformers refuses to save; keep special tokens.
 
     For example, transformers refuses to save a temperature if do_sample is not set. Covey does not
-    use these settings for sampling.
+    use the generation settings for sampling.
     """
     settings = model.generation_config
     try:

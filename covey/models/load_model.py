@@ -1,4 +1,4 @@
-"""Load a model from a folder, the Hub, a GGUF file or Covey's package, and check it."""
+"""Load a model from a folder, the Hub, a GGUF file or Covey's package, and check the model."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 
     Architectures use different names for the logit scale and the soft cap, and some architectures
     divide the logits by the scale instead of multiplying by the scale. With a wrong scale or soft
-    cap, training would silently use wrong probabilities. The function therefore tries several
-    scales and soft caps, and compares the resulting logits with the model's own logits.
+    cap, training would silently use wrong probabilities. The function tries several scales and soft
+    caps, and compares the resulting logits with the model's own logits.
     """
     config = model.config
     scales = [1.0]
@@ -208,10 +208,10 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
     """Use Covey's attention in a model if the model's hidden states stay the same.
 
     Return two flags. The first flag says whether packed rows give the same hidden states as the
-    model's own attention. The second flag says whether packed rows do so with flash attention too.
-    The parity check runs the model on three rows of different lengths. The parity check is
-    necessary because a model's configuration does not say whether its attention is standard, or
-    whether its other layers process each token separately.
+    model's own attention. The second flag says whether packed rows with flash attention give the
+    same hidden states too. The parity check runs the model on three rows of different lengths. The
+    parity check is necessary because a model's configuration does not say whether its attention is
+    standard, or whether its other layers process each token separately.
     """
     if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")

@@ -50,13 +50,14 @@ def whole_rollouts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tens
     rows_of: dict[int, list[int]] = {}
     for row, rollout in enumerate(host.rollout.tolist()):
         rows_of.setdefault(rollout, []).append(row)
+    rollouts = [(max(lengths[row] for row in rows), rows) for rows in rows_of.values()]
     part: list[int] = []
     longest = 0
-    for rows in sorted(rows_of.values(), key=lambda rows: -max(lengths[row] for row in rows)):
-        longest = longest or max(lengths[row] for row in rows)
+    for length, rows in sorted(rollouts, key=lambda rollout: -rollout[0]):
+        longest = longest or length
         if part and (len(part) + len(rows)) * longest > micro_batch_tokens:
             yield torch.tensor(sorted(part))
-            part, longest = [], max(lengths[row] for row in rows)
+            part, longest = [], length
         part += rows
     yield torch.tensor(sorted(part))
 

@@ -1,8 +1,8 @@
 """Check model paths before a model is downloaded.
 
-A mistyped folder may look like a hub name such as `Qwen/Qwen3-0.6B`, and without a network, a
-request to the hub takes a minute to fail. This module does not import torch, so that commands can
-check paths quickly.
+A mistyped folder may look like a hub name such as `Qwen/Qwen3-0.6B`. Without a network, a request
+to the hub takes a minute to fail. This module does not import torch, so that commands can check
+paths quickly.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ deviations are over a group or over the whole batch. A NaN reward means that sco
 rollout with a NaN reward is left out of all means and standard deviations, and has the advantage 0.
 
 The functions in the second half of this module take a batch and return the advantages of all tokens
-[B, T]. An `Objective` has such a function in its field `advantage`. The keyword arguments of the
-function are options of the objective. The decorator `of_rewards` turns a function of rewards and
+[B, T]. The field `advantage` of an `Objective` is such a function of a batch, whose keyword
+arguments are options of the objective. The decorator `of_rewards` turns a function of rewards and
 group ids into a function of a batch.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from covey.errors import ConfigError
-from covey.objective.masked import row_sum, scored_tokens
+from covey.objective.masked import row_sum, scored_tokens, spread
 from covey.types import EQUAL_REWARDS, Batch
 
 Metric = Literal["length", "rate"]
@@ -145,7 +145,9 @@ def sum_of_standardized(
 
 
 def all_equal(values: torch.Tensor) -> bool:
-    """Return whether all values are equal up to rounding; `values` must not be empty."""
+    """Return whether all values are equal up to rounding; for no values, return True."""
+    if not len(values):
+        return True
     bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)
     return bool(values.max() - values.min() <= bound)
 
@@ -156,18 +158,16 @@ def whitened(
     """Whiten values v over all tokens, (v - mean v) / sqrt(var v + eps); equal values become 0."""
     chosen = values.double()[mask]
     result = torch.zeros_like(values, dtype=torch.float64)
-    if len(chosen) == 0:
-        return result
-    difference = chosen - chosen.mean()
     if all_equal(chosen):
         return result
+    difference = chosen - chosen.mean()
     variance = difference.square().sum() / max(1, len(chosen) - ddof)
     return result.masked_scatter(mask, difference / (variance + eps).sqrt())
 
 
 def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Copy the advantage [B] of a completion to its trained tokens [B, T]; other tokens get 0."""
-    return advantage[:, None].expand_as(mask).where(mask, 0.0)
+    return spread(advantage[:, None], mask)
 
 
 def rollout_rewards(batch: Batch) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 The name is an algorithm, `composed` for a combination of named functions (advantage, ratio,
 surrogate, weights), or the import path of a user's function. Each name stands for a function that
-returns an `Objective`. This function accepts the algorithm's own options and the options that all
-algorithms share.
+returns an `Objective`. The function of an algorithm accepts the algorithm's own options and the
+options that all algorithms share.
 """
 
 from __future__ import annotations

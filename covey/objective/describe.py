@@ -56,7 +56,7 @@ def describe(name: str) -> Description:
         title=title,
         text=text.strip("\n"),
         own=[_option(k, p) for k, p in own.items()],
-        pieces={kind: _piece_name(kind, getattr(objective, kind)) for kind in PIECES},
+        pieces={kind: _name_of(getattr(objective, kind), PIECES[kind]) for kind in PIECES},
         clip=_clip(own),
         kl=_kl(objective),
         needs=[shown for need, shown in SHOWN_NEEDS.items() if need in objective.needs],
@@ -82,9 +82,9 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _piece_name(kind: str, piece: Callable[..., Any]) -> str:
+def _name_of(piece: Callable[..., Any], known: Mapping[Any, Callable[..., Any]]) -> str:
     function = function_of(piece)
-    names = {f: n for n, f in PIECES[kind].items()}
+    names: dict[Callable[..., Any], str] = {f: n for n, f in known.items()}
     return names.get(function, getattr(function, "__name__", "own"))
 
 
@@ -101,8 +101,7 @@ def _kl(objective: Objective) -> str:
         return "off"
     if objective.pairs:
         return f"{_text(objective.beta)} in the pair"
-    names = {f: n for n, f in PENALTIES.items()}
-    penalty = names.get(objective.penalty, getattr(objective.penalty, "__name__", "own"))
+    penalty = _name_of(objective.penalty, PENALTIES)
     return f"{_text(objective.beta)} {penalty} in {objective.kl_in}"
 
 

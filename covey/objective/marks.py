@@ -6,7 +6,7 @@ tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
 M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
-data, so their ratio r is relative to the policy that generated the data. The ratio r therefore uses
+data, so their ratio r is relative to the policy that generated the data. In M2PO and BAPO, r uses
 sampler_logp instead of old_logp. All functions of this module need the log-probabilities of the
 whole step at once, which takes one more forward pass.
 """
@@ -70,9 +70,9 @@ def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
     The number is a hash of the engine's log-probabilities of all tokens up to this token, and of
-    the whole completion. Tokens in a common prefix therefore get different numbers in different
-    completions. The numbers do not depend on row order, micro-batches or ranks, and are the same in
-    a resumed run.
+    the whole completion. Because of the hash of the whole completion, tokens in a common prefix get
+    different numbers in different completions. The numbers do not depend on row order,
+    micro-batches or ranks, and are the same in a resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
     odd, other = -7046029254386353131, -4658895280553007687  # constants of SplitMix64 and xxHash
@@ -88,9 +88,10 @@ def _shuffled(batch: Batch) -> torch.Tensor:
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Select tokens to drop until the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the remaining tokens whose ratio r the optimizer step would move further from
-    1: tokens with A > 0 and r > 1, or with A < 0 and r < 1. The tokens with the largest (log r)^2
-    are dropped first. Among tokens with equal (log r)^2, earlier tokens are dropped first.
+    The mean is over the remaining tokens with A > 0 and r > 1, or with A < 0 and r < 1. An
+    optimizer step would move the ratio r of these tokens further from 1. The tokens with the
+    largest (log r)^2 are dropped first. Among tokens with equal (log r)^2, earlier tokens are
+    dropped first.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -138,7 +139,7 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
     """Return the fraction of the sum of r |A| that comes from tokens with A > 0.
 
     The sum includes only unclipped tokens, so raising either clip bound increases the fraction. If
-    the sum is 0, the function returns 1.
+    the sum of r |A| is 0, the function returns 1.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)
@@ -152,8 +153,8 @@ def positive_value_share(
     """Return the fraction of sum |min(r A, clip(r) A)| that comes from tokens with A > 0.
 
     The formula is equation 8 of the BAPO paper, in which the clip bound replaces the ratio of a
-    clipped token. Raising the lower clip bound therefore increases the contribution of tokens with
-    A < 0, and decreases the fraction.
+    clipped token. With equation 8, raising the lower clip bound increases the contribution of
+    tokens with A < 0, and decreases the fraction.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

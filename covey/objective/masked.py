@@ -56,8 +56,8 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     Tokens that are not trained get 0. The backward pass also averages the gradient over the
     completion. If all tokens of a completion have the same gradient, averaging leaves the gradient
-    exactly unchanged. Sequence ratios and token ratios therefore give bit-identical gradients if
-    the gradients are mathematically equal.
+    exactly unchanged. Sequence ratios and token ratios give bit-identical gradients if the
+    gradients are mathematically equal.
     """
     mean: torch.Tensor = _sequence_mean().apply(values, mask)
     return mean

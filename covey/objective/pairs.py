@@ -4,9 +4,9 @@
     loss = mean over pairs of l(D)
 
 The loss of a pair depends on two rows, which may be in different micro-batches or on different
-ranks. Covey therefore first computes the margin D of every pair in the optimizer step, in one more
-forward pass without gradient (`marks`). In the training pass, each row contributes half of its
-pair's loss l(D), and the gradient of l(D) with respect to the row's own log-ratio g:
+ranks. Covey first computes the margin D of every pair in the optimizer step, in one more forward
+pass without gradient (`marks`). In the training pass, each row contributes half of its pair's loss
+l(D), and the gradient of l(D) with respect to the row's own log-ratio g:
 
     loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
 
@@ -26,7 +26,7 @@ from covey.objective.advantage import (
     zero_variance,
 )
 from covey.objective.masked import difference, row_sum, row_tokens, spread
-from covey.objective.surrogate import Gain, Tokens
+from covey.objective.surrogate import Gain, Tokens, unbounded
 from covey.types import Batch
 
 
@@ -101,7 +101,4 @@ def _gain(tokens: Tokens, *, loss: torch.Tensor, slope: torch.Tensor, average: b
     side = log_ratio(tokens.logp, tokens.ref_logp, tokens.mask, average=average)
     own = spread(side - side.detach(), tokens.mask)
     gain = -(tokens.advantage.abs() * loss / 2 + tokens.advantage * slope * own)
-    never = torch.zeros_like(tokens.mask)
-    return Gain(
-        value=gain.where(~tokens.marked.isnan(), 0.0), clipped_low=never, clipped_high=never
-    )
+    return unbounded(gain.where(~tokens.marked.isnan(), 0.0), tokens)

@@ -75,7 +75,7 @@ def entropy_shaped_tokens(
     for shaped, mine in ((shaped_correct, of_correct), (shaped_wrong, of_wrong)):
         among = mine if norm == "polarity" else of_correct | of_wrong
         values = shaped.where(mine, 0.0)[among]
-        if len(values) and not all_equal(values):
+        if not all_equal(values):
             difference = values - values.mean()
             deviation = (difference.square().sum() / max(1, len(values) - ddof)).sqrt()
             advantage += ((shaped - values.mean()) / (deviation + eps)).where(mine, 0.0)

@@ -72,7 +72,7 @@ def clipped(
 
 def unclipped(tokens: Tokens) -> Gain:
     """The surrogate r A: importance sampling without a bound."""
-    return _unbounded(tokens.log_ratio.exp() * tokens.advantage, tokens)
+    return unbounded(tokens.log_ratio.exp() * tokens.advantage, tokens)
 
 
 def log_likelihood(tokens: Tokens) -> Gain:
@@ -81,7 +81,7 @@ def log_likelihood(tokens: Tokens) -> Gain:
     The gradient with respect to logp is the advantage A, however far the policy has moved since
     sampling.
     """
-    return _unbounded(tokens.advantage * tokens.logp, tokens)
+    return unbounded(tokens.advantage * tokens.logp, tokens)
 
 
 def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: float = 0.0) -> Gain:
@@ -123,7 +123,7 @@ def soft_gate(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) ->
     """
     tau = _either(tokens.advantage > 0, tau_pos, tau_neg, tokens)
     gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau
-    return _unbounded(gate * tokens.advantage, tokens)
+    return unbounded(gate * tokens.advantage, tokens)
 
 
 def gamma_weight(
@@ -145,7 +145,7 @@ def gamma_weight(
     rate = _either(good, rate_pos, rate_neg, tokens)
     log_ratio = tokens.log_ratio.detach().clamp(min=math.log(1e-8))
     phi = (power * log_ratio - rate * torch.expm1(log_ratio)).exp()
-    return _unbounded(phi * tokens.advantage * tokens.logp, tokens)
+    return unbounded(phi * tokens.advantage * tokens.logp, tokens)
 
 
 def trust_mask(
@@ -155,8 +155,8 @@ def trust_mask(
 
     DPPO with total variation, arXiv 2602.04879. A token with A > 0 is trained if p - p_old <=
     clip_high, and any other token is trained if p - p_old >= -clip_low. The bounds clip_low and
-    clip_high limit the change of a token's probability p, not the ratio r. The probability of a
-    rare token may therefore double.
+    clip_high limit the change of a token's probability p, not the ratio r. Under these bounds, the
+    probability of a rare token may double.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0
@@ -198,11 +198,8 @@ def clipped_at_marks(tokens: Tokens) -> Gain:
     otherwise a lower bound.
     """
     assert tokens.marked is not None
-    ratio, advantage, bound = (
-        tokens.log_ratio.exp(),
-        tokens.advantage,
-        tokens.marked.to(tokens.logp.dtype),
-    )
+    ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
+    bound = tokens.marked.to(tokens.logp.dtype)
     good = advantage > 0
     held = torch.where(good, torch.minimum(ratio, bound), torch.maximum(ratio, bound))
     return Gain(
@@ -216,7 +213,7 @@ def penalized_where_marked(tokens: Tokens, *, coefficient: float = 1.0) -> Gain:
     """The surrogate r A, minus coefficient * |log r| for tokens that `marks` selects. KL-Cov."""
     assert tokens.marked is not None
     penalty = (coefficient * tokens.log_ratio.abs()).where(tokens.marked, 0.0)
-    return _unbounded(tokens.log_ratio.exp() * tokens.advantage - penalty, tokens)
+    return unbounded(tokens.log_ratio.exp() * tokens.advantage - penalty, tokens)
 
 
 def _either(good: torch.Tensor, yes: float, no: float, tokens: Tokens) -> torch.Tensor:
@@ -224,7 +221,8 @@ def _either(good: torch.Tensor, yes: float, no: float, tokens: Tokens) -> torch.
     return torch.full_like(tokens.logp, no).masked_fill(good, yes)
 
 
-def _unbounded(value: torch.Tensor, tokens: Tokens) -> Gain:
+def unbounded(value: torch.Tensor, tokens: Tokens) -> Gain:
+    """Return the gain of a surrogate that clips no token."""
     never = torch.zeros_like(tokens.mask)
     return Gain(value=value, clipped_low=never, clipped_high=never)
 

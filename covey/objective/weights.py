@@ -1,9 +1,9 @@
 """Token weights: the loss is minus the weighted sum of the per-token objectives.
 
 Each function returns the weights [B, T] of all tokens. Covey computes the weights once per
-optimizer step, from the step's total numbers of tokens, rollouts and groups. The loss is then a
-plain weighted sum, which does not depend on how the step is split into micro-batches or over ranks.
-Weights are computed in float64, and rounded once to the dtype of the loss.
+optimizer step, from the step's total numbers of tokens, rollouts and groups. The loss of a step is
+a plain weighted sum, which does not depend on how the step is split into micro-batches or over
+ranks. Weights are computed in float64, and rounded once to the dtype of the loss.
 
 In the formulas, an optimizer step has N rollouts, T tokens and P groups. Rollout i has T_i tokens,
 and group g has T_g tokens.

@@ -3,8 +3,8 @@
 A problem starts with a two-digit number and adds or subtracts single digits (3 to 9). Every
 intermediate result is between 0 and 99. One sum in six, such as `47+8`, is held out for evaluation.
 No training problem contains a held-out sum, and held-out problems contain only held-out sums.
-Held-out accuracy therefore measures arithmetic on number pairs that no training problem contains.
-Covey's embedded model, a small model inside the package, was trained for this task.
+Held-out accuracy measures arithmetic on number pairs that no training problem contains. Covey's
+embedded model, a small model inside the package, was trained for this task.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sum:
 
 @cache
 def _choices(held_out: bool) -> dict[int, tuple[Sum, ...]]:
-    """Return the held-out or the training sums with results from 0 to 99, by left operand."""
+    """Return the held-out sums or the training sums by left operand; sums are from 0 to 99."""
     table = {}
     for left in range(100):
         sums = (Sum(left, operator, right) for operator in "+-" for right in DIGITS)

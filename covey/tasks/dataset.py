@@ -29,8 +29,8 @@ class DatasetTask(SplitTask):
     evaluation: Sequence[Prompt] | None = None
     """The prompts for evaluations. By default, the fraction `share` of `prompts` is held out."""
     conversational: bool = False
-    """Whether prompts are lists of messages; reward functions then get each completion as a list of
-    messages too."""
+    """Whether prompts are lists of messages. If prompts are lists of messages, reward functions get
+    each completion as a list of messages too."""
     share: float = HELD_OUT_SHARE
     name: str = NAME
 

@@ -19,8 +19,8 @@ class Jsonl(RowReader, SplitTask):
 
     With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
     `train_file`. A hash of the prompt's text decides whether the prompt is held out. The same
-    prompts are therefore always held out, and equal prompts are in the same split. `RowReader`
-    documents the options that say how to use the columns.
+    prompts are always held out, and equal prompts are in the same split. `RowReader` documents the
+    options that say how to use the columns.
     """
 
     train_file: str

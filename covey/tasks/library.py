@@ -55,7 +55,7 @@ class Person:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Town:
-    """A town and its building."""
+    """A town of the invented country, with its building."""
 
     name: str
     building: str

@@ -139,8 +139,8 @@ class ReasoningGym(GeneratedTask):
 
     `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. The text
     `instruction` is appended to each prompt. The target is the answer that the dataset gives. If
-    several answers are correct, the dataset may give no answer, and the target is then empty. The
-    reward `reasoning_gym` calls the dataset's scorer.
+    several answers are correct, the dataset may give no answer, and the target is empty. The reward
+    `reasoning_gym` calls the dataset's scorer.
     """
 
     dataset: str
@@ -155,9 +155,10 @@ class ReasoningGym(GeneratedTask):
         if max(self.train_size, self.held_out_size) > MAX_SIZE:
             raise ConfigError(f"task: train_size and held_out_size must be at most {MAX_SIZE}")
         self._check_options()
-        for split, size in (("train", self.train_size), ("held_out", self.held_out_size)):
+        for split, seed in FIRST_SEED.items():
+            size = self._size(split)
             try:
-                create(self.dataset, self.options or {}, FIRST_SEED[split], size)
+                create(self.dataset, self.options or {}, seed, size)
             except ConfigError:
                 raise
             except Exception as error:  # datasets raise assertions, type errors and others
@@ -194,16 +195,14 @@ class ReasoningGym(GeneratedTask):
                 )
 
     def _prompt(self, split: str, index: int) -> Prompt:
-        size = self.train_size if split == "train" else self.held_out_size
-        options = dict(self.options or {})
-        seed, entry = self._entry(split, index, size)
+        seed, entry = self._entry(split, index)
         text = str(entry["question"])
         target = "" if entry["answer"] is None else str(entry["answer"])
         origin = {
             "dataset": self.dataset,
-            "options": options,
+            "options": dict(self.options or {}),
             "seed": seed,
-            "size": size,
+            "size": self._size(split),
             "index": index,
         }
         # An entry that is not plain data cannot be pickled, so workers generate it again.
@@ -218,7 +217,8 @@ class ReasoningGym(GeneratedTask):
             info={"reasoning_gym": origin} | ({"solution": solution} if solution else {}),
         )
 
-    def _entry(self, split: str, index: int, size: int) -> tuple[int, Mapping[str, Any]]:
+    def _entry(self, split: str, index: int) -> tuple[int, Mapping[str, Any]]:
+        size = self._size(split)
         for attempt in range(ATTEMPTS):
             seed = FIRST_SEED[split] + attempt * MAX_SIZE
             dataset = create(self.dataset, self.options or {}, seed, size)

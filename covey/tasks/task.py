@@ -106,16 +106,18 @@ class GeneratedTask(SplitTask):
     held_out_size: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("train_size", "held_out_size"):
-            size = getattr(self, name)
+        for split in ("train", "held_out"):
+            size = self._size(split)
             if not 1 <= size <= MOST_PROMPTS:
                 raise ConfigError(
-                    f"task: {name} must be at least 1 and at most {MOST_PROMPTS}, not {size}"
+                    f"task: {split}_size must be at least 1 and at most {MOST_PROMPTS}, not {size}"
                 )
 
+    def _size(self, split: str) -> int:
+        return self.train_size if split == "train" else self.held_out_size
+
     def _prompts(self, split: str) -> Sequence[Prompt]:
-        size = self.train_size if split == "train" else self.held_out_size
-        return Generated(size, partial(self._prompt, split))
+        return Generated(self._size(split), partial(self._prompt, split))
 
     def _prompt(self, split: str, index: int) -> Prompt:
         raise NotImplementedError

@@ -155,8 +155,9 @@ def reinforce_pp_baseline() -> Objective:
 
     Libraries disagree on the standard deviation: verl and OpenRLHF compute it over tokens, and
     ms-swift over completions. Covey computes the standard deviation over completions, because the
-    mean of C over completions is always 0. With `weighting = "token"`, Covey computes the standard
-    deviation over tokens. The KL estimator in the loss is k2, as the paper recommends.
+    mean of the centred rewards C over completions is always 0. With `weighting = "token"`, Covey
+    computes the standard deviation over tokens. The KL estimator in the loss is k2, as the paper
+    recommends.
     """
     return Objective(
         advantage=advantage.group_whitened,

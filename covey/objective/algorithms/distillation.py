@@ -25,8 +25,8 @@ def opd(*, task: float = 0.0) -> Objective:
     The teacher must use the student's tokenizer. Teacher log-probabilities below -20 count as -20.
 
     The paper differentiates the KL over the whole vocabulary. In Covey, a KL estimate from the
-    sampled token is part of the advantage. The teacher may therefore run on a server that returns
-    only the sampled token's log-probability.
+    sampled token is part of the advantage. The teacher may run on a server that returns only the
+    sampled token's log-probability.
 
     Choice: the student's log-probability is old_logp, which does not change between the optimizer
     steps of a batch. Other libraries take the student's log-probability from the engine or from the

@@ -35,8 +35,7 @@ def dpo() -> Objective:
     With the configuration section [preferences], Covey reads pairs from a file.
 
     The two completions of a pair may be in different micro-batches or on different ranks. Before
-    each optimizer step, one more forward pass therefore computes the margin D of all pairs in the
-    step.
+    each optimizer step, one more forward pass computes the margin D of all pairs in the step.
 
     Choice: the loss is a mean over the pairs of a training step, so all pairs of a training step
     have the same weight. With the option `average`, the margin D contains means over the tokens of
@@ -57,8 +56,8 @@ def ipo() -> Objective:
         loss = 1/pairs sum (D - 1 / (2 beta))^2
 
     `ipo` chooses pairs as `dpo` does. The loss of `dpo` increases the margin D without limit, but
-    the loss of `ipo` moves D towards 1 / (2 beta). With `ipo`, the policy therefore stays near the
-    reference, even if it already prefers the chosen completion in every pair.
+    the loss of `ipo` moves D towards 1 / (2 beta). With `ipo`, the policy stays near the reference,
+    even if it already prefers the chosen completion in every pair.
 
     Choice: the margin D uses means over tokens. TRL's DPO trainer also uses means, after TRL's
     developers consulted the authors of IPO. The paper's formula and OpenRLHF use sums, as Covey

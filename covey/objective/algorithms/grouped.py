@@ -56,7 +56,8 @@ def maxrl() -> Objective:
     `maxrl` weights each group by 1 / (pass rate of the group). With binary rewards and groups of G
     completions, the expected gradient is the gradient of a series expansion of log(pass rate) to
     order G - 1. With `all_wrong = "minus_one"`, completions in groups without success get an
-    advantage of -1. The series expansion then has order G, but the gradient has much more noise.
+    advantage of -1. With `all_wrong = "minus_one"`, the series expansion has order G, but the
+    gradient has much more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The code of MaxRL's
     authors takes the mean over tokens, so its gradient estimate is biased. Rewards must not be
@@ -88,7 +89,7 @@ def pkpo() -> Objective:
     Choices: to keep the gradient unbiased, Covey divides by a constant length and does not divide
     by a standard deviation. If all rewards of a group are equal, Covey sets the group's advantages
     to 0. With the baselines `loo1` and `centred`, the advantages of equal rewards are always 0.
-    With `loo`, setting the advantages to 0 makes the gradient biased.
+    With `loo`, setting the advantages of equal rewards to 0 makes the gradient biased.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
     completions with more than G-k+1 successes has no gradient. When the policy solves more prompts,
