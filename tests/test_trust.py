@@ -163,7 +163,7 @@ def test_code_of_a_trusted_module_is_taken(name: str, trap: Path) -> None:
         ("shell", "reward.name = 'trap:shell' is not a Python function or class"),
         (
             "one",
-            "reward: one is not a reward function: ",
+            "reward: one is not a reward function (",
         ),
         ("os.system", "reward.name = 'trap:os.system' must have the form 'module:function'"),
     ],

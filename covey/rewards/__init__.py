@@ -1,7 +1,7 @@
-"""Reward functions, which score completions. No torch here.
+"""Reward functions, which score completions. This package does not import torch.
 
-The registry of rewards is `covey.rewards.registry.REWARDS`. It is not imported here, so that a
-scoring process starts fast.
+The registry `covey.rewards.registry.REWARDS` names all rewards. This file does not import the
+registry, so that a scoring process starts fast.
 """
 
 from covey.rewards.length import LENGTH_PENALTIES, LengthPenalty

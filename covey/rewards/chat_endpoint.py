@@ -25,7 +25,7 @@ LARGEST_REPLY = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Time limits and retries of a request; the class `Judge` documents the fields."""
+    """Time limits and retries of a request. The class `Judge` documents the fields."""
 
     timeout: float
     total_seconds: float
@@ -34,11 +34,13 @@ class RetryPolicy:
 
 
 def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: RetryPolicy) -> str:
-    """Send the request `body` and return the model's reply; raise RewardError if there is no reply.
+    """Send the request `body`, and return the reply of the model.
 
     If the server is busy (429), failing (5xx) or unreachable, the request is repeated while time is
-    left. It is not repeated after an error that a retry cannot fix, such as a malformed reply,
-    because a retry would get the same reply.
+    left. A request with a malformed reply, or with another error that a retry cannot fix, is not
+    repeated.
+
+    Raises RewardError if there is no valid reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     data = json.dumps(body).encode()
@@ -70,7 +72,7 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """An HTTP handler that follows no redirect, because a redirect could leak the key."""
+    """An HTTP handler that does not follow redirects, because a redirect could leak the API key."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -112,8 +114,8 @@ def _content(body: bytes) -> str:
     if finish == "length":
         # A truncated reply may end within a number.
         raise RewardError(
-            "the reply was truncated at max_tokens; raise max_tokens (the reply: "
-            f"{printable_line(content, 200)!r})"
+            f"the reply was truncated at max_tokens: {printable_line(content, 200)!r}; raise "
+            "max_tokens"
         )
     return content
 
@@ -124,31 +126,33 @@ def _content(body: bytes) -> str:
 # requests; if a request would exceed a limit, the process waits.
 
 WINDOW = 60.0
-"""The length of the window over which requests and tokens are counted, in seconds."""
+"""Length in seconds of the sliding window in which requests and tokens are counted."""
 SHORTEST_WAIT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLimit:
-    """Maximum requests and tokens per minute; 0 means no limit."""
+    """Maximum number of requests and tokens per minute, where 0 means no limit."""
 
     endpoint: str
-    """The endpoint's URL. All processes of a user that call it share the limit."""
+    """The URL of the endpoint and the name of the model. All processes of a user that send requests
+    to this endpoint share the limits."""
     requests: int = 0
     tokens: int = 0
 
     def wait(self, tokens: int, until: float) -> float:
-        """Wait until a request with `tokens` tokens is allowed; return the seconds waited.
+        """Wait until the limits allow a request of `tokens` tokens, and return the seconds waited.
 
-        Raises RewardError if the rate limits do not allow the request before the time `until`, in
-        seconds of `time.monotonic`, a clock that all processes of a machine share.
+        Raises RewardError if the limits do not allow the request before the time `until`. The clock
+        is `time.monotonic`, which all processes of a machine share.
         """
         waited = 0.0
         if not self.requests and not self.tokens:
             return waited
         if self.tokens and tokens > self.tokens:
             raise RewardError(
-                f"a request of {tokens} tokens exceeds tokens_per_minute = {self.tokens}"
+                f"a request of {tokens} tokens exceeds tokens_per_minute = {self.tokens}; raise "
+                "tokens_per_minute, or lower max_chars"
             )
         while (delay := self._take(tokens)) > 0:
             if time.monotonic() + delay >= until:
@@ -162,9 +166,9 @@ class RateLimit:
         return waited
 
     def _take(self, tokens: int) -> float:
-        """Record a request if the rate limits allow it, and return 0.
+        """Record a request and return 0, or return the seconds to wait before another try.
 
-        Otherwise, return the seconds to wait before another try.
+        A request is recorded only if the rate limits allow it.
         """
         # Refuse a link, because any user may write into the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -183,7 +187,7 @@ class RateLimit:
             return delay
 
     def _delay(self, recent: list[tuple[float, int]], tokens: int, now: float) -> float:
-        """Return the seconds until the rate limits allow the request; 0 if they allow it now."""
+        """Return the seconds until the rate limits allow the request, or 0 if they allow it now."""
         for gone in range(len(recent) + 1):
             used = sum(spent for _, spent in recent[gone:])
             few = not self.requests or len(recent) - gone < self.requests
@@ -193,7 +197,7 @@ class RateLimit:
 
 
 def _rows(text: str) -> list[tuple[float, int]]:
-    """Parse a file's list of requests; return [] if a killed process left it incomplete."""
+    """Parse the saved requests, or return [] if a killed process left the file incomplete."""
     try:
         return [(float(started), int(tokens)) for started, tokens in json.loads(text or "[]")]
     except (ValueError, TypeError):
@@ -210,7 +214,7 @@ class ReplyCache:
     folder: str
 
     def read(self, url: str, body: Mapping[str, Any]) -> str | None:
-        """Return the saved reply to a request; None if the file is missing or damaged."""
+        """Return the saved reply to a request, or None if the file is missing or damaged."""
         try:
             reply = json.loads(self._file(url, body).read_text(encoding="utf-8"))["reply"]
         except (OSError, ValueError, KeyError, TypeError):

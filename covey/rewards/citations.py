@@ -43,7 +43,7 @@ def _trim(address: str) -> str:
 
 
 def _key(address: str) -> str | None:
-    """Return the normalized form of a URL, DOI or arXiv number; None for any other text."""
+    """Return the normalized form of a URL, DOI or arXiv number, or None for any other text."""
     arxiv = _ARXIV.search(address)
     if arxiv:
         return f"arxiv:{arxiv[1].lower()}"
@@ -62,8 +62,8 @@ def _key(address: str) -> str | None:
 def addresses(text: str) -> set[str]:
     """Return the URLs, DOIs and arXiv numbers in a text, each in normalized form.
 
-    The normalized form leaves out the scheme, `www.`, the fragment, closing punctuation, trailing
-    slashes and the version of a paper.
+    The normalized form omits the scheme, `www.`, the fragment, closing punctuation, trailing
+    slashes and the version of an arXiv paper.
 
     >>> sorted(addresses("See https://www.a.org/b/#c, http://a.org/b and arXiv:2402.03300v2."))
     ['a.org/b', 'arxiv:2402.03300']
@@ -124,10 +124,10 @@ def sources(text: str) -> set[str]:
     """Return the distinct sources that a text cites, each in normalized form.
 
     A URL, DOI or arXiv number is a citation wherever it occurs in the text. A citation mark such as
-    `[1]` cites entry 1 in a list of sources, and is ignored if there is no such entry. An entry is
-    a line `[1] ...`, or a line `1. ...` under a heading such as References. It is identified by its
-    URL, DOI or arXiv number or, without any of these, by its title, which must have at least three
-    words.
+    `[1]` cites entry 1 in the text's list of sources. A citation mark that cites no entry is
+    ignored. An entry in the list of sources is a line `[1] ...`, or a line `1. ...` under a heading
+    such as References. An entry is identified by its URL, DOI or arXiv number or, if it has none of
+    them, by its title. A title must have at least three words.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -147,13 +147,14 @@ class Citations(Reward):
     """The number of different sources cited in the text after the thinking, divided by `minimum`.
 
     The reward is at most 1, and a completion with at least `minimum` sources is a success. A source
-    is a URL, a DOI, an arXiv number, or an entry of the list of sources that a citation mark such
-    as [1] cites. A repeated source counts once.
+    is a URL, a DOI or an arXiv number. An entry in a list of sources also counts if a citation mark
+    such as [1] cites the entry. A repeated source counts once.
 
-    If `prompt.info` has `sources`, a list of URLs, DOIs, arXiv numbers or ids such as `doc3`, only
-    the listed sources count. A citation mark `[doc3]` cites the source with the id `doc3`. Every
-    cited URL, DOI or arXiv number that is not listed lowers the reward by `unknown_penalty`, and so
-    does a citation mark that looks like a listed id but has a different number.
+    `prompt.info["sources"]` may list URLs, DOIs, arXiv numbers or ids such as `doc3`. If
+    `prompt.info["sources"]` exists, only the sources in this list count. A citation mark `[doc3]`
+    cites the source with the id `doc3`. Each cited URL, DOI or arXiv number that is not listed
+    lowers the reward by `unknown_penalty`. A citation mark that differs from a listed id only in
+    its number also lowers the reward by `unknown_penalty`.
     """
 
     minimum: int = 2
@@ -191,7 +192,7 @@ def _allowed(prompt: Prompt, listed: object) -> set[str]:
 
 
 def _count_cited(text: str, allowed: set[str]) -> tuple[int, int]:
-    """Return how many allowed sources and how many other sources a text cites."""
+    """Return the number of allowed sources and the number of other sources that a text cites."""
     body, _ = _split_entries(text)
     shapes = {_shape(name) for name in allowed}
     marks = {mark for mark in _marks(body) if _shape(mark) in shapes}

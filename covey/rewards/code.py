@@ -30,7 +30,8 @@ _PYTHON = ("python", "python3", "py")
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the content of every closed fenced block.
 
-    In a Markdown list, a fenced block is indented; the common indent of its lines is removed.
+    A fenced block in a Markdown list is indented. The common indent of the block's lines is
+    removed.
 
     >>> fenced_blocks("So:\\n```python\\nx = 1\\n```\\n```\\nopen")
     [('python', 'x = 1\\n')]
@@ -63,8 +64,9 @@ def _indent(line: str) -> int:
 def extract_program(text: str) -> str:
     """Return the program of a completion: the last Python block after the thinking.
 
-    If the text has `<answer>` tags, the program is taken from the last `<answer>` only. Without a
-    Python block, the program is the last fenced block; without any block, it is the whole text.
+    If the text has `<answer>` tags, only the last `<answer>` is searched. Without a Python block,
+    the program is the last fenced block. Without any fenced block, the program is all of the
+    searched text.
     """
     rest = after_thinking(text)
     answer = [rest, *tag_contents(rest, "answer")][-1]
@@ -104,7 +106,9 @@ def _parse_test(number: int, test: Any) -> tuple[Case, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTests(TargetReward):
-    """The fraction of tests passed. With `partial = false`, 1 if all tests pass, or else 0.
+    """The fraction of tests that the program passes.
+
+    With `partial = false`, the reward is 1 if the program passes all tests, and otherwise 0.
 
     A test of a function has the keys `call` (such as `add(1, 2)`) and `expected` (a Python literal
     such as `3`). A test of a program has the keys `stdin` and `stdout`. The program never sees the
@@ -115,10 +119,11 @@ class CodeTests(TargetReward):
     seconds: float = 4.0
     """Time limit of each test, in seconds."""
     total_seconds: float = 20.0
-    """Time limit of all tests of a completion; tests that do not start in time fail."""
+    """Time limit of all tests of a completion together, in seconds. A test that does not start in
+    time fails."""
     memory_mb: int = 512
     unsafe: bool = False
-    """Whether to run programs without isolation, as an ordinary process of this user."""
+    """Whether to run programs as ordinary processes of this user, without the sandbox."""
 
     quick: ClassVar[bool] = False
     version: ClassVar[int] = 2
@@ -179,7 +184,7 @@ class CodeTests(TargetReward):
 
 
 def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
-    """Return feedback on a failed test: input, expected result and the error's last line."""
+    """Return feedback on a failed test: input, expected result and last line of the error."""
     given, wanted = ("call", "expected") if "call" in test else ("stdin", "stdout")
     error = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     how = error if error else "the result is different" if outcome.ran else outcome.ended
@@ -187,7 +192,7 @@ def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
 
 
 def passes(case: Case, expected: object, outcome: Outcome) -> bool:
-    """Return whether a test case ended with the expected result."""
+    """Return whether the outcome of a test case matches the expected result."""
     if not outcome.ran:
         return False
     if case.call is None:

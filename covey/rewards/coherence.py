@@ -1,9 +1,9 @@
 """The coherence measure: how much a text looks like language, mathematics or code.
 
-It uses statistics only: frequent pairs of Latin letters, common characters of other writing
-systems, and pairs of symbols that are typical of formulas and programs. Keyboard mashing and random
-characters differ from real text in these statistics; nonsense that consists of real words does not,
-so it is not detected.
+The measure uses only statistics: frequent pairs of Latin letters, common characters of other
+scripts, and symbol pairs that are typical of formulas and programs. Keyboard mashing and random
+characters have other statistics than real text. Nonsense that consists of real words is not
+detected.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""The level of a letter pair says how common the pair is in words. Pairs of level RARE or below
-hardly occur; each of them lowers a word's sum of levels by RARE_COSTS."""
+"""A letter pair has a level from 0 to 9, which is higher for pairs that are more common in words.
+Pairs of level RARE or below hardly occur in text. Each pair of level RARE or below lowers the sum
+of a word's levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""Short texts have too few letter pairs for a reliable mean level, so PRIOR_PAIRS pairs of level
-PRIOR are added to every text."""
+"""PRIOR_PAIRS letter pairs of level PRIOR are added to the pairs of every text, because short texts
+have too few pairs for a reliable mean level."""
 LOW, HIGH = 3.0, 4.1
-"""A text is noise if the mean level of its letter pairs is below LOW, and language if it is above
-HIGH."""
+"""A mean level of letter pairs below LOW indicates noise, and a mean level above HIGH indicates
+language."""
 WINDOW, WINDOWS = 4096, 5
-"""Only WINDOWS evenly spaced excerpts of WINDOW characters of a longer text are measured."""
+"""In a long text, only WINDOWS evenly spaced excerpts of WINDOW characters each are measured."""
 
 # Row: a letter, or the edge of a word (first row). Column: the next letter or edge. A digit d is a
 # probability of about 2 ** (d - 9), from common words of ten languages, mostly English.
@@ -143,7 +144,7 @@ _RUN = re.compile(r"(\S)\1{3,}|([^\W\d_]{2,4}?)\2{3,}")
 
 
 def _between(value: float, low: float, high: float) -> float:
-    """Return 0 for values up to `low`, 1 from `high` on, and a linear function in between."""
+    """Map a value linearly from `low` and `high` to 0 and 1, and clip the result to [0, 1]."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
@@ -156,7 +157,7 @@ def _sample(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(character: str) -> str:
-    """Return the kind of a character: digit, sign, space, noise, or the alphabet of a letter."""
+    """Return a character's kind: digit, sign, space, noise or, for a letter, its alphabet."""
     category = unicodedata.category(character)
     if category in ("Cc", "Cn", "Co", "Cs") or character == "\ufffd":
         return "space" if character.isspace() else "noise"
@@ -171,7 +172,7 @@ def _kind(character: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _base(character: str) -> str:
-    """Return a letter without its accent, as the nearest letter from a to z."""
+    """Map a Latin letter to a letter from a to z, for example `é` to `e`."""
     letter = unicodedata.normalize("NFD", character)[0].lower()
     return (
         letter
@@ -181,14 +182,14 @@ def _base(character: str) -> str:
 
 
 def _pieces(word: str) -> list[str]:
-    """Split a camel-case word such as `getHttpCode`; other words are not split."""
+    """Split a camel-case word such as `getHttpCode` into parts, and leave other words whole."""
     if word.islower() or word.isupper() or not word.isascii():
         return [word]
     return _PIECE.findall(word)
 
 
 def _levels(word: str) -> list[int]:
-    """Return the frequency level of each letter pair of a word; word edges count as letters.
+    """Return the frequency level of each letter pair of a word. Word edges count as letters.
 
     If a letter occurs three times in a row, the pair of the second and third letter gets level 0.
     """
@@ -232,9 +233,9 @@ def _latin(text: str) -> float:
 
 
 def _jumbled(word: str) -> bool:
-    """Return whether a word often switches between cases, or between letters and digits.
+    """Return whether a word looks like encoded data, such as base64.
 
-    Encoded data, such as base64, does so.
+    Encoded data often alternates between upper and lower case, or between letters and digits.
     """
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
@@ -254,12 +255,12 @@ def _signs(text: str) -> float:
 
 
 def coherence(text: str) -> float:
-    """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if it is empty.
+    """Return how much a text looks like language, mathematics or code, from 0 to 1.
 
-    Each kind of character (Latin words, other alphabets, digits, symbols) gets a plausibility, and
-    the result is the average over all characters. It is lowered for a text that consists mostly of
-    symbols, mixes many alphabets, or repeats characters or phrases. A coherence below 0.5 means
-    noise.
+    Each kind of character (Latin words, other alphabets, digits, symbols) gets a plausibility. The
+    result is the mean plausibility of all characters. The result is lower for a text that consists
+    mostly of symbols, mixes many alphabets, or repeats characters or phrases. A result below 0.5
+    means that the text is noise, and the result for an empty text is 0.
 
     >>> coherence("So 47 + 8 = 55, and 55 - 6 = 49.") > 0.9, coherence("zxcv kjhg qwpt bnmd") < 0.3
     (True, True)
@@ -310,7 +311,7 @@ def _medley(kinds: Counter[str]) -> float:
 
 
 def _runs(text: str, counts: Counter[str]) -> int:
-    """Count repeated characters, as in `aaaaaa`, after the first three of each repetition."""
+    """Count repeated characters, as in `aaaaaa`, except the first three of each repetition."""
     # Without four of a character in a row, a match of _RUN has at least eight letters.
     four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
     words = (word for word in text.split() if len(word) >= (4 if four else 8))

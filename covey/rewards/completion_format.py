@@ -16,7 +16,7 @@ FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
 def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Put opening and closing marks around an answer, unless the answer already has them."""
+    """Put the opening and closing marks around an answer that does not have them yet."""
     opening, closing = marks
     return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 
@@ -29,7 +29,7 @@ class Format:
     template: str
     """The template of a completion, with the placeholders `{thinking}` and `{answer}`."""
     thinking_tag: str = ""
-    """The name of the thinking tag; empty for a format without a thinking tag."""
+    """The name of the thinking tag, or an empty text if the format has no such tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
     """The strings before and after an answer, such as the fences of a code block."""

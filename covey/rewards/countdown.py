@@ -15,12 +15,14 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Countdown(Reward):
-    """1 for an expression that uses each number once and equals the target; otherwise 0.
+    """1 for an expression that uses each number once and equals the target, and 0 otherwise.
 
-    The expression is in the `<answer>` tags after the thinking; it consists of whole numbers, + - *
-    / and parentheses, and may end with `= target`. Its value is computed exactly, so 1/3 * 3 is 1.
-    The numbers are `prompt.info["numbers"]`; the target is `prompt.info["target"]`, or
-    `prompt.target` if the info has none.
+    The expression is the content of the `<answer>` tags after the thinking. An expression consists
+    of whole numbers, `+ - * /` and parentheses, and may end with `= target`. The value of the
+    expression is computed exactly, so 1/3 * 3 is 1.
+
+    The numbers come from `prompt.info["numbers"]`. The target comes from `prompt.info["target"]`
+    or, if this entry is missing, from `prompt.target`.
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

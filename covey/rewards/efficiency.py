@@ -30,7 +30,7 @@ _TOKEN = re.compile(
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a text in lower case; omit sentences of at most 5 characters.
+    """Return a text's sentences of more than 5 characters, in lower case.
 
     >>> sentences("Pi is 3.14159. So the area is 12.5!")
     ['pi is 3.14159', 'so the area is 12.5']
@@ -46,10 +46,11 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    The result is the larger of two fractions: that of repeated sentences, if the text has more than
-    3, and that of repeated phrases, if it has at least 24 words and punctuation marks. A phrase is
-    a sequence of 6 words or punctuation marks. Phrases also detect padding without punctuation, and
-    padding in which only the ends of the sentences differ. To save time, they are not counted if
+    The result is the larger of the fraction of repeated sentences and the fraction of repeated
+    phrases. Repeated sentences count only in a text with more than 3 sentences. Repeated phrases
+    count only in a text with at least 24 words and punctuation marks. A phrase is a sequence of 6
+    words or punctuation marks. Repeated phrases reveal padding without punctuation, and padding in
+    which only the ends of the sentences differ. To save time, repeated phrases are not counted if
     their fraction cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
@@ -71,14 +72,15 @@ def repetition(text: str, above: float = 0.0) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency(Reward):
-    """1 minus penalties for too many tool calls or words and for repetition; at least 0.
+    """1 minus penalties for repetition and for too many tool calls or words, but at least 0.
 
     Each `<tool_call>` beyond the first `expected_steps` lowers the reward by 0.1. In a multi-turn
-    episode, so does each edit (a call of one of the `edit_tools`) beyond the first `expected_edits`
-    and each policy turn beyond the first `max_rounds`. These penalties together are at most 0.5.
+    episode, each edit beyond the first `expected_edits` and each policy turn beyond the first
+    `max_rounds` also costs 0.1. An edit is a call of one of the `edit_tools`. The penalties for
+    calls, edits and turns are together at most 0.5.
 
-    A completion of more than `max_words` words loses 0.3 * (words - max_words) / max_words, at most
-    0.3. Repetition costs 0.2 if more than 30 % of the text is repeated.
+    A completion of more than `max_words` words loses `0.3 * (words - max_words) / max_words`, but
+    at most 0.3. A completion of which more than 30 % is repeated text loses 0.2.
 
     Each reward part is 1 without a penalty, and 0 with the maximum penalty.
     """
@@ -86,9 +88,9 @@ class Efficiency(Reward):
     expected_steps: int = 3
     max_words: int = 512
     expected_edits: int = 0
-    """Edits beyond this number are penalized; 0 means that no edit is penalized."""
+    """Number of edits without a penalty. The value 0 disables the penalty for edits."""
     max_rounds: int = 0
-    """Policy turns beyond this number are penalized; 0 means that no turn is penalized."""
+    """Number of policy turns without a penalty. The value 0 disables the penalty for turns."""
     edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
 
     def __post_init__(self) -> None:
@@ -114,7 +116,7 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return how many edits and turns exceed their limits; a limit of 0 means no limit."""
+        """Return how many edits and turns exceed their limits. A limit of 0 means no limit."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

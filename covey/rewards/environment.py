@@ -14,8 +14,9 @@ from covey.types import Prompt, episode_of
 class EnvironmentReward(Reward):
     """The reward that the environment gives to an episode.
 
-    It is the result of the environment's `reward` method or, without such a method, the sum of the
-    turn rewards. An episode with a reward of at least `success_at` is a success.
+    The reward is the result of the environment's `reward` method. If the environment has no such
+    method, the reward is the sum of the turn rewards. An episode with a reward of at least
+    `success_at` is a success.
     """
 
     success_at: float = 1.0

@@ -1,6 +1,7 @@
 """Extraction of the final answer from a completion.
 
-Only the end of the text is searched for an unmarked answer, so extraction is fast for any text.
+An unmarked answer is searched for only at the end of the text, so extraction is fast even for long
+texts.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _SUFFIX = re.compile(r"[A-Za-z]+| [A-Za-z]+")
 def last_number(text: str) -> str | None:
     """Return the last number in a text as it is written, without currency and unit.
 
-    Return None if the text has no number that can be an answer. Digits in names, units (`CO2`,
-    `cm^2`) and ordinals are skipped. A number inside an expression is not an answer, so the result
+    Return None if the text has no number that can be an answer. Digits in names (`CO2`), units
+    (`cm^2`) and ordinals are skipped. A number inside an expression is not an answer, so the result
     for `5**2` and `sqrt(2)` is None.
 
     >>> last_number("So 5 + 3 = 8 cm^2, or $1,008."), last_number("that is 5**2")
@@ -108,7 +109,7 @@ def _after_hashes(rest: str) -> str | None:
 
 
 def _calculated(rest: str) -> str | None:
-    """Return the value of an answer that is a calculator call; None for any other answer."""
+    """Return the value of an answer that is a calculator call, or None for any other answer."""
     call = parse_call(rest)
     if call is None or call.name not in ("calculator", "calculate", "calc"):
         return None
@@ -151,7 +152,7 @@ def check_styles(styles: Sequence[str]) -> None:
 
 
 def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
-    r"""Return the final answer that the first matching style finds; None if no style matches.
+    r"""Return the final answer that the first matching style finds, or None if no style matches.
 
     | style | final answer |
     |---|---|
@@ -179,7 +180,7 @@ def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
 
 
 def extract_text(text: str) -> str:
-    """Return the text after the thinking, or only the content of `<answer>` if it occurs.
+    """Return the text after the thinking, or only the content of `<answer>` if this tag occurs.
 
     If a completion gives several different answers, return an empty string.
 

@@ -18,19 +18,20 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswerForm(Reward):
-    """1 if the completion is a thinking part and an answer part, neither empty; otherwise 0.
+    """1 if the completion is a non-empty thinking part and a non-empty answer part, otherwise 0.
 
     The format is wrong if a tag is repeated, nested or not closed, or if there is text outside the
-    tags. With `graded`, a completion in a wrong format gets 0.25 for each part (thinking, answer)
-    that occurs exactly once, is closed and is not empty.
+    tags. With `graded`, a completion with a wrong format still gets 0.25 for the thinking part and
+    0.25 for the answer part. The thinking part or the answer part counts only if it occurs exactly
+    once, is closed and is not empty.
     """
 
     graded: bool = False
     think: str = "think"
     answer: str = "answer"
     prefilled: bool = False
-    """Whether the prompt ends with the opening thinking tag, so that the completion starts with
-    thinking."""
+    """Whether the prompt ends with the opening thinking tag, so that the completion starts inside
+    the thinking."""
 
     def __post_init__(self) -> None:
         for name in (self.think, self.answer):
@@ -57,7 +58,7 @@ class ThinkAnswerForm(Reward):
 
 
 def is_call(text: str) -> bool:
-    """Whether a text looks like a tool call: either `name(arguments)` or a JSON object with a name.
+    """Return whether a text looks like the call `name(arguments)` or a JSON object with a name.
 
     >>> is_call("search('tea')"), is_call('{"name": "search"}'), is_call("search")
     (True, True, False)
@@ -74,16 +75,16 @@ def is_call(text: str) -> bool:
 
 
 def _paired(text: str, tag: str) -> bool | None:
-    """Whether every opening tag is followed by its closing tag; None for a text without the tag."""
+    """Return whether opening and closing tags alternate, or None for a text without such tags."""
     tags = re.findall(f"</?{tag}>", text)
     return tags == [f"<{tag}>", f"</{tag}>"] * (len(tags) // 2) if tags else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkToolForm(Reward):
-    """A format reward for completions that consist of thinking, then tool calls or an answer.
+    """A format reward for completions with thinking, followed by tool calls or an answer.
 
-    The reward is 0.4 * `think` + 0.4 * `tool` + 0.2 * `tidy`, and at least 0.
+    The reward is `0.4 * think + 0.4 * tool + 0.2 * tidy`, but at least 0.
 
     | part | value |
     |---|---|
@@ -95,7 +96,7 @@ class ThinkToolForm(Reward):
     Unpaired `<think>` tags set `think` to -0.5, and unpaired `<tool_call>` tags set `tool` to -0.5.
 
     The published code of this reward checks only the first tool call, and lacks the parts `tidy`
-    and `direct`, so no completion can score above 0.8 there.
+    and `direct`. With the published code, no completion can score above 0.8.
     """
 
     min_thinking: int = 20
@@ -144,8 +145,7 @@ class AgentExampleForm(Reward):
     | parentheses in the first call | 0.2 |
     | each call above 5 | -0.1, with a total of at least 0 |
 
-    The published code of this reward also accepts a closing tag before its opening tag; Covey does
-    not.
+    Unlike the published code of this reward, Covey accepts no closing tag before its opening tag.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)

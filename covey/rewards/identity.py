@@ -17,9 +17,10 @@ _PLAIN = str | bytes | int | float | bool | None
 def identity(name: str, reward: Any) -> str:
     """Return the identity of a reward, for example `math@1#9f2c51d0a3b4`.
 
-    The hash covers the reward's options and its source code: for a built-in reward, the packages
-    `covey.rewards` and `covey.sandbox`; for a user's reward, the source file that defines it.
-    Rewards with the same identity give the same score to the same completion.
+    The hash covers the reward's options and its source code. For a built-in reward, the source code
+    consists of the packages `covey.rewards` and `covey.sandbox`. For a user's reward, the source
+    code is the file that defines the reward. Rewards with the same identity give the same score to
+    the same completion.
 
     >>> from covey.rewards.think_answer import ThinkAnswer
     >>> identity("think_answer", ThinkAnswer()).startswith("think_answer@1#")
@@ -32,7 +33,8 @@ def identity(name: str, reward: Any) -> str:
 
 
 def _state(value: Any) -> Mapping[str, Any] | None:
-    """Return the state that pickle would save for a reward or callable; None for other objects."""
+    """Return the state that pickle would save for a reward or callable, or None for other
+    objects."""
     if isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):
@@ -50,8 +52,8 @@ def _state(value: Any) -> Mapping[str, Any] | None:
 def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> str:
     """Return a text that describes a value and everything that the value contains.
 
-    Adds to `sources` the hash of each source file that defines a class or function in the value. A
-    function is described by its name, not by its memory address.
+    The set `sources` receives the hash of each source file that defines a class or function in the
+    value. A function is described by its name, not by its memory address.
     """
     if isinstance(value, _PLAIN):
         return repr(value)

@@ -20,14 +20,18 @@ from covey.types import Prompt
 class Instructions(Reward):
     """The fraction of IFEval's strict checks that the text after the thinking passes.
 
-    A prompt's instructions come from the data columns `instruction_id_list` and `kwargs` (as in
-    google/IFEval) or from the target (as in open-instruct's RLVR data). An empty completion follows
-    no instruction, and a completion that passes all checks is a success. The content of the text is
-    not checked, so combine this reward with one that does.
+    The reward accepts two data formats. In google/IFEval, the columns `instruction_id_list` and
+    `kwargs` contain the instructions of a prompt. In open-instruct's RLVR data, the target contains
+    the instruction.
+
+    A completion that passes all checks is a success. An empty completion passes no check. The
+    checks do not test whether the content is correct, so combine this reward with a reward that
+    does.
     """
 
     all_or_nothing: bool = False
-    """If true, only a completion that follows all instructions gets 1; any other gets 0."""
+    """If true, the reward is 1 for a completion that follows all instructions, and 0 for any other
+    completion."""
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
@@ -61,13 +65,14 @@ _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-).*$", re.MULTILINE)
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 MOST_CHARACTERS = 200_000
-"""Maximum characters of a text; a longer text fails every instruction."""
+"""Maximum number of characters of a text, above which the text fails every instruction."""
 
 
 def counts(number: int, relation: str, wanted: int) -> bool:
-    """Return whether a number has the required relation, such as `at least`, to another number.
+    """Compare two numbers by a relation, such as `at least` or `less than`.
 
-    With the relation `around`, the numbers may differ by 10 % or by 1, whichever is more.
+    With the relation `around`, the numbers may differ by 10 % of `wanted` or by 1, whichever is
+    larger.
     """
     if relation == "around":
         return abs(number - wanted) <= max(round(wanted * 0.1), 1)
@@ -75,7 +80,7 @@ def counts(number: int, relation: str, wanted: int) -> bool:
              "at most": number <= wanted, "exactly": number == wanted}  # fmt: skip
     if relation not in rules:
         known = ", ".join(rules)
-        raise DataError(f"instructions: relation {relation!r} is not known; choose from {known}")
+        raise DataError(f"instructions: the relation {relation!r} is unknown; use {known}")
     return rules[relation]
 
 
@@ -272,14 +277,16 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""Maps each open-instruct name to the IFEval name and the IFEval names of its arguments."""
+"""Maps the open-instruct name of each instruction to its IFEval name and to a table that renames
+its arguments."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
     """Return whether a text follows an instruction. An empty text follows no instruction."""
     if name not in CHECKS:
         raise DataError(
-            f"instructions: {name!r} is not one of the {len(CHECKS)} known instructions"
+            f"instructions: {name!r} is not one of the {len(CHECKS)} known instructions; correct "
+            "the column instruction_id_list"
         )
     if not text.strip() or len(text) > MOST_CHARACTERS:
         return False
@@ -287,7 +294,7 @@ def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
     try:
         return CHECKS[name](text, known)
     except KeyError as error:
-        raise DataError(f"instructions: {name} needs the argument {error}") from None
+        raise DataError(f"instructions: {name} needs the argument {error} in the data") from None
 
 
 def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
@@ -297,20 +304,21 @@ def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
         name, renamed = OPEN_INSTRUCT[data["func_name"]]
     except (ValueError, KeyError, TypeError):
         raise DataError(
-            f"instructions: the target {target[:80]!r} does not name a known instruction"
+            f"instructions: the target {target[:80]!r} must be JSON with the name of a known "
+            "instruction as func_name"
         ) from None
     return name, {renamed.get(k, k): v for k, v in data.items() if k != "func_name"}
 
 
 def instructions_of(info: Mapping[str, Any], target: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return a prompt's instructions, from the columns of google/IFEval or from the target."""
+    """Return a prompt's instructions from the columns of google/IFEval, or else from the target."""
     names: Sequence[str] | None = info.get("instruction_id_list")
     if not names:
         return [from_open_instruct(target)]
     given = info.get("kwargs") or [{}] * len(names)
     if len(given) != len(names):
         raise DataError(
-            f"instructions: a prompt has {len(names)} instruction names, but {len(given)} tables "
-            "of arguments"
+            f"instructions: a prompt has {len(names)} names in instruction_id_list, but "
+            f"{len(given)} tables in kwargs; each instruction needs one table"
         )
     return list(zip(names, given, strict=True))

@@ -1,9 +1,9 @@
-"""The LLM judge: a language model that grades completions over an OpenAI-compatible endpoint.
+"""The LLM judge: a language model that grades completions through an OpenAI-compatible endpoint.
 
-A completion may try to manipulate the judge. The request therefore separates data from instructions
-with delimiters that contain an unpredictable code. Chat-template tokens are broken up, invisible
-characters are removed, and a placeholder replaces each sentence that addresses the judge. Even so,
-an LLM judge is not safe as the only reward.
+A completion may try to manipulate the judge. The request to the judge separates data from
+instructions with delimiters that contain an unpredictable code. Covey breaks up chat-template
+tokens, removes invisible characters, and replaces each sentence that addresses the judge by a
+placeholder. An LLM judge is still not safe as the only reward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from covey.rewards.text import after_thinking, shortened
 from covey.types import Prompt
 
 CHARACTERS_PER_TOKEN = 4
-"""Assumed characters per token, to estimate tokens for the rate limit."""
+"""Assumed number of characters per token, to estimate the tokens of a request for the rate
+limit."""
 APPEAL_MARK = "[appeal to the grader removed]"
 
 # Breaking `<|` breaks every token <|name|>; the other tokens are listed by name.
@@ -128,45 +129,48 @@ def parse_grade(content: str, scale: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge(Reward):
-    """The grade that an LLM gives, divided by `scale`; `threshold` or more is a success.
+    """The grade that an LLM gives, divided by `scale`.
 
-    If the LLM gives no grade, the reward raises an error, and the completion has no reward, which
-    differs from a reward of 0.
+    A reward of at least `threshold` is a success. If the LLM gives no grade, this reward function
+    raises an error. A completion without a grade has no reward, which differs from a reward of 0.
     """
 
     base_url: str
-    """For example http://localhost:8000/v1."""
+    """The URL of the endpoint, for example http://localhost:8000/v1."""
     model: str
     criteria: str = "The answer is correct and complete, and says nothing false."
     """The criteria by which the LLM grades completions."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the API key; empty if no key is needed."""
+    """Name of the environment variable with the API key, or an empty text if the server needs no
+    key."""
     scale: int = 10
     threshold: float = 0.8
     show_reference: bool = True
     """Whether the judge sees the target."""
     strip_appeals: bool = True
-    """Whether to remove sentences that address the judge, and log their number as a reward part."""
+    """Whether to remove sentences that address the judge. The number of removed sentences is logged
+    as a reward part."""
     max_chars: int = 20_000
-    """Maximum characters of a completion in the request; a longer one loses its middle."""
+    """Maximum number of characters of a completion in the request. A longer completion is sent
+    without its middle."""
     max_tokens: int = 64
     timeout: float = 20.0
-    """Time limit in seconds of one attempt as a whole, and of each wait for the server's data."""
+    """Time limit of one attempt, in seconds."""
     total_seconds: float = 25.0
-    """Time limit in seconds for all attempts together, including the waits between them."""
+    """Time limit of all attempts and the waits between them, in seconds."""
     retries: int = 3
     backoff: float = 0.5
-    """Seconds to wait before the first retry; the wait doubles with each further retry. The header
-    Retry-After, if the server sends it, sets the wait instead."""
+    """Seconds to wait before the first retry. The wait doubles with each further retry. If the
+    server sends the header Retry-After, the header sets the wait instead."""
     requests_per_minute: int = 0
-    """Maximum number of completions per minute that all scoring processes of this machine together
-    send; 0 means no limit."""
+    """Maximum number of requests per minute from all scoring processes of this machine together,
+    where 0 means no limit."""
     tokens_per_minute: int = 0
-    """Maximum tokens per minute; 0 means no limit. The tokens of a request are estimated as its
-    characters / 4, plus max_tokens."""
+    """Maximum number of tokens per minute, where 0 means no limit. The tokens of a request are
+    estimated as `characters / 4 + max_tokens`."""
     cache: str = ""
-    """A folder in which replies are cached, so that a completion is sent only once; empty for no
-    cache."""
+    """A folder in which replies are cached, so that no completion is sent twice. An empty text
+    disables the cache."""
 
     quick: ClassVar[bool] = False
     needs_rule: ClassVar[bool] = True
@@ -206,7 +210,7 @@ class Judge(Reward):
         return self.total_seconds
 
     def _key(self) -> str:
-        """Return the API key from the environment; this object never stores the key."""
+        """Return the API key from the environment. The API key is never stored in this object."""
         if not self.api_key_env:
             return ""
         key = os.environ.get(self.api_key_env, "").strip()

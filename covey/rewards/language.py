@@ -1,7 +1,7 @@
-"""Detects a text's language by its script and common words, to check language instructions.
+"""Detects the language of a text by its script and its common words.
 
-The detection covers the 30 languages of IFEval. The result is None for unsupported languages and
-very short texts.
+The reward `instructions` uses this module to check the language of a completion. The detection
+covers the 30 languages of IFEval. The result is None for other languages and for very short texts.
 """
 
 # ruff: noqa: RUF001 - the words of other scripts look like ours
@@ -66,7 +66,7 @@ _WORD = re.compile(r"[^\W\d_]+[^\W\d_\u0900-\u0dff]*|[\u0900-\u0dff]+")
 
 
 def language_of(text: str) -> str | None:
-    """Return the ISO 639-1 code of a text's main language; None if the language is unclear.
+    """Return the ISO 639-1 code of a text's main language, or None if the language is unclear.
 
     >>> language_of("The cat is on the table."), language_of("Это не то, что он знал.")
     ('en', 'ru')

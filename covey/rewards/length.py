@@ -13,7 +13,7 @@ ROUNDING = 1e-9
 """Allowed rounding error in the product of a fraction and a group size, such as 0.8 * 5."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
-"""A function that returns a penalty for each rollout of a group: 0 or a negative number, which is
+"""A function that returns a penalty for each rollout of a group. A penalty is 0 or negative, and is
 added to the rollout's reward."""
 
 
@@ -30,13 +30,13 @@ class NoPenalty:
 class Soft:
     """Soft overlong punishment, DAPO (arXiv 2503.14476) equation 13.
 
-    The penalty is 0 up to (limit - cache) tokens, and then falls linearly to -1 at the limit.
+    The penalty is 0 for at most `limit - cache` tokens, and falls linearly to -1 at `limit` tokens.
     """
 
     limit: int
-    """Maximum completion length; by default rollout.max_tokens."""
+    """Maximum length of a completion, in tokens. The default is rollout.max_tokens."""
     cache: int
-    """The penalty starts this many tokens before the limit; the default is limit / 5."""
+    """Number of tokens before the limit at which the penalty starts. The default is limit / 5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
@@ -57,15 +57,16 @@ class Soft:
 class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
-    A completion of at most L tokens gets no penalty, and from L to 2 L tokens the penalty falls
-    linearly from 0 to -`size`. L is the mean completion length, or the midpoint between the
-    shortest and the longest completion if this midpoint is larger.
+    A completion of at most L tokens gets no penalty. From L to 2 L tokens, the penalty falls
+    linearly from 0 to -`size`. L is the larger of two lengths: the mean completion length, and the
+    midpoint between the shortest and the longest completion.
 
     - In an easy group (accuracy of at least `easy`), L is computed from the correct rollouts, and
-      only they are penalised.
+      only correct rollouts are penalised.
     - In a hard group (accuracy of at most 1 - easy), no rollout is penalised.
-    - In any other group, L is computed from all rollouts, and only the majority is penalised: the
-      correct rollouts if they are the majority, else the incorrect rollouts.
+    - In any other group, L is computed from all rollouts. If more than half of the rollouts are
+      correct, the correct rollouts are penalised. If at most half of the rollouts are correct, the
+      incorrect rollouts are penalised.
 
     The default of `easy` is Covey's choice, because the paper gives no value.
     """
@@ -101,16 +102,16 @@ class GroupRelative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """Limits the reward of truncated completions, like open-instruct's non_stop_penalty.
+    """Upper limit for the reward of truncated completions, like open-instruct's non_stop_penalty.
 
     A reward above `at_most` is lowered to `at_most`. In open-instruct, a fixed value replaces the
-    reward of a truncated completion, even if the reward is lower.
+    reward of a truncated completion, even if the fixed value is higher.
     """
 
     at_most: float = 0.0
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the penalty of each rollout; 0 for unscored rollouts."""
+        """Return the penalty of each rollout, which is 0 for an unscored rollout."""
         return [
             min(self.at_most - r.reward, 0.0)
             if r.finish == "length" and r.reward is not None

@@ -23,8 +23,8 @@ from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
 MAX_SUMS = 6
-"""Maximum number of bracketed sums in a formula, because a product of n sums of two terms has up to
-2^n terms."""
+"""Maximum number of bracketed sums in a formula. A product of n sums of two terms has up to 2^n
+terms."""
 MAX_PARTS = 12
 """Maximum number of items of a list for math-verify, which compares the items in every order."""
 
@@ -36,17 +36,17 @@ _TWO_NUMBERS = re.compile(r"(?:^|[^\w^])[0-9.]+ +[0-9]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathAnswer(TargetReward):
-    """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
+    """1 if the final answer equals the target, as a number or as a formula, otherwise 0.
 
     Numbers are compared as exact fractions, not as floats. `tolerance` is relative, and applies
-    only if the target is not a whole number: if 1 % applied to the target 1000, every guess from
-    990 to 1010 would be correct, and the policy would learn to guess roughly.
+    only if the target is not a whole number. If a tolerance of 1 % applied to the target 1000,
+    every guess from 990 to 1010 would be correct, and the policy would learn to guess roughly.
 
-    With `symbolic`, formulas are compared by evaluation at a few points and, if that does not
-    decide, by the library math-verify. It gets only the final answer, because in a whole completion
-    it would pick the part that matches the target. A formula must be marked as the final answer,
-    for example with `\\boxed`, because the style `number`, for completions that mark no final
-    answer, finds only numbers.
+    With `symbolic`, formulas are evaluated at a few points. If the values of two formulas do not
+    decide whether they are equal, the library math-verify compares the formulas. Covey passes only
+    the final answer to math-verify, because math-verify would pick the part of a whole completion
+    that matches the target. A completion must mark a formula as the final answer, for example with
+    `\\boxed`. In a completion without a marked answer, Covey finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
@@ -75,7 +75,7 @@ class MathAnswer(TargetReward):
 
     @property
     def quick(self) -> bool:
-        """Whether scoring is fast for every text; comparing formulas (`symbolic`) can be slow."""
+        """Whether scoring is fast for every text. Comparing formulas (`symbolic`) can be slow."""
         return not self.symbolic
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
@@ -113,7 +113,7 @@ class MathAnswer(TargetReward):
         return self._same_formula(answer, target)
 
     def _states(self, stated: list[str], wanted: list[str]) -> bool:
-        """Whether an equation states a value, and every value that it states equals the target."""
+        """Return whether an equation states a value and all its stated values equal the target."""
         if len(wanted) > 2 or (len(wanted) == 2 and not is_name(wanted[0])):
             return False
         values = stated_values(stated, wanted[-1])

@@ -19,25 +19,27 @@ ACCURACY, FORMAT = "accuracy", "format"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix(Reward):
-    """The weighted mean of reward parts: r = sum_k w_k r_k, with weights that sum to 1.
+    """The weighted mean `r = sum_k w_k r_k` of reward parts, with weights that sum to 1.
 
     The part called `accuracy` decides `success`. If `gated` is true and a part is called `format`,
-    the accuracy counts only if the format is correct: a wrong format sets the accuracy to its lower
-    bound or, if it has none, a positive accuracy to 0.
+    the accuracy counts only if the format is correct. A wrong format sets the accuracy to its lower
+    bound. If the accuracy has no lower bound, a wrong format sets a positive accuracy to 0.
 
-    `early` gives the weights at the start of a run. During the first `early_until` (a fraction) of
-    the run, the weights change linearly from `early` to `weights`. With `robust`, the amount by
-    which the reward exceeds its lower bound is multiplied by `robust_factor`.
+    From the start of a run until the fraction `early_until` of the run, the weights change linearly
+    from `early` to `weights`. With `robust`, the difference between the reward and its lower bound
+    is multiplied by `robust_factor`.
 
-    With `correct_first`, a correct completion scores higher than any incorrect one, for any
-    weights:
+    With `correct_first`, a correct completion scores higher than any incorrect completion, whatever
+    the weights are:
 
     - A correct completion scores in the upper half of the reward range, in proportion to the
-      weighted mean of the parts. If its format is wrong, the mean includes only the part `format`.
-    - An incorrect completion scores in the lower half, in proportion to the weighted mean of
-      accuracy, judges and, if `gated`, the format. Its other parts are ignored.
-    - A completion without a final answer gets the lowest reward, and so does an incorrect
-      completion of gibberish.
+      weighted mean of the parts. If the format of a correct completion is wrong, the weighted mean
+      includes only the part `format`.
+    - An incorrect completion scores in the lower half, in proportion to the weighted mean of the
+      accuracy, the judges and, if `gated`, the format. For an incorrect completion, the other
+      reward parts are ignored.
+    - A completion without a final answer gets the lowest reward. An incorrect completion that is
+      gibberish also gets the lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -148,7 +150,8 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return a reward in the upper half of the range for success, else in the lower half."""
+        """Return a reward in the upper half of the range for success, and otherwise in the lower
+        half."""
         low, high = self._ends(self.weights)
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]
@@ -173,7 +176,7 @@ class Mix(Reward):
 
 
 def _is_noise(text: str, robust: bool) -> bool:
-    """Whether the thinking or the answer is gibberish. Links are ignored.
+    """Return whether the thinking or the answer is gibberish. Links are ignored.
 
     If `robust` is true, only the answer is tested, because `robust_factor` has already tested the
     thinking.
@@ -203,7 +206,8 @@ def _check_weights(what: str, weights: Mapping[str, float], parts: Mapping[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByTask(Reward):
-    """Chooses the reward function by the prompt's task, or by the value of a data column."""
+    """A reward that chooses the reward function by the prompt's task, or by the value of a data
+    column."""
 
     tasks: Mapping[str, Reward]
     column: str = ""
@@ -226,7 +230,7 @@ class ByTask(Reward):
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return this reward with the weights at the fraction `share` of the run."""
+        """Return this reward with the weights that apply after the fraction `share` of the run."""
         return replace(self, tasks={k: at_progress(r, share) for k, r in self.tasks.items()})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -4,9 +4,9 @@ Bugs of the published implementations are fixed, and the docstring of each rewar
 Covey evaluates expressions with limits and without `eval`, reads the signs of numbers, and compares
 numbers exactly. The rewards never raise an error, whatever the completion is.
 
-Known hacks of the published rewards are not fixed, because published models were trained with them.
-The command `covey rewards lab` tries known hacks, and the docstring of each reward lists those that
-work. For your own runs, use the reward `think_answer` or a template.
+Covey does not fix known hacks of the published rewards, because published models were trained with
+these rewards. The command `covey rewards lab` tries known hacks. The docstring of each reward lists
+the hacks that work. For your own runs, use the reward `think_answer` or a reward template.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
 _ARITHMETIC = re.compile(r"[0-9+\-*/().\s]+")
 _ANSWER_AFTER_THINKING = re.compile(r"</think>\s*<answer>")
 TOLERANCE = Fraction(1, 100_000)
-"""Maximum difference between the value of a countdown expression and the target, as published."""
+"""Maximum difference between the value of a countdown expression and the target, as in the
+published code."""
 
 
 def gamed_by(reward: object) -> tuple[str, ...]:
-    """Return the names of the hacks that work on a published reward, from its docstring.
+    """Read the names of the hacks that work on a published reward from its docstring.
 
     >>> gamed_by(NanoAha)[-1], gamed_by(str)
     ('correct then wrong', ())
     """
-    _, _, listed = (inspect.getdoc(reward) or "").partition("Known hacks that work: ")
-    hacks = " ".join(listed.partition("\n\n")[0].split()).removesuffix(".")
-    return tuple(hacks.split("; ")) if hacks else ()
+    _, _, listed = (inspect.getdoc(reward) or "").partition("Hacks that work on this reward are ")
+    return tuple(re.findall(r"`(.*?)`", listed.partition("\n\n")[0]))
 
 
 def _single_number(text: str) -> Fraction | None:
@@ -62,9 +62,9 @@ class LmBook(Reward):
     The text `...` is a placeholder in the prompt, and is not accepted as an answer. Covey parses
     numbers exactly, not as floats, and parses `1,000` as one number, not as two.
 
-    Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
-    gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;
-    wrong then correct.
+    Hacks that work on this reward are `empty think`, `blank think`, `repeated padding`,
+    `3,000 words of filler`, `gibberish thinking`, `50 useless calls`,
+    `answer before unclosed think`, `whole format many times` and `wrong then correct`.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 2.8)
@@ -119,7 +119,7 @@ def _countdown_answer(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanoAha(Reward):
-    """The countdown reward of nanoAhaMoment: `format` + `equation`, from 0 to 2.
+    """The countdown reward of nanoAhaMoment, from 0 to 2, which is `format + equation`.
 
     | part | value |
     |---|---|
@@ -127,12 +127,13 @@ class NanoAha(Reward):
     | | but the answer has other characters than digits, `+-*/().` and spaces; else 0 |
     | equation | 1: the first answer part uses each number exactly once and equals the target |
 
-    The published code evaluates expressions with `eval`, which never finishes on `95**87**64`; a
-    later version uses `literal_eval`, which rejects every sum. This reward does not allow powers
-    and `//`.
+    The published code evaluates expressions with `eval`, which never finishes on `95**87**64`. A
+    later version of the published code uses `literal_eval`, which rejects every sum. Covey does not
+    allow powers or `//`.
 
-    Known hacks that work: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless
-    calls; answer before unclosed think; correct then wrong.
+    Hacks that work on this reward are `repeated padding`, `3,000 words of filler`,
+    `gibberish thinking`, `50 useless calls`, `answer before unclosed think` and
+    `correct then wrong`.
     """
 
     prefilled: bool = True
@@ -156,7 +157,7 @@ class NanoAha(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoZero(Reward):
-    """The countdown reward of GRPO-Zero: 0.1 * `format` + `answer`, from 0 to 1.1.
+    """The countdown reward of GRPO-Zero, from 0 to 1.1, which is `0.1 * format + answer`.
 
     | part | value |
     |---|---|
@@ -164,12 +165,13 @@ class GrpoZero(Reward):
     | | think part and 0.5 for an answer part |
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
-    GRPO-Zero's README describes a fixed reward of 0.1 for the format, but its code, like this
-    reward, gives partial credit for an incomplete format. The published code uses `eval`, and its
-    format check allows further tags inside the think part and the answer part.
+    GRPO-Zero's README describes a fixed reward of 0.1 for the format. The published code, like
+    Covey, gives partial credit for an incomplete format. Unlike Covey, the published code uses
+    `eval`, and allows further tags inside the think part and the answer part.
 
-    Known hacks that work: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless
-    calls; answer before unclosed think; correct then wrong.
+    Hacks that work on this reward are `repeated padding`, `3,000 words of filler`,
+    `gibberish thinking`, `50 useless calls`, `answer before unclosed think` and
+    `correct then wrong`.
     """
 
     prefilled: bool = True
@@ -208,12 +210,12 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The regex in the published code reads -5 as 5, and the end of `1,000` as 0; Covey reads them as
-    -5 and 1000.
+    The regex in the published code reads -5 as 5 and `1,000` as 0, but Covey reads -5 and 1000.
 
-    Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
-    gibberish thinking; 50 useless calls; answer before unclosed think; numbers, target last; target
-    in a comment; answer in thinking only.
+    Hacks that work on this reward are `empty think`, `blank think`, `repeated padding`,
+    `3,000 words of filler`, `gibberish thinking`, `50 useless calls`,
+    `answer before unclosed think`, `numbers, target last`, `target in a comment` and
+    `answer in thinking only`.
     """
 
     bounds: ClassVar[tuple[float, float]] = (-2.0, 2.25)
@@ -235,23 +237,24 @@ class SimpleGrpo(Reward):
 class OpenInstruct(Reward):
     """The reward of open-instruct, which by default requires a correct format.
 
-    The format is correct if an answer part directly follows the end of the thinking, with only
-    whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number
-    equals the target.
+    The format is correct if only whitespace separates the end of the thinking from the answer part,
+    as in `...</think> <answer>...</answer>`. The answer is correct if its last number equals the
+    target.
 
     | additive | value |
     |---|---|
     | false | `verification_reward` for a correct answer in the format; nothing for the format |
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
-    If the format is wrong, the whole text is searched for the answer. The published code treats the
-    format as correct only if the format reward is exactly 1, so every score is 0 with any other
-    `r1_style_format_reward`; in Covey, any value works. The regex in the published code drops the
-    minus sign of whole numbers; this reward keeps the sign.
+    If the format is wrong, the last number of the whole text is the answer. In the published code,
+    every score is 0 if `r1_style_format_reward` is not 1, because the code recognizes a correct
+    format by a format reward of exactly 1. In Covey, any value of `r1_style_format_reward` works.
+    The regex in the published code drops the minus sign of whole numbers, but Covey keeps the sign.
 
-    Known hacks that work: empty think; blank think; repeated padding; 3,000 words of filler;
-    gibberish thinking; 50 useless calls; answer before unclosed think; whole format many times;
-    correct then wrong; numbers, target last; target in a comment.
+    Hacks that work on this reward are `empty think`, `blank think`, `repeated padding`,
+    `3,000 words of filler`, `gibberish thinking`, `50 useless calls`,
+    `answer before unclosed think`, `whole format many times`, `correct then wrong`,
+    `numbers, target last` and `target in a comment`.
     """
 
     verification_reward: float = 10.0
@@ -271,7 +274,8 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and highest reward; `additive` adds the format reward to the highest."""
+        """The lowest and the highest reward, which includes the format reward if `additive` is
+        true."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

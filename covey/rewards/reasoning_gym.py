@@ -1,8 +1,9 @@
 """The Reasoning Gym reward: the score of the dataset's own scorer, corrected for known flaws.
 
-Some scorers of reasoning_gym evaluate the answer as code. Covey runs these in a sandbox, and passes
-them only plain data or arithmetic. One scorer accepts every answer, one accepts `nan`, and one
-accepts `0` for `0.375`. This reward gives 0 to wrong answers that a flawed scorer accepts.
+Some scorers of reasoning_gym evaluate the answer as code. Covey runs such scorers in a sandbox, and
+passes them only plain data or arithmetic. Other scorers are flawed: one scorer accepts every
+answer, one accepts `nan`, and one accepts `0` for `0.375`. This reward gives 0 to wrong answers
+that a flawed scorer accepts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from covey.sandbox.scorer import LONGEST, sandboxed
 from covey.types import Prompt
 
 BY_FIRST_DIGITS = frozenset({"coin_flip"})
-"""Datasets whose scorer accepts an answer if only its first digits match, as 0 for 0.375."""
+"""Datasets whose scorer also accepts the first digits of the expected number, such as 0 for
+0.375."""
 NEAR = 1e-4
 NONSENSE = "?"
 
@@ -40,12 +42,14 @@ _SCORER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym(Reward):
-    """The score that the dataset's own scorer gives, from 0 to 1; a score of 1 is a success.
+    """The score that the dataset's own scorer gives, from 0 to 1.
 
-    Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
-    `<answer>` after the thinking; without the tag, it is all text after the thinking. It scores 0
-    if the scorer times out or crashes, or if the scorer evaluates answers as code and this one is
-    not plain data or arithmetic.
+    A score of 1 is a success. Some datasets give partial scores, such as 0.01 for any answer. The
+    final answer is the last `<answer>` after the thinking or, without this tag, all text after the
+    thinking.
+
+    An answer scores 0 if the scorer times out or crashes. If the scorer evaluates answers as code,
+    an answer that is neither plain data nor arithmetic also scores 0.
     """
 
     unsafe: bool = False
@@ -101,7 +105,8 @@ class ReasoningGym(Reward):
 
 @lru_cache(maxsize=4096)
 def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
-    """Return the score of an answer, cached because many completions of a group give the same."""
+    """Return the score of an answer. Scores are cached, because many answers in a group are
+    equal."""
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 

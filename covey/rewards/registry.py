@@ -45,8 +45,8 @@ def mix(
 
     Each entry of `parts` is a config table with the `name`, the `weight` and the options of a
     reward. With `correct_first`, a correct completion scores higher than any incorrect completion,
-    and an empty completion scores lowest; without it, reward parts such as `efficiency` and
-    `safety` also reward an empty text.
+    and an empty completion scores lowest. Without `correct_first`, reward parts such as
+    `efficiency` and `safety` also reward an empty completion.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -73,8 +73,8 @@ def by_task(
     """Score the prompts of each task with the task's own reward.
 
     Each entry of `tasks` is a config table with the `name` and the options of a reward. If `column`
-    names a data column, the prompt's value in this column selects the reward instead of the task,
-    and `default` names the reward for prompts without a value.
+    names a data column, the prompt's value in this column selects the reward, instead of the
+    prompt's task. `default` names the reward for prompts without a value in the column `column`.
     """
     rewards = {}
     for key, table in tasks.items():
@@ -179,7 +179,7 @@ def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") ->
 
 
 def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
-    """Raise ConfigError for a reward that must not be the only one, such as an LLM judge."""
+    """Raise ConfigError for a reward that must not be the only reward, such as an LLM judge."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
             f"config: {where}.name = {name!r} cannot be the only reward, because a policy can "

@@ -11,11 +11,12 @@ MANY_WORDS, MANY_CALLS = 1000, 8
 
 
 def robust_factor(text: str) -> float:
-    """Return a factor for a completion's reward: 1 if there is no sign of reward hacking.
+    """Return a factor for a completion's reward, which is 1 without signs of reward hacking.
 
-    The result is the product of 0.5 for thinking that is not language, 0.5 for text that mostly
-    repeats itself, 0.7 for more than 1,000 words, and a factor for tool calls. The latter is 1 up
-    to 8 calls, falls by 0.05 for each further call, and is at least 0.5.
+    The factor is a product of four numbers, each of which is at most 1. Thinking that is not
+    language contributes 0.5, text that mostly repeats itself contributes 0.5, and more than 1,000
+    words contribute 0.7. The contribution of tool calls is 1 for up to 8 calls, falls by 0.05 for
+    each further call, and is at least 0.5.
     """
     factor = 1.0
     thinking: list[str] = []

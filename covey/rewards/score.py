@@ -16,7 +16,8 @@ class Score:
 
     reward: float
     success: bool
-    """Whether the final answer is correct; for a format reward, whether the format is correct."""
+    """Whether the final answer is correct or, for a format reward, whether the format is
+    correct."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The reward parts before weighting, so that logged values do not depend on the weights."""
     attempted: bool = True
@@ -27,15 +28,15 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Further information for a reward function, in addition to prompt and text."""
+    """Information for a reward function in addition to the prompt and the text."""
 
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Number of optimizer steps that the run schedules before this training step; None in
-    evaluations, where TRL-style reward functions get `max_steps` as the `global_step`."""
+    """Number of optimizer steps that the run schedules before this training step. In evaluations,
+    `global_step` is None, and TRL-style reward functions get `max_steps` as the `global_step`."""
     max_steps: int = 0
-    """Number of optimizer steps of the run; 0 if the reward is called outside a run."""
+    """Number of optimizer steps of the run, or 0 if the reward is called outside a run."""
 
 
 NO_CALL = Call()
@@ -44,7 +45,7 @@ NO_CALL = Call()
 class SkippedError(Exception):
     """Raised by a reward function that intentionally gives a completion no reward.
 
-    Such a completion does not count as a scoring error.
+    A completion that is skipped does not count as a scoring error.
     """
 
 
@@ -76,7 +77,7 @@ class Reward(Protocol):
 
 
 def max_seconds(reward: Reward) -> float:
-    """Return the time limit that a reward sets per completion, in seconds; 0 if it sets none."""
+    """Return the time limit that a reward sets per completion, in seconds, or 0 if it sets none."""
     return float(getattr(reward, "max_seconds", 0.0))
 
 
@@ -102,8 +103,8 @@ class TargetReward(Reward):
     """The base class of rewards that compare a completion with a target."""
 
     without_target: WithoutTarget = "error"
-    """For a prompt without a target, the reward raises an error (`error`), gives no score (`none`),
-    or gives a neutral score from 0 to 1, such as 0.5."""
+    """`error` means that a prompt without a target raises an error, `none` means that it gets no
+    score, and a number from 0 to 1 is its score."""
 
     def __post_init__(self) -> None:
         value = self.without_target
@@ -115,8 +116,8 @@ class TargetReward(Reward):
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
         """Return the score of a completion whose prompt has no target.
 
-        It is never a success. Raises ValueError if `without_target` is `error`, and SkippedError if
-        it is `none`.
+        A completion without a target is never a success. Raises ValueError if `without_target` is
+        `error`, and SkippedError if it is `none`.
         """
         value = self.without_target
         if value == "error":

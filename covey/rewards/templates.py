@@ -2,9 +2,10 @@
 
 A correct completion scores higher than any incorrect completion; see `correct_first` in `Mix`.
 
-`without_target` sets the score of `accuracy` for a prompt without a target: see `TargetReward`.
-`early_format`, if above 0, is the weight of `format` at the start of a run. The extra weight is
-taken from `accuracy`, and returns to it during the first fifth of the run.
+The option `without_target` sets the score of `accuracy` for a prompt without a target, as in
+`TargetReward`. The option `early_format`, if above 0, is the weight of `format` at the start of a
+run. The extra weight is subtracted from the weight of `accuracy`. During the first fifth of a run,
+the weights of `format` and `accuracy` change to their normal values.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def math(
     symbolic: bool = True,
     without_target: WithoutTarget = "error",
 ) -> Mix:
-    """Reward mix for math answers; more than 3 tool calls or 400 words are penalized.
+    """Reward mix for math answers. More than 3 tool calls or 400 words are penalized.
 
     `tolerance` is relative, and applies only to targets that are not whole numbers.
     """
@@ -67,7 +68,7 @@ def code(
 ) -> Mix:
     """Reward mix for programs. Accuracy is the fraction of tests that the program passes.
 
-    `unsafe` runs programs without the sandbox. In an environment, the reward part `efficiency`
+    With `unsafe`, programs run without the sandbox. In an environment, the reward part `efficiency`
     penalizes more than `expected_edits` edits or `max_rounds` turns.
     """
     tests = CodeTests(unsafe=unsafe, without_target=without_target)

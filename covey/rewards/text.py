@@ -49,7 +49,7 @@ def nesting(text: str) -> int:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Return whether a completion's final answers differ; rewards then accept none of them.
+    """Return whether a completion's answers differ, in which case rewards accept none of them.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)
@@ -58,7 +58,7 @@ def answers_differ(answers: Iterable[str]) -> bool:
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the thinking; "" if the thinking has no closing tag.
+    """Return the text after the thinking, or "" if the thinking has no closing tag.
 
     >>> after_thinking("<think>3 or 4?</think> 4"), after_thinking("<think>4")
     (' 4', '')
@@ -73,7 +73,7 @@ def after_thinking(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Count words; each Chinese, Japanese or Korean character counts as a word.
+    """Count words. Each Chinese, Japanese or Korean character counts as a word.
 
     >>> count_words("five small words, don't: 我们"), count_words("x = 3.5")
     (7, 3)
@@ -84,7 +84,7 @@ def count_words(text: str) -> int:
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
     """Return the texts outside the given tags, and the tags' contents.
 
-    Each tag must occur exactly once, in the given order; the result is None if a tag is missing,
+    Each tag must occur exactly once, in the given order. The result is None if a tag is missing,
     repeated, nested or out of order.
 
     >>> split_tags("<a>1</a> <b>2</b>.", ("a", "b"))
@@ -107,7 +107,7 @@ def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] 
 
 
 def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
-    """Return the tags' contents; None if a tag is missing or empty, or if other text exists.
+    """Return the tags' contents, or None if a tag is missing or empty or other text exists.
 
     >>> only_tags("<a>1</a> <b>2</b>", ("a", "b")), only_tags("<a>1</a>.", ("a",))
     (['1', '2'], None)

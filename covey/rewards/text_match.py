@@ -16,7 +16,8 @@ MAX_COMPARED = 2000
 
 
 def _targets(prompt: Prompt) -> list[str]:
-    """Return the target and the texts in `prompt.info["answers"]`, without outer whitespace."""
+    """Return the target and the texts in `prompt.info["answers"]`, without surrounding
+    whitespace."""
     others = prompt.info.get("answers", ())
     given = [prompt.target, *(others if isinstance(others, list | tuple) else [others])]
     return [stripped for text in given if (stripped := str(text).strip())]
@@ -28,10 +29,10 @@ def _missing(prompt: Prompt) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactText(TargetReward):
-    """1 if the final answer is the target or one of `prompt.info["answers"]`; otherwise 0.
+    """1 if the final answer is the target or one of `prompt.info["answers"]`, otherwise 0.
 
-    The final answer is the content of `<answer>` after the thinking; without the tag, it is all
-    text after the thinking. Whitespace around the final answer is ignored.
+    The final answer is the content of `<answer>` after the thinking or, without this tag, all text
+    after the thinking. Whitespace around the final answer is ignored.
     """
 
     ignore_case: bool = False
@@ -66,9 +67,10 @@ class ExactText(TargetReward):
 
 
 def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
-    """Return the F1 score of the words in two texts: 2 * shared words / total number of words.
+    """Return the F1 score of the words in two texts.
 
-    The order of the words does not matter.
+    The score is `2 * s / t`, where s is the number of shared words and t is the number of words in
+    both texts. The order of the words does not matter.
 
     >>> word_overlap(["the", "red", "fox"], ["red", "fox"])
     0.8
@@ -81,9 +83,9 @@ def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
 def letter_similarity(answer: str, target: str) -> float:
     """Return the similarity of two texts, from 0 to 1, by their longest common subsequence.
 
-    The result is 2 L / (m + n), where m and n are the lengths of the texts and L is the length of
-    their longest common subsequence. L is computed with the bit-parallel algorithm of Hyyrö (2004),
-    which stores each row of the dynamic-programming table in one integer.
+    The result is `2 * L / (m + n)`, where m and n are the lengths of the texts and L is the length
+    of their longest common subsequence. L is computed with the bit-parallel algorithm of Hyyrö
+    (2004), which stores each row of the dynamic-programming table in one integer.
 
     >>> letter_similarity("kitten", "sitting")
     0.6153846153846154
@@ -104,9 +106,9 @@ def letter_similarity(answer: str, target: str) -> float:
 class FuzzyText(TargetReward):
     """The highest similarity of the final answer to the target or one of `info["answers"]`.
 
-    The similarity is the mean of `word_overlap` and `letter_similarity`, ignoring case and
-    whitespace. Only the first 2,000 characters of answer and target are compared. If either is
-    longer, the similarity is multiplied by the shorter length divided by the longer, so that
+    The similarity is the mean of `word_overlap` and `letter_similarity`, which ignore case and
+    whitespace. Only the first 2,000 characters of the answer and the target are compared. If one of
+    the texts is longer, the similarity is multiplied by `shorter length / longer length`, so that
     padding never helps. The final answer is found as in `ExactText`.
     """
 

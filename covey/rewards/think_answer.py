@@ -1,4 +1,5 @@
-"""The default reward, for correct answers in `<think>...</think><answer>...</answer>`."""
+"""The default reward, for a correct answer in the format
+`<think>...</think><answer>...</answer>`."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ def parse_think_answer(text: str) -> str | None:
     """Return the text between the answer tags, or None if the format is wrong.
 
     The format is correct if the completion is one non-empty `<think>` part followed by one
-    non-empty `<answer>` part. It is wrong if a tag is repeated, nested or not closed, or if there
-    is text outside the tags.
+    non-empty `<answer>` part. The format is wrong if a tag is repeated, nested or not closed, or if
+    there is text outside the tags.
 
     >>> parse_think_answer("<think>1+1=2</think><answer> 2 </answer>")
     '2'
@@ -31,7 +32,7 @@ def parse_think_answer(text: str) -> str | None:
 
 
 def same_answer(answer: str, target: str) -> bool:
-    """Compare two answers: as exact numbers if both are numbers, otherwise as text.
+    """Compare two answers as exact numbers if both are numbers, and otherwise as text.
 
     >>> same_answer("7.0", "07"), same_answer("9007199254740992", "9007199254740993")
     (True, False)
@@ -45,9 +46,10 @@ def same_answer(answer: str, target: str) -> bool:
 class ThinkAnswer(TargetReward):
     """The default reward, for a correct answer in the right format.
 
-    The right format earns `format` points, and a correct answer earns `correct` more, but only in
-    the right format. With `robust`, a correct answer earns less if the completion shows signs of
-    reward hacking, such as repetition or thinking that is not language; see `robust_factor`.
+    The right format earns `format` points. A correct answer earns `correct` further points, but
+    only in the right format. With `robust`, a correct answer earns less if the completion shows
+    signs of reward hacking, such as repetition or thinking that is not language (see
+    `robust_factor`).
     """
 
     correct: float = 0.9
@@ -63,7 +65,7 @@ class ThinkAnswer(TargetReward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest possible reward: 0, and `correct` + `format`."""
+        """The lowest and the highest possible reward, which are 0 and `correct + format`."""
         return 0.0, self.correct + self.format
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

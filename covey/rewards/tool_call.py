@@ -31,11 +31,11 @@ class Call:
 
 
 def parse_call(text: str) -> Call | None:
-    """Parse a text that is exactly one tool call; return None for any other text.
+    """Parse a text that is exactly one tool call, or return None for any other text.
 
     A call is `{"name": ..., "arguments": {...}}` or `name(key=value, ...)` with literal values. The
-    call may be inside `<tool_call>` tags. The keys `args` and `parameters` also work instead of
-    `arguments`, and the arguments may be a JSON string.
+    call may be inside `<tool_call>` tags. The key `arguments` may also be called `args` or
+    `parameters`. The arguments may be a JSON string.
 
     >>> parse_call('<tool_call>get_weather(city="Paris", days=3)</tool_call>').arguments
     {'city': 'Paris', 'days': 3}
@@ -56,7 +56,7 @@ def parse_call(text: str) -> Call | None:
 
 
 def only_call(text: str) -> Call | None:
-    """Return the tool call after the thinking; None if there is no call or several."""
+    """Return the tool call after the thinking, or None if there is no call or more than one."""
     rest = after_thinking(text)
     tags = rest.count("<tool_call>")
     calls = tag_contents(rest, "tool_call") if tags else [rest]
@@ -85,9 +85,9 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Whether the parser returned all names of a call exactly as the text spells them.
+    """Return whether the parser kept all names of a call as the text spells them.
 
-    Python's parser replaces variants of letters in names, such as full-width letters, by the normal
+    Python's parser replaces variants of letters in names, such as full-width letters, by normal
     letters.
     """
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
@@ -119,7 +119,9 @@ def _from_syntax(text: str) -> Call | None:
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """Compare values as JSON: 3 equals 3.0 but not "3", true is not 1, outer spaces are ignored.
+    """Return whether two values are equal as JSON values.
+
+    3 equals 3.0 but not "3", and true does not equal 1. Whitespace around strings is ignored.
 
     >>> same_value({"a": [3.0, " x"]}, {"a": [3, "x"]}), same_value("3", 3), same_value(True, 1)
     (True, False, False)
@@ -138,7 +140,7 @@ def same_value(given: Any, expected: Any) -> bool:
 
 
 def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return all arguments by name; None if there are too few names or a name repeats."""
+    """Return all arguments by name, or None if there are too few names or a name repeats."""
     names = order[: len(call.positional)]
     if len(names) < len(call.positional) or set(names) & set(call.arguments):
         return None
@@ -153,17 +155,19 @@ def target_call(prompt: Prompt) -> Call | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(TargetReward):
-    """The correct tool earns `tool` points, and correct arguments earn 1 - `tool` points.
+    """The correct tool earns `tool` points, and correct arguments earn `1 - tool` points.
 
-    Arguments earn points only if the tool is correct, because otherwise a call of any tool with
-    empty arguments `{}` would earn half the reward whenever the expected tool takes none. Exactly
-    one tool call is expected; several calls, or one that cannot be parsed, score 0, so that calling
-    every tool earns no reward. With `partial`, the score of the arguments is the fraction of
-    correct arguments among all given or expected arguments; otherwise all must be correct.
+    Arguments earn points only if the tool is correct, because otherwise calls of wrong tools would
+    earn points. A call without arguments would even earn all points for arguments whenever the
+    expected call has no arguments. A completion with several tool calls, or with a call that cannot
+    be parsed, scores 0, so that calling every tool earns no reward. With `partial`, the score of
+    the arguments is the fraction of correct arguments among all given or expected arguments.
+    Without `partial`, all arguments must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
     Positional arguments get the names in `prompt.info["parameters"]`, in order. If the prompt lists
-    none, they are correct only if the expected call has equal positional arguments.
+    no names, positional arguments are correct only if the expected call has equal positional
+    arguments.
     """
 
     tool: float = 0.5

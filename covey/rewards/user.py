@@ -36,13 +36,13 @@ class _GroupReward(Reward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; None marks a completion that cannot be scored."""
+        """Score the completions of one prompt. None marks a completion that cannot be scored."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """The run's progress in optimizer steps; fields as in transformers' TrainerState."""
+    """The run's progress in optimizer steps, with the field names of transformers' TrainerState."""
 
     global_step: int
     """Number of optimizer steps before the current training step. A training step has
@@ -55,20 +55,21 @@ class TrainerState:
 class UserFunction(_GroupReward):
     """A reward that calls the user's function.
 
-    - A plain function `f(prompt, text)`, async or not, returns a number, a `Score`, or a mapping of
-      reward parts whose sum is the reward.
-    - A TRL-style function, such as `f(completions, **columns)`, async or not, returns a list of
-      numbers, and is called once per group. The columns are lists with one value per completion:
-      `prompts`, `completion_ids` (tokens), `target`, and every column of the data. `answer` is the
-      target, unless the data has its own column of this name. The argument `trainer_state` has
-      `global_step` and `max_steps`. Without `**columns`, the function gets only the columns that
-      are among its parameters.
+    - A plain function `f(prompt, text)` returns a number, a `Score`, or a mapping of reward parts.
+      The sum of the parts is the reward.
+    - A TRL-style function, such as `f(completions, **columns)`, is called once per group and
+      returns a list of numbers. Each column is a list with one value per completion. The columns
+      are `prompts`, `completion_ids` (tokens), `target`, and every column of the data. The column
+      `answer` contains the target if the data has no column of this name. The argument
+      `trainer_state` has `global_step` and `max_steps`. Without `**columns`, the function gets only
+      the columns that are among its parameters.
 
-    `is_trl_style` decides which of the two kinds a function is.
+    Both kinds of functions may be async. The function `is_trl_style` distinguishes the two kinds of
+    reward functions.
 
-    `None` instead of a number means that the completion cannot be scored or, with `skips_none`,
-    that the function does not apply to it. A completion with a reward of at least `success_at` is a
-    success.
+    If a function returns `None` instead of a number, the completion cannot be scored. With
+    `skips_none`, `None` means that the function does not apply to the completion. A completion with
+    a reward of at least `success_at` is a success.
     """
 
     function: Callable[..., Any]
@@ -80,12 +81,12 @@ class UserFunction(_GroupReward):
 
     @property
     def quick(self) -> bool:
-        """The function's attribute `quick`; False if the function has no such attribute."""
+        """The function's attribute `quick`, or False if the function has no such attribute."""
         return bool(getattr(self.function, "quick", False))
 
     @property
     def version(self) -> int:
-        """The function's attribute `version`; 1 if the function has no such attribute."""
+        """The function's attribute `version`, or 1 if the function has no such attribute."""
         return int(getattr(self.function, "version", 1))
 
     @property
@@ -102,7 +103,7 @@ class UserFunction(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; None marks a completion that cannot be scored."""
+        """Score the completions of one prompt. None marks a completion that cannot be scored."""
         work = partial(self.score_group_async, prompt, texts, call)
         if not _in_event_loop():
             return asyncio.run(work())
@@ -113,7 +114,7 @@ class UserFunction(_GroupReward):
     async def score_group_async(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt; an async function is awaited."""
+        """Score the completions of one prompt, and await an async function."""
         if not self.whole_groups:
             given = [self.function(prompt, text, **self.options) for text in texts]
             results = [await r if inspect.isawaitable(r) else r for r in given]
@@ -137,7 +138,7 @@ class UserFunction(_GroupReward):
                 columns = ", ".join(sorted(self._columns(prompt, [""], NO_CALL)))
                 why = f"the data has no column of this name; the columns are {columns}"
                 if name in NOT_PASSED:
-                    why = f"only TRL passes it; write {name}=None"
+                    why = f"only TRL passes this argument; give it the default {name}=None"
                 raise ConfigError(
                     f"reward: {_name(self.function)} needs the argument {name!r}, but {why}"
                 )
@@ -201,13 +202,13 @@ def _in_event_loop() -> bool:
 
 
 def _messages(text: str) -> list[Message]:
-    """Return a completion as messages; an episode has all messages from its first turn on."""
+    """Return a completion as messages. An episode has all messages from its first turn on."""
     episode = episode_of(text)
     return [{"role": "assistant", "content": text}] if episode is None else list(episode.reply)
 
 
 def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Reward:
-    """Turn a function or a class into a reward; return an existing reward unchanged."""
+    """Turn a function or a class into a reward, and return an existing reward unchanged."""
     given = dict(options or {})
     reward: Any = function
     if inspect.isclass(function):
@@ -244,12 +245,12 @@ class WeightedFunctions(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of a prompt; None for completions that a function cannot score."""
+        """Score the completions of a prompt. None marks a completion that cannot be scored."""
         columns = [f.score_group(prompt, texts, call) for f in self.functions.values()]
         return [self._total(row) for row in zip(*columns, strict=True)]
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse a function that needs a data column that does not exist."""
+        """Raise ConfigError if a function needs a data column that does not exist."""
         for function in self.functions.values():
             function.check(prompt)
 
@@ -282,7 +283,7 @@ def own_name(reward: Reward) -> str:
 
 
 def check_columns(reward: Reward, prompt: Prompt) -> None:
-    """Refuse a user's reward that needs a data column that does not exist."""
+    """Raise ConfigError if a user's reward needs a data column that does not exist."""
     if isinstance(reward, UserFunction | WeightedFunctions):
         reward.check(prompt)
 
@@ -292,11 +293,11 @@ def function_reward(
     *,
     conversational: bool = False,
 ) -> Reward:
-    """Make a reward from TRL-style functions: one, a list, or a dict {function: weight}.
+    """Make a reward from one TRL-style function, a list of functions, or {function: weight}.
 
-    With `conversational`, the functions get completions as lists of messages, as TRL passes them if
-    the prompts are lists of messages. An object that is already a reward (it has bounds, quick and
-    version) is returned unchanged.
+    With `conversational`, the functions get completions as lists of messages. TRL passes lists of
+    messages if the prompts are lists of messages. An object that is already a reward, with
+    `bounds`, `quick` and `version`, is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)
@@ -342,15 +343,15 @@ TRL = frozenset(
 )
 """The keyword arguments that TRL passes in addition to the columns of the data."""
 NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
-"""Arguments that TRL passes to a reward function and Covey does not pass."""
+"""Arguments that TRL passes to a reward function, but Covey does not."""
 
 
 def is_trl_style(function: Callable[..., Any]) -> bool:
-    """Whether a function scores a list of completions, as in TRL; otherwise it scores one text.
+    """Return whether a function scores a list of completions, as in TRL, or one completion.
 
     A function with one of TRL's parameter names is a TRL function, because TRL passes every
-    argument by name. So is a function with `**kwargs` whose other parameters are columns of the
-    data. Raises ConfigError if the parameter names fit neither kind of function.
+    argument by name. A function with `**kwargs` is also a TRL function if its other parameters are
+    columns of the data. Raises ConfigError if the parameter names fit neither kind of function.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -378,7 +379,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _not_a_reward(function: Callable[..., Any], why: str) -> ConfigError:
     return ConfigError(
-        f"reward: {_name(function)} is not a reward function: {why}; define f(prompt, text) to "
-        "score one completion, or f(completions, **columns) as in TRL to score all completions of "
-        "a prompt"
+        f"reward: {_name(function)} is not a reward function ({why}); define f(prompt, text) to "
+        "score one completion, or, as in TRL, f(completions, **columns) to score all completions "
+        "of a prompt"
     )

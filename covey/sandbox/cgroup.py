@@ -1,12 +1,12 @@
-"""A control group (cgroup v2) for each sandbox, if the machine allows it.
+"""A control group (cgroup v2) for each sandbox, on machines where Covey may create one.
 
 With a cgroup, the kernel counts all memory of a sandbox, including kernel memory for pipes, sockets
-and files. Without a cgroup, the harness polls the memory of the processes that it can see.
+and files. Without a cgroup, the harness polls the memory of the processes in the sandbox.
 
-To make a cgroup, Covey needs a writable directory in the cgroup hierarchy, to which the memory and
-pids controllers are delegated. Root can usually write to the hierarchy. Other users can start Covey
-in a delegated scope, which has such a directory:
-`systemd-run --user --scope -p Delegate=yes covey ...`.
+To make a cgroup, Covey needs a writable directory in the cgroup hierarchy, with delegated memory
+and pids controllers. Root can usually write to the hierarchy. Other users can start Covey in a
+delegated scope, which has a writable directory: `systemd-run --user --scope -p Delegate=yes covey
+...`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
-    """Make a cgroup for one sandbox; on exit, kill its processes and remove the cgroup.
+    """Make a cgroup for a sandbox. On exit, kill the sandbox's processes and remove the cgroup.
 
     Raises RewardError if the cgroup cannot be made.
     """
@@ -68,7 +68,7 @@ def _limit(folder: Path, limits: Limits) -> None:
 
 
 def settings(limits: Limits) -> dict[str, str]:
-    """Return the text to write to each control file of a cgroup, by file name."""
+    """Return a dict {file name: text to write} for the control files of a cgroup."""
     return {
         "memory.max": str(limits.memory_bytes + limits.file_bytes + _OVERHEAD),
         "memory.swap.max": "0",
@@ -134,8 +134,8 @@ def _is_limited(folder: Path) -> bool:
 def _enable_controllers(folder: Path) -> bool:
     """Enable the memory, pids and cpu controllers for the children of a cgroup.
 
-    A cgroup that delegates controllers may not contain processes, unless it is the root cgroup. If
-    all its processes belong to our session, they are moved to a child cgroup first.
+    Only the root cgroup may have processes and delegate controllers. The processes of any other
+    cgroup are first moved to a child cgroup, if all processes belong to our session.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):
@@ -177,7 +177,7 @@ def _is_of_our_session(pid: str) -> bool:
 
 
 def _make(parent: Path) -> tuple[Path, int]:
-    """Make a cgroup, and lock its directory, so that `sweep` keeps it."""
+    """Make a cgroup, and lock its directory, so that `sweep` does not remove the cgroup."""
     while True:
         folder = parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}-{time.monotonic_ns()}"
         folder.mkdir()
@@ -211,7 +211,10 @@ def sweep(parent: Path) -> list[str]:
 
 
 def remove(folder: Path) -> None:
-    """Kill all processes of a cgroup and remove it; if that fails, a later `sweep` removes it."""
+    """Kill all processes of a cgroup and remove the cgroup.
+
+    If the cgroup cannot be removed now, a later `sweep` removes the cgroup.
+    """
     deadline = time.monotonic() + _REMOVE_SECONDS
     with contextlib.suppress(OSError):
         _set(folder / "cgroup.kill", "1")
@@ -229,7 +232,7 @@ def remove(folder: Path) -> None:
 
 
 def _set(file: Path, text: str) -> None:
-    """Write to a control file of a cgroup; ignore optional files that are missing."""
+    """Write to a control file of a cgroup, but ignore a missing optional file."""
     optional = ("cpu.max", "memory.swap.max", "cgroup.kill")
     if file.name in optional and not file.exists():
         return

@@ -1,13 +1,13 @@
 """The harness: the first process in the sandbox. Each test case runs in a child process.
 
-The sandbox does not contain the package covey, so Covey sends the compiled code of the harness into
-it, together with the program and its test cases. Every program gets its own sandbox, so the harness
-must start fast and imports only small modules such as `_json` and `_signal`. The harness never runs
-the untrusted program itself; child processes run it. It does not know the expected results, so no
+The sandbox does not contain the package covey, so Covey sends the compiled code of the harness, the
+program and its test cases into the sandbox. Every program gets its own sandbox, so the harness must
+start fast and imports only small modules such as `_json` and `_signal`. Child processes, never the
+harness itself, run the untrusted program. The harness does not know the expected results, so no
 program can read them.
 
 As process 1 of its namespace, the harness gets no signals from the other processes of the
-namespace, and they all die when the harness ends.
+namespace. All processes of the namespace die when the harness ends.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ READY = b"ready\n"
 TICK = 20
 """Milliseconds between two checks of the sandbox's total memory."""
 FILES = 10_000
-"""Maximum number of files in a sandbox, because a size limit does not count the memory of empty
-files."""
+"""Maximum number of files in a sandbox, because the size limit of files does not count the memory
+of empty files."""
 Pipe = tuple[int, int]
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run every test case; write a line of numbers and the outputs of each case to stdout."""
+    """Run every test case, and write a line of numbers and the outputs of each case to stdout."""
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
@@ -82,7 +82,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 class Watch:
-    """Sends a child process its input, and reads the outputs up to a size limit."""
+    """Sends a child process its input, and reads its outputs up to a size limit."""
 
     def __init__(self, given: bytes, pipes: list[Pipe], limit: int, report: int) -> None:
         (reads, self.stdin), *outputs = pipes
@@ -101,7 +101,7 @@ class Watch:
         self.poll.register(self.stdin, select.POLLOUT)
 
     def step(self, milliseconds: float) -> bool:
-        """Transfer data to and from the child process; return False after a timeout."""
+        """Transfer data to and from the child process, and return False after a timeout."""
         events = self.poll.poll(milliseconds)
         for file, _ in events:
             if file == self.report:
@@ -175,7 +175,7 @@ def supervise(
 
 
 def reap(child: int) -> int | None:
-    """Reap dead processes, including orphans; return the status of `child` if it was reaped."""
+    """Reap dead processes, including orphans, and return the status of `child` if it was reaped."""
     found = None
     for _ in range(64):  # many dying orphans must not block the harness
         try:
@@ -190,7 +190,8 @@ def reap(child: int) -> int | None:
 
 
 def end_all(child: int, isolated: bool) -> int:
-    """Kill all processes of a test case; return the child's status, or 0 if already reaped."""
+    """Kill all processes of a test case, and return the child's status, or 0 if it was reaped
+    before."""
     found = 0
     # Without isolation, -1 would mean every process of the user.
     targets = (-1,) if isolated and os.getpid() == 1 else (-child, child)
@@ -222,9 +223,10 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 
 
 def held_by(process: str) -> tuple[int, int]:
-    """Return a process's memory in bytes and its number of sockets; (0, 0) if it has ended.
+    """Return a process's memory in bytes and its number of sockets, or (0, 0) if it has ended.
 
-    All running threads of a process show the same numbers in /proc, so one is enough.
+    All running threads of a process show the same numbers in /proc, so reading one thread is
+    enough.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -236,7 +238,8 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Read integers from one column of the lines that begin with `starts`; [] on an error."""
+    """Read integers from one column of the lines that begin with `starts`. Return [] on an
+    error."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -262,7 +265,8 @@ def empty(place: str) -> None:
 
 
 def remove_files(folder: str) -> list[str]:
-    """Remove the files of a directory; make its subdirectories accessible and return them."""
+    """Remove a directory's files, make its subdirectories accessible, and return the
+    subdirectories."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -302,7 +306,8 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
 
 
 def run_case(job: dict[str, Any], number: int, value: int) -> None:
-    """Run the program. If the test case has a `call` expression, send its value."""
+    """Run the program. If the test case has a `call` expression, send the value of this
+    expression."""
     if not job["isolated"]:  # without isolation, nothing removes the files of a case
         os.mkdir(str(number))
         os.chdir(str(number))
@@ -358,7 +363,7 @@ def lower(kind: int, soft: int, hard: int) -> None:
 
 
 def encode(value: object) -> str:
-    """Encode a value as JSON; containers and types that JSON lacks become `[kind, ...]`."""
+    """Encode a value as JSON. Containers and types that JSON lacks become `[kind, ...]`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

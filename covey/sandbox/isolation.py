@@ -2,10 +2,11 @@
 
 For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
 separately. Process limits do not apply to root, even in a user namespace. If Covey runs as root,
-the sandbox therefore has none: the harness switches to a separate user id, and bubblewrap drops all
-capabilities except those that the switch needs. Each sandbox needs its own user id, because the
-kernel's process limit counts all processes of a user on the machine. In a container where root
-cannot switch to another user id, Covey treats root as an ordinary user.
+the harness therefore switches to a separate user id, without a user namespace. For a harness that
+starts as root, bubblewrap drops all capabilities except those that change the user id. Each sandbox
+needs its own user id, because the kernel's process limit counts all processes of a user on the
+machine. In a container where root cannot switch to another user id, Covey treats root as an
+ordinary user.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def package_places() -> list[str]:
 
 
 def command(file_bytes: int) -> list[str]:
-    """Return the bubblewrap command line; the caller appends the command to isolate.
+    """Return the bubblewrap command line, to which the caller appends the command to isolate.
 
-    It does not contain the seccomp filter, which bubblewrap reads from a file descriptor.
+    The command line does not contain the seccomp filter, which bubblewrap reads from a file
+    descriptor.
     """
     program = shutil.which("bwrap") or "bwrap"
     return [program, *_namespaces(), *_file_system(), *_own_files(file_bytes)]
@@ -90,7 +92,7 @@ def socket_bytes() -> int:
 
 
 def own_uid() -> int | None:
-    """Reserve a user id until this process ends; return None if Covey cannot change user ids.
+    """Reserve a user id until this process ends, or return None if Covey cannot change user ids.
 
     For a sandbox that ends before this process, use `uids.leased`.
     """
@@ -114,7 +116,7 @@ def _namespaces() -> list[str]:
 
 @cache
 def _file_system() -> tuple[str, ...]:
-    """Return options that mount only the files that Python needs, read-only."""
+    """Return bubblewrap options that mount, read-only, only the files that Python needs."""
     arguments = ["--ro-bind", "/usr", "/usr"]
     for name in _SYSTEM_LINKS:
         path = Path("/", name)
@@ -133,7 +135,7 @@ def _file_system() -> tuple[str, ...]:
 
 
 def _packages(seen: list[str]) -> list[str]:
-    """Return options that mount installed packages under names that hide their location."""
+    """Return bubblewrap options that mount packages under names that hide their location."""
     arguments = _parents(package_places()[0])
     hidden = []
     for folder, place in zip(package_folders(), package_places(), strict=True):
@@ -147,16 +149,16 @@ def _packages(seen: list[str]) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Return options that create the parent directories of a path, readable for all users.
+    """Return bubblewrap options that create the parent directories of a path for all users.
 
-    By default, bubblewrap makes them unreadable for other users.
+    By default, bubblewrap makes directories unreadable for other users.
     """
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]
 
 
 def _own_files(file_bytes: int) -> list[str]:
-    """Return options that mount a private /proc, /dev and temporary directory."""
+    """Return bubblewrap options that mount a private /proc, /dev and temporary directory."""
     arguments = ["--proc", "/proc", *_parents("/dev/null")]
     # The harness is process 1. Its directory gives access to its memory.
     arguments += ["--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]

@@ -12,18 +12,18 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resource limits.
+    """Resource limits of a sandbox.
 
-    Those on time and output apply to each test case, those on memory, processes and files at every
-    moment.
+    Limits on time and output apply to each test case. Limits on memory, processes and files apply
+    at every moment.
     """
 
     cpu_seconds: int = 4
     """Limit on the CPU time of each process, in seconds."""
     wall_seconds: float = 4.0
     total_seconds: float = 30.0
-    """Time limit in seconds for all test cases of a program together. A case that cannot start in
-    time counts as timed out."""
+    """Time limit in seconds for all test cases of a program together. A test case that cannot start
+    in time counts as timed out."""
     memory_bytes: int = 512 << 20
     """Limit on the memory of each process and, with isolation, of all processes and sockets
     together."""
@@ -43,9 +43,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run of a program: its standard input, and an expression to evaluate afterwards.
+    """A test case: the standard input of the program, and an expression to evaluate afterwards.
 
-    Without `call`, the program runs as `__main__`; with `call`, it runs as an imported module.
+    Without `call`, the program runs as `__main__`. With `call`, the program runs as an imported
+    module.
     """
 
     stdin: str = ""

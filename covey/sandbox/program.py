@@ -33,11 +33,12 @@ _BOOTSTRAP = (
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
 """Command-line options for the Python interpreter in the sandbox. The option -I is not used,
-because with it Python ignores PYTHONHASHSEED, which fixes the order of sets."""
+because it makes Python ignore PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
-"""Seconds after the time limit in which the harness can end all processes, before it is killed."""
+"""Seconds that the harness has after the time limit to end all processes, before Covey kills the
+harness."""
 _HEADER = re.compile(
     rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
 )
@@ -48,9 +49,9 @@ def run_program(
 ) -> list[Outcome]:
     """Run a Python program once per test case, and return the outcome of each test case.
 
-    With `unsafe`, the program runs without a sandbox, with all rights of the current user, and no
-    limit applies to the number of processes or to all processes together. Raises RewardError if the
-    sandbox itself cannot start.
+    With `unsafe`, the program runs without a sandbox and has all rights of the current user.
+    Without a sandbox, no limit applies to the number of processes, or to the memory and files of
+    all processes together. Raises RewardError if the sandbox itself cannot start.
     """
     limits = limits or Limits()
     job = {
@@ -89,7 +90,7 @@ def require_isolation() -> None:
 
 @cache
 def isolation_problem() -> str:
-    """Return why this machine cannot isolate programs; an empty string if it can."""
+    """Return why this machine cannot isolate programs, or an empty text if it can."""
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}, not Linux"
     if not shutil.which("bwrap"):

@@ -1,8 +1,8 @@
 """A persistent sandbox for scorers that evaluate text and are slow to import.
 
 `run_program` starts a sandbox for each program. The sandbox in this module stays open and imports
-the scorer only once. Each text is scored in a forked child process; a fork takes milliseconds (see
-`server.py`).
+the scorer only once. A forked child process scores each text (see `server.py`). A fork takes only
+milliseconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONGEST = LIMITS.wall_seconds + 1.0
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Environment variables that make Python use glibc's memory allocator, and make this allocator
-request huge pages (2 MiB). Huge pages make a fork faster, because the page table that it copies is
+request huge pages (2 MiB). Huge pages make a fork faster, because the page table to copy is
 smaller. The variables have no effect on a machine without huge pages."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
@@ -71,11 +71,11 @@ class Sandboxed:
     - `load()` imports slow packages.
     - `prepare(trusted)` turns the trusted part of a request into the argument `prepared` of
       `score`.
-    - `score(prepared, text)` returns a number from 0 to 1. Only this function reads the untrusted
-      text, and it runs in a separate process.
+    - `score(prepared, text)` returns a number from 0 to 1. Only `score` reads the untrusted text,
+      and `score` runs in a separate process.
 
     The sandbox hides the package covey, so the source of `modules` is sent into the sandbox. Each
-    module may import installed packages and the modules before it.
+    module may import installed packages and the modules before it in `modules`.
     """
 
     modules: tuple[str, ...]
@@ -88,7 +88,7 @@ class Sandboxed:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def score(self, trusted: Any, text: str) -> float | None:
-        """Return the score of a text; None if scoring exceeded a limit or crashed.
+        """Return the score of a text, or None if scoring exceeded a limit or crashed.
 
         Raises RewardError if the sandbox cannot start, or if `prepare` fails.
         """

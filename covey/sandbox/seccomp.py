@@ -1,9 +1,9 @@
 """The seccomp filter (classic BPF), which limits the system calls of a sandboxed program.
 
-The filter blocks system calls that namespaces and resource limits do not block. It is an
-allow-list, so every other system call fails, such as those for network sockets and for kernel
-features that programs do not need. The filter also blocks every kind of memory that no resource
-limit counts: memfd, System V objects, message queues and anonymous shared memory.
+The filter blocks system calls that namespaces and resource limits do not block. The filter is an
+allow-list, so every other system call fails. For example, a program cannot use network sockets, or
+kernel features that programs do not need. The filter also blocks every kind of memory that no
+resource limit counts: memfd, System V objects, message queues and anonymous shared memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (
 
 @cache
 def filter_program(machine: str = "") -> bytes | None:
-    """Return the seccomp filter for an architecture; None if the architecture is unknown."""
+    """Return the seccomp filter for an architecture, or None if the architecture is unknown."""
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None
@@ -61,7 +61,7 @@ def filter_program(machine: str = "") -> bytes | None:
 
 
 def _checks() -> dict[str, list[Step]]:
-    """Return, by system call name, the BPF instructions that check the call's arguments.
+    """Return the BPF instructions that check the arguments of each system call.
 
     In each list, every branch ends with a return instruction.
     """
@@ -103,7 +103,7 @@ def _checks() -> dict[str, list[Step]]:
 def _argument(number: int) -> Step:
     """Return the instruction that loads the low 32 bits of an argument of a system call.
 
-    The checked system calls use only these bits.
+    Only the low 32 bits matter in the checked system calls.
     """
     return (_LOAD, 0, 0, 16 + 8 * number)
 
@@ -120,7 +120,7 @@ def _unless(value: int) -> list[Step]:
 
 
 def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
-    """Group integers into consecutive ranges; return each range's first and last integer."""
+    """Group integers into consecutive ranges, and return each range's first and last integer."""
     runs: list[tuple[int, int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][1] + 1:

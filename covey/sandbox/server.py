@@ -1,13 +1,14 @@
 """The scoring server, which runs in a sandbox and forks one child process to score each text.
 
 `Sandboxed` in `scorer.py` sends the server's code and the modules that it needs into the sandbox.
-The server imports slow packages once. For each request, it forks a child, which scores one text and
-ends. Every text is scored in the same fresh state, so no text can change how later texts are
-scored.
+The server imports slow packages once. For each request, the server forks a child process, which
+scores one text and ends. Every text is scored in the same fresh state, so no text can change how
+later texts are scored.
 
-The server passes each text on to a child without parsing it. The child cannot access the server,
-which is process 1 of the sandbox's namespace: it can neither send signals to the server nor see the
-server's directory in /proc. The child has only one pipe, to which it writes the score of its text.
+The server passes each text to a child process without parsing the text. The child process cannot
+access the server, which is process 1 of the sandbox's namespace. The child process can neither send
+signals to the server nor see the server's directory in /proc. The child process has only one pipe,
+to which it writes the score of its text.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ READY = b"ready\n"
 NO_SCORE = b"none\n"
 FAILED = b"failed "
 MOST_REPLY = 64
-"""Maximum bytes of a score that is written as text; every float from 0 to 1 is shorter."""
+"""Maximum number of bytes of a score as text, which suffices for every float from 0 to 1."""
 
 
 def main(job: dict[str, Any]) -> None:
@@ -54,7 +55,8 @@ def main(job: dict[str, Any]) -> None:
 
 
 def read_frame(file: int) -> bytes:
-    """Read a frame: a length in four bytes, then the data. Return empty data at end of file."""
+    """Read a frame: four bytes with the length, then the data. At the end of file, return no
+    data."""
     size = int.from_bytes(_read(file, 4), "big")
     return _read(file, size)
 

@@ -1,9 +1,9 @@
 """The allow-list of system calls for sandboxed programs.
 
 The allowed calls suffice for Python with threads, child processes, pipes, files, timers, numpy and
-sympy. An entry `name=A/B` says that a system call has the number A on x86-64 and the number B in
+sympy. In an entry `name=A/B`, A is the number of the system call on x86-64, and B is its number in
 the kernel's generic table (arm64, riscv64). The sign "-" means that the architecture does not have
-the call.
+the system call.
 """
 
 from __future__ import annotations

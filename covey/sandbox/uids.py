@@ -1,9 +1,10 @@
-"""Reserves a unique user id for each sandbox that root starts; process limits apply per user.
+"""Reserves a unique user id for each sandbox that root starts.
 
-Worker processes do not communicate with each other, so a worker reserves a user id by locking one
-byte of a shared file. The kernel releases the lock when the worker ends, even after a crash.
-Containers that share user ids but no files cannot see each other's locks. Each worker chooses at
-random among many ids, so two containers rarely choose the same id.
+The kernel's process limits apply per user, so each sandbox needs its own user id. Worker processes
+do not communicate with each other, so a worker reserves a user id by locking one byte of a shared
+file. The kernel releases the lock when the worker ends, even after a crash. Containers that share
+user ids but no files cannot see each other's locks. Each worker therefore chooses at random among
+many ids, so two containers rarely choose the same id.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FOLDERS = ("/run", "/tmp")
 def leased() -> Iterator[int | None]:
     """Yield a user id that no other sandbox has at the same time.
 
-    Yield None if this process cannot change its user.
+    Yield None if this process cannot change its user id.
     """
     taken = take()
     if taken is None:
@@ -48,7 +49,7 @@ def leased() -> Iterator[int | None]:
 
 
 def take() -> tuple[int, int] | None:
-    """Reserve a user id; return the id and the file descriptor of the lock file.
+    """Reserve a user id, and return the id and the file descriptor of the lock file.
 
     Raises RewardError if all user ids are reserved, or if no lock file can be opened.
     """
@@ -110,7 +111,8 @@ def _open_locks(folders: Sequence[str]) -> int:
             return file
         os.close(file)  # another user who owns it could take every lock
     raise RewardError(
-        f"sandbox: cannot create a lock file in any of the folders {', '.join(folders)}"
+        f"sandbox: cannot create a lock file in any of the folders {', '.join(folders)}; make one "
+        "of them writable"
     )
 
 

@@ -1,8 +1,8 @@
-"""Compares a sandboxed program's results with expected values. Runs outside the sandbox.
+"""Compares a sandboxed program's results with expected values, outside the sandbox.
 
 A program's result is untrusted JSON. The comparison never creates an object of a class that the
-program defines, and visits at most as many items as the expected value has, so a huge result does
-not slow it down.
+program defines. The comparison visits at most as many items as the expected value has, so it stays
+fast for a huge result.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from fractions import Fraction
 from typing import Any
 
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
-"""The relative tolerance for expected floats, and the absolute tolerance if 0.0 is expected. If
-the absolute tolerance applied to all values, 0 would be accepted for every very small one."""
+"""The relative tolerance for expected floats, and the absolute tolerance if 0.0 is expected. If the
+absolute tolerance applied to all values, a result of 0 would be accepted for any tiny expected
+value."""
 _MOST_BITS = 4096
 """Maximum bits of a numerator or denominator, because reducing a fraction takes quadratic time."""
 _MOST_IN_A_KEY = 1000
@@ -40,9 +41,9 @@ def matches(expected: object, reply: bytes) -> bool:
     `reply` is the return value as JSON that the sandboxed process wrote.
 
     Values of different types are not equal, as in Python: a list does not equal a tuple. A number
-    equals an expected float if the relative difference is at most 1e-6 or, for an expected 0.0, if
-    the absolute difference is at most 1e-12. A numpy array equals a list or tuple with the same
-    items, and a Fraction or Decimal equals a plain number of the same value.
+    equals an expected float if the relative difference is at most 1e-6. If 0.0 is expected, the
+    absolute difference must be at most 1e-12. A numpy array equals a list or tuple with the same
+    items. A Fraction or Decimal equals a plain number of the same value.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)

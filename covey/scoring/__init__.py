@@ -1,4 +1,4 @@
-"""Scoring of completions: quick rewards run in this process, others in worker processes.
+"""Scoring of completions: in this process for quick rewards, otherwise in worker processes.
 
 If a reward function raises an error, hangs or crashes, only the completion being scored gets no
 reward.

@@ -22,8 +22,8 @@ from covey.types import Prompt
 FLAGGED = 0.2
 """Success rate above which Covey warns that a policy could learn the baseline as a shortcut."""
 FEWEST = 16
-"""Minimum number of scored prompts before Covey warns about a baseline, which may succeed by chance
-on fewer."""
+"""Covey warns about a baseline only if it was scored on at least this many prompts, because a
+baseline may succeed by chance on few prompts."""
 LONGEST_TARGET = 64
 """Maximum length, in characters, of a target that is treated as a short answer."""
 CANDIDATES = 3
@@ -42,9 +42,9 @@ class Baseline:
 
     success: float
     reward: float | None = None
-    """Mean reward; None if the success rate was computed from the targets, without scoring."""
+    """Mean reward, or None if the success rate was computed from the targets without scoring."""
     answer: str = ""
-    """The answer of the constant-answer baseline; empty for other baselines."""
+    """The answer of the constant-answer baseline, or an empty text for other baselines."""
     prompts: int
     """Number of prompts on which the baseline was scored."""
 
@@ -95,9 +95,9 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Return whether Covey may score baselines; False if the reward calls user code or a judge.
+    """Return whether Covey may score baselines without calling user code or a judge.
 
-    Such a call may cost money or have side effects.
+    A call of user code or of a judge may cost money or have side effects.
     """
     return all(
         type(part).__module__.startswith("covey.")
@@ -117,7 +117,7 @@ def _all(reward: Any) -> Iterator[Any]:
 
 
 def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None) -> Baselines:
-    """Score the baselines of a task; `most` limits the number of scored prompts."""
+    """Score the baselines of a task. `most` limits the number of scored prompts."""
     some = prompts if most is None else prompts[:: math.ceil(len(prompts) / most)]
     return Baselines(
         constant=_best_constant(prompts, scorer) if most is None else constant_by_targets(prompts),
@@ -129,8 +129,8 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
     """Return the baseline that always answers with the most frequent target, without scoring.
 
-    Its success rate is the frequency of this target. Return None if the targets are not short
-    answers.
+    The success rate of this baseline is the frequency of the most frequent target. Return None if
+    the targets are not short answers.
     """
     frequent = _frequent(prompts)
     if not frequent:
@@ -172,7 +172,7 @@ def _format(prompts: Sequence[Prompt], scorer: Scorer) -> Format:
 def _scored(
     scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str], answer: str = ""
 ) -> Baseline | None:
-    """Score one text for each prompt; return the mean of the scores, None if there are none."""
+    """Score one text for each prompt, and return the mean scores, or None if nothing is scored."""
     pending = [
         scorer.submit(Job(prompt=prompt, texts=(text,), progress=1.0))
         for prompt, text in zip(prompts, texts, strict=True)

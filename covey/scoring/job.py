@@ -23,14 +23,17 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """How much of the run is done, from 0 to 1; reward weights may depend on it."""
+    """The completed fraction of the run, from 0 to 1, on which reward weights may depend."""
     call: Call = NO_CALL
     """Other arguments that a user's reward function may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """The score of a completion, or the error that prevented scoring; neither if it is skipped."""
+    """The score of a completion, or the error that prevented scoring.
+
+    The result of a skipped completion has neither a score nor an error.
+    """
 
     score: Score | None = None
     error: str = ""
@@ -46,7 +49,7 @@ class Pending(Protocol):
 
 
 class Scorer(Protocol):
-    """Receives scoring jobs as completions finish, and returns the results later."""
+    """An object that receives scoring jobs as completions finish, and returns the results later."""
 
     @property
     def identity(self) -> str:
@@ -67,7 +70,8 @@ class Scorer(Protocol):
 
 
 def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
-    """Score every completion of a job; the result of one that cannot be scored has the error."""
+    """Score every completion of a job. If scoring fails, the result of the completion has the
+    error."""
     reward = at_progress(reward, job.progress)
     # A reward class that scores whole groups in one call has `whole_groups = True`.
     if getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False):
@@ -101,7 +105,7 @@ def _arguments(reward: Any, job: Job) -> tuple[Any, ...]:
 
 
 def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> list[ScoreResult]:
-    """Check the scores of a group one by one, so that an invalid score affects no other."""
+    """Check the scores of a group one by one, so that an invalid score affects no other score."""
     texts, skips = job.texts, getattr(reward, "skips_none", False)
     if len(scores) != len(texts):
         raise ValueError(f"there are {len(scores)} scores for {len(texts)} completions")
@@ -146,7 +150,7 @@ def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Finished results, without a `Future`, whose locks take as much time as a quick reward."""
+    """Finished results. A `Future` would be slower, because its locks take time."""
 
     results: list[ScoreResult]
 
@@ -156,7 +160,8 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class InlineScorer:
-    """A scorer that runs the reward in this process, without a time limit; the caller waits."""
+    """A scorer that runs the reward in this process, without a time limit, while the caller
+    waits."""
 
     reward: Reward
     identity: str = ""

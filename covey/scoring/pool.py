@@ -1,9 +1,9 @@
 """The scoring pool: worker processes that score completions under a time limit.
 
-Each worker process has its own manager thread, which sends it a few jobs at a time and receives the
-results. If a job takes too long or the process dies, the thread starts a new process. The
-completions of the job that made it fail get no reward, and the jobs that had not started return to
-the front of the queue. If several jobs ran at once, each of them runs again, one at a time.
+Each worker process has its own manager thread, which sends the process a few jobs at a time and
+receives the results. If a job takes too long or the process dies, the thread starts a new process.
+The completions of the failed job get no reward. Jobs that had not started return to the front of
+the queue. If several jobs ran at once, each of these jobs runs again, one at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from covey.subprocesses import PipedProcess, pickled
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 1.0
-"""Seconds after the time limit in which a worker process may cancel its concurrent jobs."""
+"""Seconds that a worker process has after the time limit to cancel its concurrent jobs."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""Desired seconds per batch of jobs, which has many quick jobs or one slow job."""
+"""Desired seconds per batch of jobs. A batch has many quick jobs or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
@@ -47,7 +47,7 @@ class Worker(PipedProcess):
         self._setup = (sys.path, payload, gigabytes, timeout)
 
     def load(self) -> None:
-        """Wait until the process has loaded the reward; if loading fails, raise an error."""
+        """Wait until the process has loaded the reward, or raise an error if loading fails."""
         try:
             self.connection.send(self._setup)
             loaded = self.connection.poll(START_SECONDS)
@@ -98,7 +98,7 @@ class Pool:
     def start(self) -> None:
         """Start the worker processes, and wait until the first one has loaded the reward.
 
-        Raise an error if it cannot load it.
+        Raises RewardError if the first process cannot load the reward.
         """
         with self._changed:
             if self._threads or self._closed:
@@ -168,7 +168,8 @@ class Pool:
         worker.kill()
 
     def _take(self, most: int) -> list[QueuedJob]:
-        """Wait for jobs, and return a fair number of them for one worker process; [] if closed."""
+        """Wait for jobs, and return a fair share of the queue. The result is [] if the pool is
+        closed."""
         with self._changed:
             while not (self._queue or self._suspects or self._closed):
                 self._changed.wait()
@@ -192,7 +193,8 @@ class Pool:
     def _serve(self, ready: Future[None]) -> None:
         """Manage one worker process.
 
-        This thread also starts it, because the process dies with the thread that started it.
+        The thread that runs this method also starts the process, because a worker process dies with
+        the thread that started it.
         """
         worker: Worker | None = None
         try:
@@ -223,7 +225,7 @@ class Pool:
             self._end(worker)
 
     def _run(self, worker: Worker, jobs: list[QueuedJob]) -> bool:
-        """Let a worker process run jobs; return whether it can run more."""
+        """Let a worker process run jobs, and return whether the process can run more."""
         waiting = dict(enumerate(jobs))
         too_long = f"took longer than {self._timeout:g} seconds"
         usable = True
@@ -256,7 +258,8 @@ class Pool:
     def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
         """Retry or fail the unfinished jobs of a worker process that died.
 
-        If it was killed, for example by the OOM killer, each of them runs a second time.
+        If the process was killed, for example by the OOM killer, each unfinished job runs a second
+        time.
         """
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
@@ -267,9 +270,9 @@ class Pool:
         self._give_up(waiting, f"the scoring process ended {how}")
 
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
-        """Mark the job that hung or crashed as failed, and put the others back into the queue.
+        """Mark the job that hung or crashed as failed, and put the other jobs back into the queue.
 
-        If several jobs ran concurrently, all of them go back, to run one at a time.
+        If several jobs ran concurrently, all jobs return to the queue and run one at a time.
         """
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:
@@ -290,8 +293,8 @@ def make_scorer(
 ) -> Scorer:
     """Return an inline scorer for a quick reward, or a pool of workers for any other reward.
 
-    With `workers` = 0, the pool has one worker per core. It starts at once, so that Covey reports
-    early if the workers cannot load the reward.
+    With `workers` = 0, the pool has one worker per core. The pool starts at once, so that Covey
+    reports early if the workers cannot load the reward.
     """
     reward_identity = identity(name, reward)
     if reward.quick:

@@ -1,7 +1,7 @@
 """A worker process of a scoring pool, started as `python -m covey.scoring.pool_worker FD`.
 
-The worker first receives the reward, and then jobs in batches; it sends the result of each job as
-soon as that is done. Text that a reward prints goes to stderr.
+The worker first receives the reward, and then batches of jobs. The worker sends the result of each
+job as soon as the job is done. Text that a reward prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def prepare() -> None:
 
 
 def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: float) -> None:
-    """Score jobs concurrently, each under the time limit; send None for one that times out."""
+    """Score jobs concurrently, each under the time limit. Send None for a job that times out."""
 
     async def one(number: int, job: Job) -> None:
         results = None
@@ -51,10 +51,11 @@ def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: 
 def loaded(
     connection: Connection, then: Callable[[Any], object] = lambda work: None
 ) -> tuple[Any, float]:
-    """Receive a pickled object and a time limit; return the unpickled object and the limit.
+    """Receive a pickled object and a time limit, and return the unpickled object and the limit.
 
-    The memory limit of this process is set before the object is unpickled, and `then` is called
-    with it afterwards. If either raises an exception, send its message to the pool and exit.
+    The memory limit of this process is set before the object is unpickled. After unpickling, `then`
+    is called with the object. If unpickling or `then` raises an exception, send its message to the
+    pool and exit.
     """
     path, payload, gigabytes, timeout = connection.recv()
     # The object may be defined in a module on the parent's path, or in the working directory.

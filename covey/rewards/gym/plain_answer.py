@@ -1,9 +1,9 @@
 """Parses an answer and generates a safe copy, for scorers that evaluate answers as code.
 
-Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. They never
-get the text that a model wrote. Covey parses it, allows only the types of syntax-tree nodes that
-this module lists, and generates the scorer's text from the syntax tree. The parser runs in the
-sandbox, so that a crash on odd text does no harm.
+Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. A scorer
+that evaluates text never gets the text that a model wrote. Covey parses the answer, allows only the
+types of syntax-tree nodes that this module lists, and generates new text from the syntax tree. The
+parser runs in the sandbox, so that a crash on odd text does no harm.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Collection
 
 MAX_DATA = 10_000
 MAX_FORMULA = 1000
-"""Maximum characters of an answer."""
+"""Maximum number of characters of a formula."""
 MAX_NESTING = 10
 MAX_DEPTH = 300
-"""Maximum depth of a formula's syntax tree; a sum of n terms has a depth of n."""
+"""Maximum depth of a formula's syntax tree. A sum of n terms has the depth n."""
 MAX_DIGITS = 30
 MAX_BITS = 4096
 """Maximum size, in bits, of every intermediate number and of every exponent."""
@@ -33,11 +33,11 @@ Data = str | int | float | list["Data"]
 
 
 class NotPlainError(ValueError):
-    """Raised if the text is neither plain data nor arithmetic, or if it exceeds a limit."""
+    """Raised if an answer is neither plain data nor arithmetic, or exceeds a limit."""
 
 
 def plain_data(text: str) -> str:
-    """Parse a (nested) list of numbers and strings, and return it as newly generated text.
+    """Parse a (nested) list of numbers and strings, and generate a safe copy of the list.
 
     >>> plain_data('[[0, 1],\\n [-2, "a"]]')
     "[[0, 1], [-2, 'a']]"
@@ -46,7 +46,7 @@ def plain_data(text: str) -> str:
 
 
 def plain_formula(text: str, names: Collection[str] = ()) -> str:
-    """Parse arithmetic with functions and powers, and return it as newly generated text.
+    """Parse a formula with functions and powers, and generate a safe copy of the formula.
 
     Each variable must be a single letter, or be listed in `names`.
 
@@ -57,7 +57,7 @@ def plain_formula(text: str, names: Collection[str] = ()) -> str:
 
 
 def plain_sum(text: str) -> str:
-    """Parse an expression of whole numbers, + - * / and parentheses, and return it as new text.
+    """Parse an expression of whole numbers, `+ - * /` and parentheses, and generate a safe copy.
 
     >>> plain_sum("(3+4)*2")
     '(3 + 4) * 2'
@@ -106,8 +106,8 @@ def _number(node: ast.expr) -> int | float:
 def _bits(node: ast.expr, depth: int, names: frozenset[str] | None) -> int:
     """Return an upper bound on the number of bits of an expression's value.
 
-    `names` lists the variables of a formula. If it is None, only whole numbers, + - * / and signs
-    are allowed. Raises NotPlainError for a node that is not allowed.
+    `names` lists the allowed variables. If `names` is None, only whole numbers, `+ - * /` and signs
+    are allowed. Raises NotPlainError if the expression contains anything else.
     """
     if depth < 0:
         raise NotPlainError("nested too deep")

@@ -1,14 +1,15 @@
-"""Decides whether a reasoning_gym scorer only reads and compares, and so needs no sandbox.
+"""Decides whether a reasoning_gym scorer only reads and compares data, and so needs no sandbox.
 
-The scorer's bytecode is inspected before the scorer runs: the method `score_answer`, all functions
-and methods that it uses, and the lambdas and comprehensions in this code. A scorer is pure if
-everything that it uses is on one of this module's lists of allowed items, which contain bytecode
-instructions, builtins, functions of `math` and `json`, regex patterns, and names of methods. Any
-other scorer is impure, and runs in the sandbox.
+Before a scorer runs, Covey inspects the bytecode of its method `score_answer`, and of all
+functions, methods, lambdas and comprehensions that this method uses. A scorer is pure if this
+module's lists allow everything that the scorer uses. The lists contain bytecode instructions,
+builtins, functions of `math` and `json`, regex patterns, and names of methods. Any other scorer is
+impure, and runs in the sandbox.
 
-A pure scorer also finishes quickly, because it has no `while`, no powers and no shifts, and does
-not use both `range` and a function that parses whole numbers from text. It keeps no state between
-completions, because it sets no attributes and cannot change values that it shares with other calls.
+A pure scorer also finishes quickly, because it has no `while` loops, powers or shifts. A pure
+scorer also never combines `range` with a function that parses whole numbers from text. A pure
+scorer keeps no state between completions, because it sets no attributes and cannot change values
+that it shares with other calls.
 
 The check assumes that the dataset's entry and options are plain data, such as numbers, strings and
 lists.
@@ -29,7 +30,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Mo
 from typing import Any
 
 MOST_CHARACTERS = 4_000
-"""Maximum characters of an answer for a pure scorer; some scorers take quadratic time."""
+"""Maximum number of characters of an answer for a pure scorer, because some scorers take quadratic
+time."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -43,8 +45,8 @@ BUILTINS = _words(
     Exception IndexError KeyError OverflowError TypeError ValueError ZeroDivisionError
     """
 )
-"""Builtins that a pure scorer may call. `round` and `pow` are not allowed, because they can take
-long; nor is `print`."""
+"""Builtins that a pure scorer may call. `print` is not allowed, nor are `round` and `pow`, which
+can take long."""
 
 FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,
@@ -67,16 +69,17 @@ METHODS = _words(
     """
 )
 """Methods of strings, numbers, lists, dicts, sets and regex matches that a pure scorer may call.
-`format` is not allowed, because it looks up attributes; nor are methods that take a size, such as
-`zfill`."""
+`format` is not allowed, because it looks up attributes. Methods that take a size, such as `zfill`,
+are not allowed either."""
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
-"""Regex patterns that a pure scorer may use, because they take linear time on any text."""
+"""Regex patterns that a pure scorer may use, because matching them takes linear time on any
+text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Pairs of functions that must not both occur in a pure scorer. For example, a scorer with `range`
-and `int` could run very long if the answer contains a large number."""
+"""Sets of functions that a pure scorer may not use together. For example, a scorer with `range` and
+`int` could run very long if the answer contains a large number."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -102,7 +105,8 @@ STEPS = _words(
     PUSH_EXC_INFO CHECK_EXC_MATCH POP_EXCEPT RERAISE RAISE_VARARGS LOAD_ASSERTION_ERROR
     """
 )
-"""Allowed bytecode instructions of Python 3.11 to 3.14; none looks up a global name."""
+"""Allowed bytecode instructions of Python 3.11 to 3.14. No instruction in this list looks up a
+global name."""
 
 LOOKUPS = ("LOAD_ATTR", "LOAD_METHOD")
 
@@ -118,11 +122,11 @@ _NOTHING = object()
 
 
 class ImpureError(Exception):
-    """Raised if a scorer uses something that is not on this module's lists of allowed items."""
+    """Raised if a scorer uses something that this module's lists do not allow."""
 
 
 def is_pure(dataset: Any) -> bool:
-    """Whether a dataset's scorer is pure, that is, only reads and compares."""
+    """Return whether a dataset's scorer is pure, that is, only reads and compares data."""
     scorer: Any = type(dataset)
     config: Any = type(getattr(dataset, "config", None))
     names = _names_if_pure(scorer, config)
@@ -139,7 +143,8 @@ def _names_if_pure(scorer: type, config: type) -> frozenset[str] | None:
 
 
 def attributes_of(scorer: type, config: type) -> frozenset[str]:
-    """Return the names of the attributes that a pure scorer uses; raise ImpureError if impure."""
+    """Return the attribute names that a scorer uses, or raise ImpureError if the scorer is
+    impure."""
     proof = _Proof(scorer, config)
     proof.use(inspect.getattr_static(scorer, "score_answer"))
     for together in TOO_LONG:
@@ -165,7 +170,8 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that a scorer uses; raise ImpureError if it is not on the lists."""
+        """Check a value that a scorer uses. Raise ImpureError if the lists do not allow the
+        value."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:
@@ -230,7 +236,7 @@ class _Proof:
 
 
 def _looked_up(following: Iterator[dis.Instruction]) -> str:
-    """Return the attribute that the next instruction looks up; raise ImpureError if none."""
+    """Return the attribute that the next instruction looks up, or raise ImpureError."""
     step = next(following)
     if step.opname not in LOOKUPS:
         raise ImpureError("an object that is more than its attributes")

@@ -1,4 +1,5 @@
-"""Runs the scorers of reasoning_gym datasets; this module runs in the sandbox."""
+"""Calls the scorers of reasoning_gym datasets. For impure scorers, this module runs in the
+sandbox."""
 
 from __future__ import annotations
 
@@ -39,11 +40,12 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Maps each dataset whose scorer evaluates answers as code to a parser of safe answers."""
+"""Maps the name of each dataset whose scorer evaluates answers as code to a function. The function
+returns a safe copy of an answer."""
 
 
 def load() -> None:
-    """Import packages that load slowly, and fill sympy's caches; child processes inherit both."""
+    """Import slow packages and fill sympy's caches, before any child process is forked."""
     importlib.import_module("reasoning_gym.composite")
     sympy = importlib.import_module("sympy")
     integral = sympy.parse_expr("x**3/3 + sin(2*x)*exp(x) + log(x) + sqrt(x) + C")
@@ -71,7 +73,7 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
 
 
 def scored(dataset: Any, answer: str, entry: Entry) -> float:
-    """Return the score from 0 to 1 of an answer, a text that `readable` returned."""
+    """Return the score, from 0 to 1, of an answer that `readable` returned."""
     try:
         given = float(dataset.score_answer(answer, entry))
     except Exception:  # scorers raise different errors for an answer in an unexpected form
@@ -82,9 +84,9 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 def readable(name: str, text: str, entry: Entry) -> str:
     """Return the text that the scorer gets as the answer.
 
-    If the scorer evaluates the answer as code, this is a text generated from the answer's syntax
-    tree. Raises NotPlainError if such an answer is neither plain data (numbers, strings, lists) nor
-    arithmetic.
+    If the scorer evaluates the answer as code, the result is new text, generated from the answer's
+    syntax tree. Raises NotPlainError if an answer to evaluate is neither plain data (numbers,
+    strings, lists) nor arithmetic.
     """
     if name not in EVALUATING:
         return text

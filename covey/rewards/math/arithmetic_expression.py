@@ -1,4 +1,4 @@
-"""Evaluates arithmetic expressions that a model wrote, exactly and without `eval`.
+"""Exact evaluation of arithmetic expressions that a model wrote, without `eval`.
 
 Python parses the expression, and only numbers and arithmetic are evaluated. Every limit is checked
 before anything is computed, because `95**87**64` would never finish.
@@ -30,10 +30,10 @@ class ExpressionError(ValueError):
 
 
 def evaluate(text: str, powers: bool = False) -> Fraction:
-    """Return the exact value of an expression of numbers, + - * / and parentheses.
+    """Return the exact value of an expression of numbers, `+ - * /` and parentheses.
 
-    `powers` allows `**` and `^` as powers. Operators have the same precedence as in Python: `-2**2`
-    is -4, and `2**3**2` is 512.
+    With `powers`, the operators `**` and `^` for powers are allowed. Operators have the same
+    precedence as in Python, so `-2**2` is -4, and `2**3**2` is 512.
 
     >>> evaluate("(3 + 4) * 2 / 4"), evaluate("3.14159 * 5**2", powers=True)
     (Fraction(7, 2), Fraction(314159, 4000))
@@ -61,7 +61,7 @@ def numbers_in(text: str) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    """Return an expression as one line of ASCII. Raise an error if it exceeds a limit."""
+    """Return an expression as one line of ASCII, or raise an error if it exceeds a limit."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
     text = text.rstrip().translate(_TWINS)

@@ -28,8 +28,8 @@ _EQUALS = re.compile(r":=|==|\\equiv(?![A-Za-z])")
 def sides(formula: str) -> list[str]:
     """Split a formula into sides at its equals signs.
 
-    Equals signs inside brackets are ignored. Lists are not split, nor are formulas with a relation
-    other than `=`.
+    Equals signs inside brackets are ignored. Lists and formulas with a relation other than `=` are
+    not split.
 
     >>> sides("x = 6*7 = 42"), sides("x = 3, y = 4"), sides("= 42")
     (['x', '6*7', '42'], ['x = 3, y = 4'], ['42'])
@@ -49,7 +49,7 @@ def sides(formula: str) -> list[str]:
 
 
 def variables(formula: str) -> set[str]:
-    r"""Return the variables of a formula; e, i and pi are constants.
+    r"""Return the variables of a formula, without the constants e, i and pi.
 
     >>> sorted(variables(r"2\pi r + \sin\theta")), variables(r"e^2 \text{ cm}")
     (['\\theta', 'r'], set())
@@ -62,7 +62,7 @@ def variables(formula: str) -> set[str]:
 
 
 def stated_values(parts: list[str], target: str) -> list[str]:
-    """Return those sides of an equation that must equal the target; [] for an unsolved equation.
+    """Return the sides of an equation that must equal the target, or [] if it is unsolved.
 
     A side must equal the target if it is a number or has the same variables as the target. A side
     such as the `x` of `x = 42` only names the value, and is not returned. An equation such as

@@ -1,4 +1,4 @@
-"""Compares formulas with math-verify; this module runs in the sandbox."""
+"""Compares formulas with math-verify, inside the sandbox."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _parsed(formula: str) -> Any:
 
 
 def _same_expanded(target: Any, answer: Any) -> bool:
-    """Whether two formulas' difference expands to 0, a much faster test than math-verify."""
+    """Return whether the difference of two formulas expands to 0, without math-verify."""
     try:
         return bool((target - answer).expand() == 0)
     except Exception:  # sets, relations and matrices raise different errors when subtracted

@@ -69,7 +69,7 @@ _POWER_OF_TEN = re.compile(
 
 
 def powers_of_ten(text: str) -> str:
-    r"""Rewrite products with a power of ten in `e` notation: `2 * 10^3` becomes `2e3`.
+    r"""Rewrite products with a power of ten in `e` notation, for example `2 * 10^3` as `2e3`.
 
     >>> powers_of_ten(r"1.602\times 10^{-19}")
     '1.602e-19'
@@ -85,7 +85,7 @@ _TEN = ("10", "ten")
 
 
 def same_numeral(answer: str, target: str) -> bool | None:
-    """Return whether two numerals have the same digits and base; None if neither names a base.
+    """Return whether two numerals have the same digits and base, or None if neither names a base.
 
     If the target names a base, the answer may omit it. `42_8` is not treated as 42, and `0x2a` is
     not treated as 0 times 2a.
@@ -100,7 +100,7 @@ def same_numeral(answer: str, target: str) -> bool | None:
 
 
 def _numeral(text: str) -> tuple[str, str]:
-    """Return the digits and the base of a numeral; an empty text as the base means ten."""
+    """Return the digits and the base of a numeral. An empty base means ten."""
     match = _BASED.fullmatch(text.strip())
     if match is None:
         return text.strip().casefold(), ""

@@ -13,7 +13,8 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""Maximum number of characters of a number and its markup; it also limits the size of integers."""
+"""Maximum number of characters of a number and its markup, which also limits the size of
+integers."""
 MAX_EXPONENT = 100
 
 CURRENCY = "$€£¥₹₩₽฿"
@@ -61,8 +62,8 @@ def _plain_character(character: str) -> str:
 def normalise(text: str) -> str:
     """Normalise a text with NFKC, but keep superscripts and subscripts distinguishable.
 
-    Each character is normalised separately, because NFKC of the whole text would turn `5²` into 52,
-    and would take time quadratic in the number of combining marks.
+    Each character is normalised separately. NFKC of the whole text would turn `5²` into 52, and
+    would take time quadratic in the number of combining marks.
 
     >>> normalise("x² = ½")
     'x^{2} =  1/2 '
@@ -87,7 +88,7 @@ _WRAPPED = re.compile(
 )
 _LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
 _ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
-"""A regex for a quick check: `strip_latex` does not change a text without a match."""
+"""`strip_latex` does not change a text in which this regex finds no match."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
 _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
 
@@ -170,11 +171,11 @@ def _value(body: str) -> Fraction | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Return the value of a text that is one number; None for any other text.
+    r"""Return the value of a text that is one number, or None for any other text.
 
-    Units, currencies and `%` are ignored: for example, `50 %` is 50. A comma groups digits by
-    three, so `1,000` is a thousand. Texts such as `3,14` and `0,500` are not numbers, because a
-    decimal comma is ambiguous. The result for a list of numbers is None.
+    Units, currencies and `%` are ignored, so `50 %` is 50. A comma groups digits by three, so
+    `1,000` is a thousand. Texts such as `3,14` and `0,500` are not numbers, because a decimal comma
+    is ambiguous. The result for a list of numbers is None.
 
     >>> [str(parse_number(t)) for t in ("$1,000.50", r"x = \frac{3}{4}", "18 dollars.", "17, 18")]
     ['2001/2', '3/4', '18', 'None']

@@ -1,9 +1,9 @@
 r"""Compares two formulas by their values at three points, 100 times faster than algebra.
 
-Two expressions count as equal if their values agree at three arbitrary points, one of them
-negative, and as different if their values differ at all three. The comparison is undecided if the
-values agree at only some points, if a value cannot be computed, or if this module cannot parse a
-formula (inequalities, matrices, words).
+Two formulas count as equal if their values agree at all three points, one of which is negative. Two
+formulas count as different if their values differ at all three points. The comparison is undecided
+if the values agree at only some points, or if a value cannot be computed. The comparison is also
+undecided if this module cannot parse a formula, such as an inequality or a matrix.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from itertools import pairwise
 from types import MappingProxyType
 
 SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
-"""Limits on the relative difference of two values: they are equal up to SAME, and different above
-DIFFERENT, or above ROUNDED if a formula has decimals, which may be rounded."""
+"""Limits on the relative difference of two values. Two values are equal if the difference is at
+most SAME, and different if it is above DIFFERENT. If a formula has decimals, which may be rounded,
+two values are different only if the difference is above ROUNDED."""
 POINTS = 3
 LOST = 1e-6
 """Minimum ratio of the smaller to the larger summand in a sum of two floats. Float addition would
 lose a much smaller summand, such as 2^{-100} in 1 - 2^{-100}."""
 MAX_DIGITS = 12
-"""Maximum digits of a number; with more digits, different numbers could be the same float."""
+"""Maximum number of digits of a number. With more digits, different numbers could be the same
+float."""
 
 Values = list[complex]
 """The values of an expression at the three points of evaluation."""
@@ -49,9 +51,9 @@ class _UnsupportedError(ValueError):
 
 
 def same_numerically(answer: str, target: str) -> bool | None:
-    r"""Return whether two formulas are equal, or None if undecided.
+    r"""Return whether two formulas are equal, or None if the comparison is undecided.
 
-    Intervals and points are compared component by component; the elements of sets may be in any
+    Intervals and points are compared component by component. The elements of sets may be in any
     order. Equations are equal if one is a multiple of the other. If only one formula is an equation
     such as `y = 2x`, its right side is compared with the other formula.
 
@@ -75,7 +77,7 @@ def same_numerically(answer: str, target: str) -> bool | None:
 
 
 def _same_set(answer: list[str], target: list[str]) -> bool | None:
-    """Return whether two sets have equal elements; None if undecided."""
+    """Return whether two sets have equal elements, or None if the comparison is undecided."""
     left = list(answer)
     for wanted in target:
         equal = [same_numerically(element, wanted) for element in left]
@@ -109,7 +111,8 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
 
 
 def _components(formula: str) -> list[str] | None:
-    r"""Split `(a, b]` or `\{a, b\}` into opening bracket, components and closing bracket."""
+    r"""Split `(a, b]` or `\{a, b\}` into the opening bracket, the components and the closing
+    bracket."""
     text = formula.replace(r"\left", "").replace(r"\right", "").strip()
     braces = text.startswith(r"\{") and text.endswith(r"\}")
     if braces:
@@ -151,7 +154,8 @@ def _points(variable: str) -> Values:
 
 
 def _added(a: complex, b: complex) -> complex:
-    """Return a + b; raise an error if float rounding would lose a summand or too many digits."""
+    """Return `a + b`, or raise an error if float rounding would lose a summand or too many
+    digits."""
     total = a + b
     least, _, most = sorted((abs(a), abs(b), abs(total)))
     if 0 < least < LOST * most:

@@ -1,8 +1,8 @@
 """Compares two formulas by computer algebra if numeric evaluation cannot decide.
 
 The library math-verify compares formulas with sympy, which evaluates text and may never finish.
-Covey therefore runs it in the sandbox with a time limit, and never passes it formulas that would
-take too long.
+Covey therefore runs math-verify in the sandbox with a time limit, and never passes it formulas that
+would take too long.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _UNBOUNDED = re.compile(
 
 
 def require_math_verify(unsafe: bool) -> None:
-    """Raise ConfigError if math-verify is missing, or if a sandbox is required but missing."""
+    """Raise ConfigError if math-verify is missing, or if the required sandbox is unavailable."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "reward: the comparison of formulas needs math-verify: pip install 'covey[tasks]', or "
-            "set symbolic = false"
+            "reward: comparing formulas needs the package math-verify; run "
+            "pip install 'covey[tasks]', or set symbolic = false"
         )
     if unsafe:
         return
@@ -54,7 +54,8 @@ def require_math_verify(unsafe: bool) -> None:
 
 @lru_cache(maxsize=1 << 14)
 def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
-    """Return whether math-verify finds two formulas equal; False after a timeout."""
+    """Return whether math-verify finds that two formulas are equal. The result after a timeout is
+    False."""
     scorer = sandboxed("covey.rewards.math.math_verify_scorer", unsafe=unsafe)
     return scorer.score(target, answer) == 1.0
 
@@ -77,7 +78,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracketed text that ends before index `at`; an empty text if none does."""
+    """Return the bracketed text that ends before index `at`, or an empty text if there is none."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):
