@@ -413,7 +413,7 @@ def test_garbage_is_no_score_and_is_not_asked_for_twice(server: Server, body: st
 
 
 def test_a_reply_that_was_cut_off_is_no_grade(server: Server) -> None:
-    with pytest.raises(RewardError, match=r"raise max_tokens \(the reply: '1'\)$"):
+    with pytest.raises(RewardError, match=r"truncated at max_tokens: '1'; raise max_tokens$"):
         server.judge("cut", model="1")(prompt(), "18")
 
 
