@@ -162,7 +162,9 @@ def test_a_function_of_neither_kind_is_refused(function) -> None:
 
 
 def test_an_argument_that_only_trl_passes_is_refused_before_sampling() -> None:
-    with pytest.raises(ConfigError, match=r"log_metric.*only TRL passes this argument.*log_metric=None"):
+    with pytest.raises(
+        ConfigError, match=r"log_metric.*only TRL passes this argument.*log_metric=None"
+    ):
         check_columns(as_reward(lambda completions, log_metric, **columns: []), PROMPT)
     check_columns(as_reward(lambda completions, log_metric=None, **columns: []), PROMPT)
 
