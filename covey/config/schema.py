@@ -148,7 +148,7 @@ class Parallel(Section):
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """How the model is distributed over the ranks. With ddp, every rank has the whole model; with
-    fsdp (FSDP2), the ranks share parameters, gradients and optimizer state."""
+    fsdp (FSDP2), parameters, gradients and optimizer state are divided among the ranks."""
     shard_ranks: Count = 0
     """With strategy = "fsdp", the number of ranks that share one copy of the model, such as the
     ranks of one machine; 0 means all ranks."""
@@ -198,9 +198,9 @@ class Train(Section):
     """Source of old_logp, the log-probs in the denominator of the ratio. With recompute, the
     trainer computes old_logp in a forward pass before the first optimizer step; with sampler,
     old_logp comes from the engine. With auto, old_logp comes from the engine if the engine's
-    log-probs are exact (float32, no truncation) or if the ratio has to correct for staleness.
-    Otherwise the trainer computes old_logp, without an extra forward pass if a training step has
-    one optimizer step."""
+    log-probs are exact (float32, no truncation) or if the ratio has to correct for staleness. In
+    all other cases, auto means that the trainer computes old_logp, which needs no extra forward
+    pass if a training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it. CUDA graphs
     make small models faster, but activations stay in memory between steps."""
@@ -365,10 +365,10 @@ class Engine(Section):
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Size of the KV cache for completions on a GPU, in GiB; 0 means enough for all concurrent
-    completions at their maximum length, or less if the GPU has less free memory. If completions
-    need more memory, the native engine pauses the completions with the fewest tokens and continues
-    them later."""
+    """Size of the KV cache for completions on a GPU, in GiB. With 0, the KV cache is large enough
+    for all concurrent completions at their maximum length, or smaller if the GPU has less free
+    memory. If completions need more memory, the native engine pauses the completions with the
+    fewest tokens and continues them later."""
 
     @property
     def rounds(self) -> str:
@@ -546,10 +546,12 @@ class Reference(Section):
     """
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
-    """Kind of the reference policy for the KL penalty: a copy of the initial weights (frozen), a
-    copy in main memory (offloaded), the model without its adapter (adapter_off), a moving average
-    of the policy (moving), a copy of the policy that Covey renews every reference.every optimizer
-    steps (renewed), or a server. The reference is loaded only if the objective has a KL penalty."""
+    """Kind of the reference policy for the KL penalty. A frozen reference is a copy of the initial
+    weights, and an offloaded reference is such a copy in main memory. With adapter_off, the
+    reference is the model without its adapter, and with server, it is the model of a reference
+    server. A moving reference is a moving average of the policy, and a renewed reference is a copy
+    of the policy that Covey renews every reference.every optimizer steps. The reference is loaded
+    only if the objective has a KL penalty."""
     alpha: Share = 0.6
     """Weight of the policy in an update of a moving reference: reference = alpha * policy +
     (1 - alpha) * reference."""
@@ -680,8 +682,8 @@ class Optimizer(Section):
     """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
     """Precision of the optimizer state. With float32, the moments are float32, and bfloat16 models
-    have float32 master weights. With compact, the moments are bfloat16 with stochastic rounding,
-    and the optimizer stores only the lower 16 bits of each master weight, because the bfloat16
+    have float32 master weights. With compact, the moments are bfloat16 with stochastic rounding. A
+    compact optimizer state has only the lower 16 bits of each master weight, because the bfloat16
     model weight holds the upper 16 bits."""
 
     @model_validator(mode="after")

@@ -77,8 +77,8 @@ class Environment(Protocol):
 
 
 Factory = Callable[[], Any]
-"""A function that makes the environment of one rollout. The function must be picklable, unless its
-environments have `quick = True`."""
+"""A function that makes the environment of one rollout. If the environments do not have
+`quick = True`, the function must be picklable."""
 
 
 def prepare(factory: Factory) -> None:

@@ -58,7 +58,7 @@ class Jobs:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, key: tuple[str, ...], work: Callable[[], Any]) -> None:
-        """Queue a job, unless a job with the same key is queued, running or done."""
+        """Queue a job if no job with the same key is queued, running or done."""
         with self._lock:
             if key not in self._found:
                 self._found[key] = self._pool.submit(work)

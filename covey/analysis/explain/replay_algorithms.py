@@ -290,7 +290,7 @@ class Family:
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
     """Return the factor c > 0 with `slopes = c * of` up to rounding, or None if there is none.
 
-    If both vectors are 0, the result is 1; if only one is 0, the result is None.
+    If both vectors are 0, the result is 1; if only one vector is 0, the result is None.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)

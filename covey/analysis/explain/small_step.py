@@ -35,7 +35,7 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return advantage, ratio, clip bound and gradient of each token in an optimizer step.
 
     `rewards` and `lengths` have one number for each completion. `drift` is the largest change of a
-    token's log-prob since the token was sampled.
+    token's log-prob after the sampling of the token.
     """
     name = str(question.get("algorithm", "grpo"))
     rewards, lengths = _numbers(question, "rewards"), _numbers(question, "lengths")

@@ -77,7 +77,7 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "single-optimizer-step")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
-    """Report settings that act only if the policy has changed since generation."""
+    """Report settings that have an effect only if the policy has changed after generation."""
     if not setup.single_optimizer_step:
         return
     names = ["dual"] if setup.option("dual") else []

@@ -352,7 +352,7 @@ def _train_token(layer: _Layer, head: Array, parts: float, work: Workload) -> fl
 
 
 def _shortest(work: Callable[[], Any]) -> float:
-    """Call `work` once for warm-up, then several times; return the shortest time."""
+    """Call `work` once for warm-up and then several times, and return the shortest time."""
     work()
     seconds = []
     for _ in range(REPEATS):

@@ -224,7 +224,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers, such as a constant, unless the reward is slow or costly."""
+    """Score trivial answers, such as a constant, if the reward is quick and cheap."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
