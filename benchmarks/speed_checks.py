@@ -169,7 +169,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
             Learner(policy=policy, objective=objective, settings=settings),
             batch,
             step=0,
-            watch=watch,
+            observer=watch,
         )
     difference = torch.cat(differences)
     assert len(difference) == int(batch.mask.sum()), "each token must be seen once"

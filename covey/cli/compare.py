@@ -162,9 +162,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError(
-            "--add needs an existing comparison in --folder, and cannot change its settings"
-        )
+        raise ConfigError("--add needs an existing comparison in --folder, and keeps its settings")
     else:
         prepared = prepare(request, folder)
     _run(checked(prepared), parallel, plan_only)

@@ -83,8 +83,8 @@ def require_isolation() -> None:
     if reason:
         raise ConfigError(
             f"sandbox: programs cannot be isolated on this machine: {reason}; install bubblewrap "
-            "(0.7 or newer) and allow namespaces, or set unsafe = true to run programs without "
-            "protection"
+            "0.7 or newer (apt install bubblewrap) and allow user namespaces, or set "
+            "unsafe = true to run programs without protection"
         )
 
 

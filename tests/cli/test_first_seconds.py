@@ -39,7 +39,7 @@ MISTAKES = {
     "runs train --step 100": "no completions of step 100; the run has completions of steps 1 to 2",
     "explain train --step 100": "no completions of step 100; the run has completions of steps 1 to 2",
     "explain sft --step 1": "sft is an SFT run, which samples no completions",
-    "rewards score nothere.jsonl": "cannot read nothere.jsonl: No such file or directory\n",
+    "rewards score nothere.jsonl": "cannot read nothere.jsonl: No such file or directory; check the path\n",
     "algorithms gsop": "objective.name = 'gsop' is not a known algorithm; did you mean 'gspo'?",
     "train --set objective.name=gsop": "did you mean 'gspo'?",
     "train --set task.name=arithmetics": "did you mean 'arithmetic'?",

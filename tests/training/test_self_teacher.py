@@ -244,7 +244,10 @@ def test_a_self_teacher_that_cannot_work_is_refused(settings: list[str], message
 @pytest.mark.parametrize(
     ("settings", "title"),
     [
-        (["teacher.context={success = '{text}'}", "rollout.group_size=1"], "needs a second completion"),
+        (
+            ["teacher.context={success = '{text}'}", "rollout.group_size=1"],
+            "needs a second completion",
+        ),
         (["teacher.context={success = '{text}'}"], "groups without a correct completion"),
         (["teacher.policy=moving", "teacher.alpha=1.0"], "the same as 'current'"),
         (["teacher.policy=moving", "teacher.every=100000"], "the same as 'frozen'"),
