@@ -140,7 +140,8 @@ def _wait(device: torch.device, event: torch.cuda.Event | None) -> None:
 
 def checkpoint_layers(model: Any, *, offload: bool) -> None:
     """Turn on gradient checkpointing; if `offload` is true, store layer inputs in CPU memory."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    renamed = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
+    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if not offload:
         return
     offloaded = ActivationOffload()

@@ -213,11 +213,12 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
     parity check is necessary because a model's configuration does not say whether its attention is
     standard, or whether its other layers process each token separately.
     """
-    if model.config._attn_implementation == NAME:  # an earlier model used this configuration
-        model.set_attn_implementation("sdpa")
     original = model.config._attn_implementation
-    if getattr(model.config, "attn_logit_softcapping", None) is not None and original == "sdpa":
-        original = "eager"  # sdpa silently ignores a soft cap
+    if original == NAME:  # an earlier model used this configuration
+        original = "sdpa"
+    if original == "sdpa" and getattr(model.config, "attn_logit_softcapping", None) is not None:
+        original = "eager"  # sdpa ignores a soft cap, or refuses it
+    if original != model.config._attn_implementation:
         model.set_attn_implementation(original)
     if original not in ("sdpa", "eager"):
         return False, False

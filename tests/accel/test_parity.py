@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.parity import first_layers
 from covey.accel.positions import plain_positions
 from covey.models.adapter import add_adapter
@@ -44,7 +45,7 @@ def test_first_layers_include_every_layer_type(name: str, layers: int) -> None:
 
 def test_checkpointing_and_adapters_add_no_layer_types() -> None:
     model = build("llama", torch.bfloat16, KINDS)
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model.model, offload=False)
     assert len(first_layers(add_adapter(model, rank=2).backbone).layers) == 2
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from covey.accel.activation_offload import checkpoint_layers
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
@@ -188,7 +189,7 @@ def test_packing_and_gradient_checkpointing_change_nothing_in_float32(
     )
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0)
     plain = gradients(model, batch)
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model.model, offload=False)
     model.model.train()
     for key, value in gradients(model, batch).items():
         torch.testing.assert_close(value, plain[key], atol=1e-5, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -117,8 +118,9 @@ def test_an_attention_soft_cap_is_applied() -> None:
     ids = torch.arange(6, 30)[None]
     with torch.no_grad():
         expected = model(ids).logits
-        model.set_attn_implementation("sdpa")  # as transformers loads it: silently without the cap
-        assert float((model(ids).logits - expected).abs().max()) > 0.1
+        with contextlib.suppress(ValueError):  # transformers 5.23 refuses; before, it drops the cap
+            model.set_attn_implementation("sdpa")
+            assert float((model(ids).logits - expected).abs().max()) > 0.1
         wrapped = wrap(model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT))
         assert wrapped.packs
         torch.testing.assert_close(wrapped.model(ids).logits, expected, atol=2e-5, rtol=0)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
+from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.fused_parameters import (
     GradHolder,
     attach_grad_sinks,
@@ -39,7 +40,7 @@ def model_of(case: str) -> LanguageModel:
     if "adapter" in case:
         model = add_adapter(model, rank=2, targets=["q_proj", "down_proj"], also_train=["norm"])
     if "checkpointed" in case:
-        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model.model, offload=False)
     model.model.train()
     return replace(model, packs=True, flash=True, fused=True)
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from covey.accel import fused_forward as fused
 from covey.accel import head, sizes
 from covey.accel import static_buffers as static
+from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.fused_parameters import attach_grad_sinks, fuse_parameters
 from covey.accel.head import token_logp
 from covey.accel.packing import pack, varlen_tables
@@ -198,7 +199,7 @@ def test_checkpointing_changes_nothing() -> None:
     right = gradients(model)
     model.model.zero_grad()
     model.model.train()
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model.model, offload=False)
     passes = passes_of(model)
     seen_once(passes, *micro)
     for batch in micro:
