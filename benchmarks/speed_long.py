@@ -133,7 +133,7 @@ def forecast_bytes(engine: NativeEngine, sizes: Sizes) -> int:
                 f"rollout.group_size={sizes.group}",
                 f"rollout.max_tokens={sizes.long_tokens}",
                 f"engine.max_concurrent={sizes.long_completions}",
-                f"model.dtype={str(sizes.dtype).removeprefix('torch.')}",
+                f"model.dtype={sizes.dtype_name}",
                 "evaluate.every=0",
             ),
         )
