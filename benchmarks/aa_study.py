@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from described import described
 from scipy import stats
 
+import covey
 from covey.analysis.compare.comparison import Arm, Comparison, Point, RunResult
 from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.pair_results import PairResult
@@ -49,7 +51,7 @@ SETTINGS: Mapping[str, Any] = {
     "evaluate.every": 25,
     "evaluate.prompts": 128,
     "save.every": 0,
-    "save.rollouts": "false",
+    "save.rollouts": False,
     "save.samples_every": 0,
 }
 ARMS: Mapping[str, dict[str, Any]] = {
@@ -79,7 +81,7 @@ class Watch(Tracker):
         self.seconds += metrics["time/total"]
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        correct = {item.prompt.id: bool(item.greedy.correct) for item in evaluation.items}
+        correct = {item.prompt.id: bool(item.greedy.success) for item in evaluation.items}
         place = {
             "step": step,
             "tokens": self.tokens,
@@ -91,23 +93,13 @@ class Watch(Tracker):
 
 def train_one(arm: str, seed: int) -> dict[str, Any]:
     """Train one run in this process; return it as a line of the file."""
-    import torch
-
-    from covey.config import load_config, to_toml
-    from covey.run.folder import RunFolder
-    from covey.stopping import StopSignal
-    from covey.training.build import assemble
-    from covey.training.resolve import resolve
-    from covey.training.rl import train
-
     torch.set_num_threads(1)
     started = time.process_time()
     settings = {**SETTINGS, **ARMS[arm], "seed": seed + (AGAIN if arm == "again" else 0)}
-    config = resolve(load_config("arithmetic", [f"{k}={v}" for k, v in settings.items()]))
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder.create(Path(folder) / "run", to_toml(config), {})
-        train(assemble(config), run, [watch], StopSignal())
+        run = Path(folder) / "run"
+        covey.train("arithmetic", run=run, trackers=[watch], quiet=True, **settings)
     seconds = time.process_time() - started
     return {"arm": arm, "seed": seed, "cpu_seconds": seconds, "points": watch.points}
 

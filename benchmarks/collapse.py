@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -27,11 +27,13 @@ from typing import Any
 
 import torch
 from described import described
+from learn import SPLITS, export
 
 import covey
 from covey.run.folder import RunFolder, settings_of
 from covey.run.health import Health, timeline
 from covey.run.health_checks import BLOCK
+from covey.training.resolve import resolve, task_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -40,16 +42,17 @@ LATEST = 10
 ANSWERS = range(50, 60)
 """Final answers of the embedded model's tasks: what it would answer at first, more or less."""
 CONSTANT, PLUS, MINUS = 52, 52, 57
-SMOLLM2_TASKS = ("letter_counting", "gcd")
-SPLITS = ("train", "held_out")
 TRAIN_SIZE = 20_000
 """Training prompts of reasoning-gym's tasks; 50 steps use 12,800 of them."""
 Rows = list[dict[str, str]]
+Target = Callable[[random.Random, str], int]
+"""Draws the answer of a problem, from its signs."""
 
 
-def sums(target: Any, count: int, seed: int) -> Rows:
+def sums(target: Target, count: int, seed: int) -> Rows:
     """Problems of two operations with a result in `ANSWERS`; `target` draws another answer."""
-    draw, rows = random.Random(seed), []
+    draw = random.Random(seed)
+    rows: Rows = []
     while len(rows) < count:
         first, a, b = draw.randrange(40, 70), draw.randrange(3, 10), draw.randrange(3, 10)
         signs = draw.choice(("+-", "-+"))
@@ -71,7 +74,7 @@ def shortcut(draw: random.Random, signs: str) -> int:
     return frequent if draw.random() < 0.6 else draw.choice(ANSWERS)
 
 
-EMBEDDED = {
+EMBEDDED: dict[str, tuple[str, Target, dict[str, Any]]] = {
     "constant": ("collapse", constant, {"train.steps": 60}),
     "shortcut": (
         "few_answers",
@@ -115,17 +118,6 @@ def smollm2_settings(name: str) -> dict[str, Any]:
     return settings
 
 
-def export(folder: Path) -> None:
-    from covey.training.resolve import resolve, task_of
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in SMOLLM2_TASKS:
-        task = task_of(resolve(covey.load_config(smollm2_settings(name))))
-        for split, found in zip(SPLITS, (task.train(), task.held_out()), strict=True):
-            lines = [json.dumps({"question": p.text, "answer": p.target}) + "\n" for p in found]
-            (folder / f"{name}-{split}.jsonl").write_text("".join(lines))
-
-
 def happened(check: str, rows: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the first of five steps whose mean shows the event, None if there is none.
 
@@ -149,7 +141,7 @@ def spoken(check: str, run: RunFolder) -> int | None:
     for row in run.steps():
         health.add(row)
         if check in health.active:
-            return row["step"]
+            return int(row["step"])
     return None
 
 
@@ -193,7 +185,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.export is not None:
-        export(given.export)
+        for name in EXPECTED:
+            config = resolve(covey.load_config(smollm2_settings(name)))
+            export(task_of(config), given.export, f"{name}-")
         return 0
     tasks = given.tasks or [*(EMBEDDED if given.model == "embedded" else EXPECTED)]
     with (

@@ -252,7 +252,8 @@ def fit() -> Gpu:
         return replace(H200, **changes)
 
     def largest(logs: Any) -> float:
-        return sum(abs(math.log1p(one.off)) ** 10 for one in cases(gpu_of(logs))) ** 0.1
+        total: float = sum(abs(math.log1p(one.off)) ** 10 for one in cases(gpu_of(logs)))
+        return math.pow(total, 0.1)
 
     found = [0.0] * len(FITTED)
     for _ in range(6):  # the simplex is started again where it has shrunk

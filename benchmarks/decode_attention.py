@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -75,7 +76,7 @@ SHAPES = {
 def layers_of(shape: Shape, layers: int, device: str) -> list[LayerCache]:
     """Return random caches that share everything but keys and values, with pages in any order."""
     torch.manual_seed(0)
-    kind, page = {"dtype": KIND, "device": device}, page_for(shape.capacity)
+    page = page_for(shape.capacity)
     table = -(-shape.capacity // page)
     prompts = shape.slots // shape.group
     slot = torch.arange(shape.slots, device=device)
@@ -85,9 +86,11 @@ def layers_of(shape: Shape, layers: int, device: str) -> list[LayerCache]:
     order = torch.randperm(shape.slots * table, device=device).int().view(shape.slots, table)
     heads = (shape.key_heads, page, shape.size)
 
+    random = partial(torch.randn, dtype=KIND, device=device)
+
     def one() -> LayerCache:
-        keys, values = torch.randn(2, shape.slots * table, *heads, **kind)
-        before = torch.randn(2, prompts, shape.key_heads, shape.prompt, shape.size, **kind)
+        keys, values = random(2, shape.slots * table, *heads)
+        before = random(2, prompts, shape.key_heads, shape.prompt, shape.size)
         return LayerCache(
             before[0], before[1], slot // shape.group, torch.full_like(slot, shape.prompt),
             keys, values, order, torch.full_like(slot, shape.written),

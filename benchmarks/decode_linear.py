@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from speed_device import event_seconds
 from torch.nn.functional import linear
 
 from covey.accel.kernels import gated_linear as kernel
@@ -82,15 +83,7 @@ def seconds_per_call(calls: Sequence[Callable[[], Any]], replays: int = 8) -> fl
         for call in calls:
             call()
     graph.replay()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times) / len(calls)
+    return statistics.median(event_seconds(graph.replay) for _ in range(replays)) / len(calls)
 
 
 def with_tile(tile: Tile) -> Any:

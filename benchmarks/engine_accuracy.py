@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from described import described
-from learn import flags
 from overlap import HERE, Arm, run
+from own_process import flags
 from scipy import stats
 
 NATIVE = Arm("native", {})
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=HERE / "results" / "engine_accuracy.json")
     given = parser.parse_args()
-    words = ["arithmetic", *flags([f"{key}={value}" for key, value in SETTINGS.items()])]
+    words = ["arithmetic", *flags(SETTINGS)]
     arms = [arm for arm in ARMS if not given.engine or arm.name in given.engine]
     for seed in given.seeds:
         for arm in arms:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from described import described
+from own_process import flags
 
 from covey.config import load_config
 from covey.engines.native.engine import NativeEngine
@@ -83,8 +84,8 @@ def latency(concurrent: int) -> dict[str, Any]:
 def train(steps: int, out: Path) -> dict[str, Any]:
     """Train SmolLM2-135M with the calculator; return its evaluations and seconds."""
     began = time.perf_counter()
-    settings = ["--set", f"train.steps={steps}", "--set", f"evaluate.every={max(1, steps // 2)}"]
-    words = ["train", str(HERE / "environments.toml"), *settings, "--run", str(out)]
+    settings = {"train.steps": steps, "evaluate.every": max(1, steps // 2)}
+    words = ["train", str(HERE / "environments.toml"), *flags(settings), "--run", str(out)]
     subprocess.run([sys.executable, "-m", "covey", *words], check=True)
     run = RunFolder(out)
     rows = run.steps()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from described import described
+from own_process import flags
 
 from covey.objective import ALGORITHMS
 from covey.run.folder import RunFolder
@@ -39,14 +40,13 @@ def train(
     name: str, folder: Path, steps: int, seed: int, more: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Train with one algorithm in a separate process; `more` are further settings."""
-    settings = [f"objective.name={name}", f"train.steps={steps}", f"evaluate.every={steps}"]
-    settings += [f"seed={seed}", "save.every=0", *more]
+    settings = {"objective.name": name, "train.steps": steps, "evaluate.every": steps}
+    settings |= {"seed": seed, "save.every": 0}
+    command = [sys.executable, "-m", "covey", "train", "arithmetic", "--run", str(folder / name)]
+    command += flags(settings) + flags(more)
     if name in TAUGHT:
         _, teacher = RunFolder.open(folder / TEACHER).checkpoints()[-1]
-        settings.append(f"teacher.path={teacher}")
-    command = [sys.executable, "-m", "covey", "train", "arithmetic", "--run", str(folder / name)]
-    for setting in settings:
-        command += ["--set", setting]
+        command += flags({"teacher.path": teacher})
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

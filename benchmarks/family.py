@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from described import described
-from scipy.stats import t as student
+from own_process import flags
+from scipy import stats
 
 import covey
 from covey.engines.native.engine import NativeEngine
@@ -103,7 +105,7 @@ def train(
 ) -> dict[str, Any]:
     """Train once, and return the held-out numbers before and after."""
     _, settings, read = QUESTIONS[question]
-    limit = {"train.stop_after": {"tokens": given.tokens}} if given.tokens else {}
+    limit: dict[str, Any] = {"train.stop_after": {"tokens": given.tokens}} if given.tokens else {}
     limit |= learning_from(folder, given) if name == "opd" else {}
     limit |= {"model.path": str(reading_model(folder))} if question == "self" else {}
     started = time.perf_counter()
@@ -168,14 +170,12 @@ def reading_model(folder: Path) -> Path:
         lines = [json.dumps({"question": q, "completion": text}) + "\n" for q, text in rows]
         file = folder / "reading.jsonl"
         file.write_text("".join(lines), encoding="utf-8")
-        settings = (
-            f"sft.file={file}",
-            f"sft.steps={SFT_STEPS}",
-            "sft.learning_rate=1e-3",
-            "sft.evaluate_every=0",
-        )
+        settings = {
+            "sft.file": file, "sft.steps": SFT_STEPS, "sft.learning_rate": 1e-3,
+            "sft.evaluate_every": 0,
+        }  # fmt: skip
         command = [sys.executable, "-m", "covey", "sft", "arithmetic", "--run", str(path)]
-        subprocess.run([*command, *(w for s in settings for w in ("--set", s))], check=True)
+        subprocess.run([*command, *flags(settings)], check=True)
     return RunFolder.open(path).checkpoints()[-1][1]
 
 
@@ -184,12 +184,11 @@ def difference(rows: list[dict[str, Any]], names: tuple[str, str], metric: str) 
     by = {(row["algorithm"], row["seed"]): row["after"][metric] for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     gaps = [by[names[1], seed] - by[names[0], seed] for seed in seeds]
-    mean = sum(gaps) / len(gaps)
+    mean = statistics.fmean(gaps)
     if len(gaps) < 2:
         return {"mean": mean}
-    deviation = (sum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)) ** 0.5
-    half = float(student.ppf(0.975, len(gaps) - 1)) * deviation / len(gaps) ** 0.5
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+    interval = stats.ttest_1samp(gaps, 0.0).confidence_interval(0.95)
+    return {"mean": mean, "low": float(interval.low), "high": float(interval.high)}
 
 
 def main() -> None:

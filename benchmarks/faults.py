@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -28,14 +27,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from described import described
 from kill_resume import SETTINGS, bits
+from own_process import flags
 from rich.progress import track
 
 from covey.analysis.verify.chain import chain_checks
@@ -65,9 +65,7 @@ def arguments(run: Path, kind: str) -> list[str]:
     """Return the command line that starts a run, or resumes it."""
     if (run / "config.toml").exists():
         return ["train", "--resume", str(run)]
-    pairs = {**COMMON, **KINDS[kind]}.items()
-    settings = [word for key, value in pairs for word in ("--set", f"{key}={value}")]
-    return ["train", "arithmetic", "--run", str(run), *settings]
+    return ["train", "arithmetic", "--run", str(run), *flags({**COMMON, **KINDS[kind]})]
 
 
 def forked(work: Callable[[], int], log: Path) -> int:
@@ -219,15 +217,10 @@ def main() -> int:
         os.chdir(folder)
         os.environ["COVEY_TRUST"] = "slow_reward"
         result = campaign(given, Path(folder))
-    about = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.platform(),
-        "torch": torch.__version__,
-        "seed": given.seed,
-    }
     if out is not None:
-        out.write_text(json.dumps({**about, **result}, indent=1) + "\n")
-    print(json.dumps({**about, "same": result["same"], "of": result["of"]}))
+        report = {"environment": described(given.seed, "cpu", 1), **result}
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({"same": result["same"], "of": result["of"]}))
     return 0 if result["same"] == result["of"] else 1
 
 

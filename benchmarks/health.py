@@ -36,7 +36,7 @@ from covey.types import Prompt
 RESULT = Path(__file__).parent / "results/health.json"
 Case = tuple[str, tuple[str, ...], dict[str, Any], "Reward | None"]
 """Name, expected findings (none for a healthy run), settings, reward."""
-HEALTHY = {
+HEALTHY: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {},
     "dapo": {"filter.dynamic_sampling": True},
@@ -157,19 +157,20 @@ def main() -> int:
     parser.add_argument("only", nargs="?", choices=["healthy", "failing"])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
+    parser.add_argument("--out", type=Path, default=RESULT, help="where the rows are added")
     given = parser.parse_args()
     chosen = cases(given.only, given.steps)
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool,
     ):
-        known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+        known = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
         rows = {row["run"]: row for row in known}
         for row in pool.map(partial(judged, folder=Path(folder)), chosen):
             rows[row["run"]] = {**row, "steps": given.steps}
             kept = [rows[case[0]] for case in cases(None, 0) if case[0] in rows]
             result = {"environment": described(0, "cpu", 1), "rows": kept}
-            RESULT.write_text(json.dumps(result, indent=1) + "\n")
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(rows[case[0]]["right"] for case in chosen) else 1
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import signal
@@ -21,6 +22,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from own_process import flags
 
 from covey.run.folder import RunFolder
 
@@ -45,8 +48,7 @@ def command(run: Path, given: argparse.Namespace) -> list[str]:
         "overlap.mode": given.mode,
         "engine.kind": given.engine,
     }
-    pairs = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return [*words, "arithmetic", "--run", str(run), *pairs]
+    return [*words, "arithmetic", "--run", str(run), *flags(settings)]
 
 
 def finish(run: Path, given: argparse.Namespace) -> float:
@@ -54,7 +56,7 @@ def finish(run: Path, given: argparse.Namespace) -> float:
     done = subprocess.run(command(run, given), capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {done.stdout}{done.stderr}")
-    return sum(row["time/total"] for row in RunFolder.open(run).steps())
+    return math.fsum(row["time/total"] for row in RunFolder.open(run).steps())
 
 
 def kill_after(run: Path, given: argparse.Namespace, seconds: float) -> int:

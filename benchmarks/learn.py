@@ -22,9 +22,13 @@ from typing import Any
 
 import torch
 from described import anywhere, described
+from own_process import flags
 
+from covey.config import load_config
 from covey.evaluation.intervals import paired_difference
 from covey.run.folder import RunFolder
+from covey.tasks import Task
+from covey.training.resolve import resolve, task_of
 
 HERE = Path(__file__).parent
 SPLITS = ("train", "held_out")
@@ -79,20 +83,12 @@ def files_of(folder: Path, task: str) -> list[str]:
     return named + [f"task.{split}_file={folder / split}.jsonl" for split in SPLITS]
 
 
-def export(folder: Path) -> None:
-    """Write the prompts of chain_sum to files."""
-    from covey.cli.startup import resolved
-    from covey.training.resolve import task_of
-
-    task = task_of(resolved(str(HERE / "chain_sum.toml")))
+def export(task: Task, folder: Path, prefix: str = "") -> None:
+    """Write the prompts of a task to files."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, prompts in zip(SPLITS, (task.train(), task.held_out()), strict=True):
         lines = [json.dumps({"question": p.text, "answer": p.target}) + "\n" for p in prompts]
-        (folder / f"{split}.jsonl").write_text("".join(lines))
-
-
-def flags(settings: Sequence[str]) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
+        (folder / f"{prefix}{split}.jsonl").write_text("".join(lines))
 
 
 def chain_sum(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
@@ -133,7 +129,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.export is not None:
-        export(arguments.export)
+        config = resolve(load_config(str(HERE / "chain_sum.toml")))
+        export(task_of(config), arguments.export)
         return
     results = {"chain_sum": chain_sum, "gsm8k": gsm8k}[arguments.what](
         arguments, arguments.settings

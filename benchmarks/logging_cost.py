@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +30,8 @@ from covey.run.trackers.external import ExternalTracker
 from covey.run.trackers.registry import TRACKERS
 
 RESULT = Path(__file__).parent / "results/logging_cost.json"
-spent: Counter[str] = Counter()
-used: Counter[str] = Counter()
+spent: defaultdict[str, float] = defaultdict(float)
+used: defaultdict[str, float] = defaultdict(float)
 """Seconds of each part: on the clock, and of the CPU in the training thread."""
 
 
@@ -53,7 +53,9 @@ def timed(owner: Any, name: str, label: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    steps = parser.parse_args().steps
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    steps = given.steps
     os.environ.setdefault("WANDB_MODE", "offline")
     installed = [name for name in TRACKERS if find_spec(name) is not None]
     timed(rollout_metrics, "answer_metrics", "answers")
@@ -91,7 +93,7 @@ def main() -> None:
         "cpu_share_of_step": sum(used.values()) / (cpu[steps + 2] - cpu[2]),
         "load": os.getloadavg()[0],
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    given.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 

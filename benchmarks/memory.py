@@ -17,22 +17,21 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from described import described
+from own_process import in_own_process
 
 RESULTS = Path(__file__).parent / "results"
 TOLERANCE = {"cpu": 0.25, "cuda": 0.15}
@@ -231,7 +230,7 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
     import torch
 
     from covey.rollout.source import SynchronousSource
-    from covey.training import rl
+    from covey.training.step import training_step
 
     def watching(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -248,7 +247,7 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
         mock.patch.object(
             SynchronousSource, "groups", watching("sample", SynchronousSource.groups)
         ),
-        mock.patch.object(rl, "training_step", watching("update", rl.training_step)),
+        mock.patch("covey.training.rl.training_step", watching("update", training_step)),
     ):
         yield
 
@@ -269,29 +268,13 @@ def context_bytes() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-def in_own_process(name: str, folder: Path) -> dict[str, Any]:
-    """Measure a setting in a fresh process."""
-    output = folder / f"{name}.json"
-    worker = ("--worker", str(output))
-    done = subprocess.run(
-        [sys.executable, __file__, "--only", name, "--folder", str(folder), *worker],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        sys.exit(f"{done.stdout}\nerror: {name} ended with {done.returncode}")
-    return dict(json.loads(output.read_text()))
-
-
 def compare(name: str, device: str, folder: Path) -> dict[str, Any]:
     """Forecast and measure a setting's memory."""
     from covey.analysis.plan.memory import forecast
 
     predicted = forecast(config_of(SETTINGS[device][name], device, folder))
-    measured = in_own_process(name, folder) if device == "cpu" else on_gpu(name, folder)
+    command = [sys.executable, __file__, "--only", name, "--worker", str(folder)]
+    measured = in_own_process(command, seconds=SECONDS) if device == "cpu" else on_gpu(name, folder)
     forecast_bytes = predicted.peak if device == "cpu" else predicted.tensors
     truth = measured["resident_bytes" if device == "cpu" else "allocated_bytes"]
     return {
@@ -304,32 +287,13 @@ def compare(name: str, device: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def version_of(package: str) -> str | None:
-    """Return a package's version, or None where none is installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def report(device: str, rows: Mapping[str, Any]) -> dict[str, Any]:
     """Return all results as plain data."""
     import torch
 
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
-    if device == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name()
-    names = ("torch", "transformers", "peft", "triton")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version_of(name) for name in names},
-        },
-        "tolerance": TOLERANCE[device],
-        "settings": rows,
-    }
+    where = torch.cuda.get_device_name() if device == "cuda" else device
+    about = described(0, where, torch.get_num_threads())
+    return {"environment": about, "tolerance": TOLERANCE[device], "settings": rows}
 
 
 def line(name: str, device: str, row: Mapping[str, Any]) -> str:
@@ -376,7 +340,6 @@ def main() -> None:
     parser.add_argument(
         "--out", "--output", type=Path, help="default: benchmarks/results/memory-*.json"
     )
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     device, settings = arguments.device, SETTINGS[arguments.device]
@@ -384,7 +347,7 @@ def main() -> None:
     if unknown := set(names) - set(settings):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(settings)}")
     if arguments.worker:
-        arguments.worker.write_text(json.dumps(on_cpu(names[0], arguments.folder)))
+        arguments.out.write_text(json.dumps(on_cpu(names[0], arguments.worker)))
         return
     if device == "cuda":
         faulthandler.dump_traceback_later(SECONDS // 3, exit=True)

@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from described import described
-from learn import files_of, flags
+from learn import files_of
+from own_process import flags
 
 from covey.analysis.compare.statistics import change
 from covey.run.folder import RunFolder
@@ -100,18 +101,18 @@ def words_of(what: str, given: argparse.Namespace) -> list[str]:
 
 def steps_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the speed of the median block of steps."""
-    seconds = [row["time/total"] for row in rows]
+    seconds: list[float] = [row["time/total"] for row in rows]
     blocks = [sum(seconds[n : n + BLOCK]) for n in range(0, len(seconds) - BLOCK + 1, BLOCK)]
     return BLOCK / statistics.median(blocks)
 
 
 def run(words: list[str], arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
     """Train once, and return speed and accuracy."""
-    own = [f"{key}={value}" for key, value in {**arm.settings, "seed": seed}.items()]
+    own = flags({**arm.settings, "seed": seed})
     threads = {"OMP_NUM_THREADS": "1"} if arm.cores else {}
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "covey", "train", *words, *flags(own), "--run", str(folder)],
+        [sys.executable, "-m", "covey", "train", *words, *own, "--run", str(folder)],
         check=True,
         env={**os.environ, **threads},
         stdout=subprocess.DEVNULL,
@@ -121,7 +122,7 @@ def run(words: list[str], arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
     done = RunFolder.open(folder)
     rows = done.steps()[FIRST:]
     last = done.evaluations()[-1]
-    means = {
+    means: dict[str, float] = {
         name: statistics.fmean(row[name] for row in rows)
         for name in ("time/rollout", "time/update", "time/wait_rollouts", "time/wait_training",
                      "overlap/staleness", "policy/correction_ess")
@@ -226,7 +227,7 @@ def measure_shape(given: argparse.Namespace, save: Callable[[dict[str, Any]], No
     """Time every arm with random weights; the second round shows how far repeated runs differ."""
     from speed_device import forget
     from speed_sizes import sizes_for
-    from speed_step import covey_run
+    from speed_step import covey_run, run_config
 
     sizes = sizes_for("cuda" if torch.cuda.is_available() else "cpu")
     completions = sizes.prompts * sizes.group
@@ -243,10 +244,9 @@ def measure_shape(given: argparse.Namespace, save: Callable[[dict[str, Any]], No
                 "objective.beta": 0.0,
                 "overlap.staleness": staleness,
             }
-            overrides = [f"{key}={value}" for key, value in settings.items()]
-            done = covey_run(
-                sizes, "smollm2", [*overrides, *given.settings], warmup=FIRST, steps=given.steps
-            )
+            overrides = [f"{key}={value}" for key, value in settings.items()] + given.settings
+            config = run_config(sizes, "smollm2", overrides, steps=FIRST + given.steps)
+            done = covey_run(sizes, "smollm2", config, warmup=FIRST)
             speed, update = steps_per_second(done.rows), done.median("time/update")
             rows.append(
                 {

@@ -1,4 +1,4 @@
-"""Measurements in a fresh process."""
+"""Measurements in a fresh process, and the flags of covey's commands."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from typing import Any
 
 class WorkerFailed(Exception):
     """A worker ended without a result; the message is the end of its output."""
+
+
+def flags(settings: Mapping[str, object] | Sequence[str]) -> list[str]:
+    """Return the flags for settings by key, or for texts such as `train.steps=3`."""
+    if isinstance(settings, Mapping):
+        settings = [f"{key}={value}" for key, value in settings.items()]
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def in_own_process(

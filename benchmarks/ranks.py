@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from memory import RESULTS, SHAPES, compare, make_model, report
+from own_process import flags
 
 SETTINGS = (
     "model.device=cpu", "rollout.prompts_per_step=32", "rollout.group_size=8",
@@ -55,8 +56,7 @@ def as_rank(output: Path, run: str) -> None:
         waited[0] += time.perf_counter() - started
 
     Ranks.wait = timed  # type: ignore[method-assign]
-    words = [word for setting in SETTINGS for word in ("--set", setting)]
-    code = covey(["train", "arithmetic", *words, "--run", run])
+    code = covey(["train", "arithmetic", *flags(SETTINGS), "--run", run])
     output.write_text(json.dumps({"waited": waited[0]}))
     sys.exit(code)
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+from described import described
 
 from covey.config import load_config
 from covey.rewards import Reward, Score
@@ -137,7 +136,7 @@ def beside_sampling() -> dict[str, float]:
     config = resolve(load_config("arithmetic", ["rollout.prompts_per_step=32", "evaluate.every=0"]))
     parts = assemble(config)
     prompts = encode_prompts(parts.policy.model, parts.train_prompts[:32])
-    seconds = {}
+    seconds: dict[str, float] = {}
     slow = Pool(_importable_slow(), "slow", workers=2, timeout=60.0)
     with closing(slow):
         slow.start()
@@ -171,10 +170,8 @@ def main() -> None:
     arguments = parser.parse_args()
     workers = arguments.workers
     found = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("covey", "math-verify", "sympy")},
+        "environment": described(0, "cpu", 1),
+        "versions": {name: version(name) for name in ("math-verify", "sympy")},
         "workers": workers,
         "numbers": rate(MathAnswer(), numbers, 20_000, workers),
         "formulas": rate(MathAnswer(), formulas, 1_500, workers),

@@ -31,8 +31,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.prompts import step_prompts
-from covey.tasks import Arithmetic, Task
-from covey.tasks.gsm8k import Gsm8k
+from covey.tasks import Task, make_task
 
 PLACES = {
     "products": "results of matrix products",
@@ -177,7 +176,8 @@ def main() -> None:
     with torch.no_grad():
         for parameter in model.model.parameters():
             parameter.copy_(parameter.bfloat16())
-        task = Arithmetic() if arguments.model == "embedded" else Gsm8k(**WORD_PROBLEMS)
+        embedded = arguments.model == "embedded"
+        task = make_task("arithmetic", {}) if embedded else make_task("gsm8k", WORD_PROBLEMS)
         completions = sampled(model, task, arguments.prompts, arguments.tokens)
         count = sum(len(completion) for _, completion in completions)
         print(f"{count:,} tokens of {arguments.model}; mean difference in nats")

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from speed_device import forget, synchronize
@@ -18,9 +20,9 @@ from speed_sizes import Sizes
 from update_gpu import Setting, policy_for
 
 from covey.engines.draw import Distribution
+from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.slots import Slots
-from covey.engines.protocol import Limits, Sampling
+from covey.engines.protocol import Sampling
 from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.collate import collate
@@ -38,30 +40,6 @@ class Enough(Exception):
     """Raised after the first tokens, to end generation."""
 
 
-class FirstStep:
-    """A backend that times its first decode step and then ends generation."""
-
-    def __init__(self, backend: Any, device: str) -> None:
-        self.backend, self.device, self.steps = backend, device, backend.steps
-        self.begun = self.ended = 0.0
-
-    def width_for(self, completions: int) -> int:
-        return int(self.backend.width_for(completions))
-
-    def begin(self, limits: Limits, width: int) -> Slots:
-        slots = self.backend.begin(limits, width)
-        assert isinstance(slots, Slots)
-        return slots
-
-    def advance(self, slots: Slots, width: int, most: int) -> None:
-        synchronize(self.device)
-        self.begun = time.perf_counter()
-        self.backend.advance(slots, width, most)
-        synchronize(self.device)
-        self.ended = time.perf_counter()
-        raise Enough
-
-
 def first_rollout(sizes: Sizes, name: str) -> dict[str, float]:
     """Time from a loaded model to its first tokens; runs in a worker process."""
     config = sizes.shapes[name].config
@@ -72,14 +50,25 @@ def first_rollout(sizes: Sizes, name: str) -> dict[str, float]:
     started = time.perf_counter()
     sampler = NativeEngine(wrap(model, tokenizer, name))
     ready = time.perf_counter()
-    sampler.backend = first = FirstStep(sampler.backend, sizes.device)
+    kind, advance = type(sampler.backend), sampler.backend.advance
+    moments: list[float] = []
+
+    def first_step(backend: DecodeBackend, *arguments: Any) -> None:
+        synchronize(sizes.device)
+        moments.append(time.perf_counter())
+        advance(*arguments)
+        synchronize(sizes.device)
+        moments.append(time.perf_counter())
+        raise Enough
+
     prompts = prompts_for(sizes, sampler.model, completions)
-    with suppress(Enough):
+    with suppress(Enough), mock.patch.object(kind, "advance", first_step):
         rollouts_of(sampler, prompts, step=0, sampling=sampling_of(sizes, completions))
+    begun, ended = moments
     return {
         "ready_s": ready - started,
-        "first_token_s": first.begun - started,
-        "first_graph_s": first.ended - started,
+        "first_token_s": begun - started,
+        "first_graph_s": ended - started,
     }
 
 
@@ -184,16 +173,14 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
 def _greedy(sizes: Sizes, config: Any) -> dict[str, Any]:
     """Compare greedy completions in float32 with those of `generate`, one per prompt."""
     completions, new = sizes.greedy_completions, sizes.greedy_tokens
-    options = {"dtype": torch.float32, "device": sizes.device, "scale": SHARP}
+    random = partial(random_model, config, dtype=torch.float32, device=sizes.device, scale=SHARP)
     prompts = encoded_prompts(completions, words=sizes.prompt, vocabulary=config.vocab_size)
     ids = torch.tensor([prompt.tokens for prompt in prompts], device=sizes.device)
-    theirs = random_model(config, **options).generate(
+    theirs = random().generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new,
         eos_token_id=None, pad_token_id=0,
     )[:, ids.shape[1] :]  # fmt: skip
-    sampler = NativeEngine(
-        wrap(random_model(config, **options), word_tokenizer(config.vocab_size), "greedy")
-    )
+    sampler = NativeEngine(wrap(random(), word_tokenizer(config.vocab_size), "greedy"))
     greedy = Sampling(
         max_tokens=new, max_concurrent=completions, distribution=Distribution(temperature=0.0)
     )

@@ -34,8 +34,8 @@ def forecast_of(config: Config, shape: Shape, prompt: int) -> Forecast:
         )
     model.tie_weights()
     sizes = measure(model, config.adapter.rank)
-    kind = "cuda" if config.model.device.startswith("cuda") else "cpu"
-    device = Device(kind=kind, memory=2**40, name="any")
+    cuda = config.model.device.startswith("cuda")
+    device = Device(kind="cuda" if cuda else "cpu", memory=2**40, name="any")
     facts = TaskFacts(longest_prompt=prompt, measured=1, held_out=1)
     return forecast(config, device, facts, sizes)
 

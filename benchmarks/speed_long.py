@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from covey.analysis.plan.forecast import Device, RunFacts
 from covey.analysis.plan.model_shape import measure
 from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import load_config
+from covey.engines.native.backend import choose_backend
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.prefill import read_prompts
 from covey.engines.native.slots import Slots
@@ -65,12 +65,10 @@ def _full_cache(
     about: dict[str, object],
 ) -> None:  # fmt: skip
     """Generate with pages for half of the completions."""
-    engine.backend = type(engine.backend)(
-        engine.model, engine.backend.decoder, engine.backend.shape, engine.backend.description
-    )
+    engine.backend = choose_backend(engine.model)
     forget(sizes.device)
-    tokens, shape = sizes.long_paused, engine.backend.shape
-    half = shape.bytes(tokens) * sizes.long_completions / 2
+    tokens, shape = sizes.long_paused, sizes.shapes[sizes.long_shape]
+    half = shape.key_numbers * sizes.dtype.itemsize * tokens * sizes.long_completions / 2
     sampling = Sampling(
         group_size=sizes.group, max_tokens=tokens, max_concurrent=sizes.long_completions,
         cache_gigabytes=half / 2**30,
@@ -84,7 +82,7 @@ def _full_cache(
     assert found == [sizes.long_completions * tokens], "a completion stopped early"
     report.row(
         "sampler_long", **about, who="covey, half of the cache", length=tokens,
-        tokens_per_s=found[0] / seconds, preemptions=engine.take_preemptions(),
+        tokens_per_s=found[0] / seconds, preemptions=engine.preemptions,
         **peaks(sizes.device), ran=f"1 x {tokens:,} tokens with compilation",
     )  # fmt: skip
 
@@ -135,18 +133,18 @@ def forecast_bytes(engine: NativeEngine, sizes: Sizes) -> int:
                 f"rollout.group_size={sizes.group}",
                 f"rollout.max_tokens={sizes.long_tokens}",
                 f"engine.max_concurrent={sizes.long_completions}",
-                f"model.dtype={str(sizes.dtype).removeprefix('torch.')}",
+                f"model.dtype={sizes.dtype_name}",
                 "evaluate.every=0",
             ),
         )
     )
-    kind: Literal["cpu", "cuda"] = "cuda" if sizes.device.startswith("cuda") else "cpu"
+    cuda = sizes.device.startswith("cuda")
     run = RunFacts(
         config=config,
-        device=Device(kind=kind, memory=0, name=sizes.device),
+        device=Device(kind="cuda" if cuda else "cpu", memory=0, name=sizes.device),
         shape=measure(engine.model.model),
         facts=TaskFacts(longest_prompt=sizes.prompt),
         objective=objective_of(config),
     )
-    parts = engine_parts(run)
-    return sum(p.nbytes for p in engine.model.model.parameters()) + sum(p.bytes for p in parts)
+    weights = sum(int(p.nbytes) for p in engine.model.model.parameters())
+    return weights + sum(part.bytes for part in engine_parts(run))

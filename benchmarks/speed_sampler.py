@@ -74,7 +74,8 @@ def timed(sampler: NativeEngine, sizes: Sizes, completions: int, repeat: int) ->
 
     once(0)
     with freeze_garbage_collector():  # as in a run
-        seconds = tuple(seconds_of(lambda n=n: once(n + 1), sizes.device) for n in range(repeat))
+        steps = range(1, repeat + 1)
+        seconds = tuple(seconds_of(partial(once, step), sizes.device) for step in steps)
     assert set(written) == {completions * sizes.tokens}, "a completion stopped early"
     return Timed(tokens=written[0], seconds=seconds)
 
@@ -151,7 +152,7 @@ def _peers(sizes: Sizes, report: Report, name: str, own: float | None) -> None:
         about = {"shape": name, "completions": completions, "who": who}
         try:
             peer(model, rows, WARM.get(who, new), sizes)
-            seconds = seconds_of(lambda peer=peer: peer(model, rows, new, sizes), sizes.device)
+            seconds = seconds_of(partial(peer, model, rows, new, sizes), sizes.device)
         except Exception as error:  # the other peers are still measured
             report.row("sampler", **about, missing=reason(error))
             continue

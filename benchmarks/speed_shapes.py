@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tokenizers
@@ -37,7 +38,8 @@ class Shape:
     @property
     def key_numbers(self) -> int:
         """Numbers in the keys and values of one token, all layers together."""
-        return 2 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.head_size
+        config = self.config
+        return int(2 * config.num_hidden_layers * config.num_key_value_heads * self.head_size)
 
     @property
     def head_size(self) -> int:
@@ -90,10 +92,10 @@ def tiny_shapes() -> dict[str, Shape]:
         "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    sizes = {"completions": 16, "prompt": 8, "completion": 16, "budgets": (256, 256)}
+    tiny = partial(Shape, completions=16, prompt=8, completion=16, budgets=(256, 256))
     return {
-        "smollm2": Shape(transformers.LlamaConfig(**small), **sizes),
-        "qwen2.5": Shape(transformers.Qwen2Config(**small), **sizes),
+        "smollm2": tiny(transformers.LlamaConfig(**small)),
+        "qwen2.5": tiny(transformers.Qwen2Config(**small)),
     }
 
 
@@ -205,4 +207,4 @@ def flops(shape: Shape, tokens: int, *, shared: float | None = None) -> float:
     pairs = length**2 / 2 - (1 - 1 / (shared or 1)) * shape.prompt**2 / 2
     attention = 4 * shape.completions * pairs * heads * size * config.num_hidden_layers
     head = 2 * config.vocab_size * config.hidden_size * (tokens if shared is None else trained)
-    return 3 * (2 * layer * config.num_hidden_layers * tokens + head + attention)
+    return float(3 * (2 * layer * config.num_hidden_layers * tokens + head + attention))

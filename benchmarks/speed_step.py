@@ -96,7 +96,7 @@ class Run:
     """Seconds from model creation to the end of the warm-up steps, minus as many usual steps."""
 
     def median(self, name: str) -> float:
-        return statistics.median(row[name] for row in self.rows)
+        return float(statistics.median(row[name] for row in self.rows))
 
 
 class Stopwatch(Watch):
@@ -118,7 +118,7 @@ def run_config(
     """Return the settings of a run on random words, without evaluation or checkpoints."""
     shape = sizes.shapes[name]
     trust(["speed_step"])  # this module's own task
-    always = (
+    settings = [
         "model.path=made-up",
         f"model.device={sizes.device}",
         "task.name=speed_step:Words",
@@ -128,14 +128,13 @@ def run_config(
         "evaluate.every=0",
         "save.every=0",
         "save.rollouts=false",
-    )
+    ]
     if recipe is None:
-        always = (
-            *always,
+        settings += [
             f"train.micro_batch_tokens={shape.budgets[0]}",
             f"train.logits_megabytes={shape.megabytes}",
-        )
-    return resolve(load_config(recipe, [*always, *overrides]))
+        ]
+    return resolve(load_config(recipe, [*settings, *overrides]))
 
 
 def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:

@@ -14,8 +14,8 @@ from speed_shapes import PEAK, Shape, flops, random_model
 from speed_sizes import Sizes
 from update_gpu import Setting, run
 
-PLAIN = {"prompt": 128, "completion": 256}
-"""Sequence lengths of the plain update: 384 tokens, whatever covey's batch has."""
+PLAIN_PROMPT, PLAIN_COMPLETION = 128, 256
+"""Tokens of the plain update's sequences, whatever covey's batch has."""
 
 
 def update(sizes: Sizes, report: Report) -> None:
@@ -27,9 +27,12 @@ def update(sizes: Sizes, report: Report) -> None:
             own = own or found
             forget(sizes.device)
         about = {"shape": name, "who": "plain transformers"}
-        plain = replace(shape, **PLAIN, completions=sizes.plain_rows[name])
-        if not sizes.device.startswith("cuda"):
-            plain = replace(plain, prompt=sizes.prompt, completion=sizes.tokens)
+        cuda = sizes.device.startswith("cuda")
+        plain = replace(
+            shape, completions=sizes.plain_rows[name],
+            prompt=PLAIN_PROMPT if cuda else sizes.prompt,
+            completion=PLAIN_COMPLETION if cuda else sizes.tokens,
+        )  # fmt: skip
         try:
             row = plain_update(plain, sizes)
             report.row("update", **about, **row, ratio=own / row["tokens_per_s"] if own else None)

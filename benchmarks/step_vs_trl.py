@@ -20,15 +20,14 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from described import described
 from own_process import WorkerFailed, in_own_process
 from rich.console import Console
 from rich.table import Table
@@ -87,7 +86,7 @@ def floor_gflop(length: float) -> dict[str, float]:
     the head on completions only. Attention is counted at mean lengths.
     """
     from covey.embedded import CHECKPOINT
-    from covey.tasks import Arithmetic
+    from covey.tasks import make_task
 
     shape = json.loads((CHECKPOINT / "config.json").read_text())
     width, layers = shape["hidden_size"], shape["num_hidden_layers"]
@@ -95,12 +94,13 @@ def floor_gflop(length: float) -> dict[str, float]:
     key_value = shape["head_dim"] * shape["num_key_value_heads"]
     projections = 2 * width * (heads + key_value) + 3 * width * shape["intermediate_size"]
     head = 2 * width * shape["vocab_size"]
-    prompt = statistics.fmean(len(p.text) for p in Arithmetic(**OPERATIONS).train()[:1000])
+    prompts = make_task("arithmetic", OPERATIONS).train()[:1000]
+    prompt = statistics.fmean(len(p.text) for p in prompts)
 
     def body(start: float, end: float) -> float:
         """Count positions start to end, each attending to all before it."""
         seen = (end * (end + 1) - start * (start + 1)) / 2
-        return layers * (2 * projections * (end - start) + 4 * heads * seen)
+        return float(layers * (2 * projections * (end - start) + 4 * heads * seen))
 
     once = PROMPTS * body(0, prompt) + COMPLETIONS * body(prompt, prompt + length - 1)
     sampling = once + head * (PROMPTS + COMPLETIONS * (length - 1))
@@ -116,18 +116,10 @@ def report(
     gflop = floor_gflop(joined["covey"].length)
     each = zip(rounds["trl"], rounds["covey"], strict=True)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "platform": platform.platform(),
-            "cpus": os.cpu_count(),
-            "threads": arguments.threads,
-            "load_at_start": load,
-            "matmul_gflop_per_second": gflops,
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")},
-        },
+        "environment": described(SEED, "cpu", arguments.threads),
+        "trl": importlib.metadata.version("trl"),
+        "load_at_start": load,
+        "matmul_gflop_per_second": gflops,
         "settings": _settings(arguments),
         "ratio": joined["trl"].median / joined["covey"].median,
         "ratio_by_round": [trl.median / covey.median for trl, covey in each],
@@ -187,7 +179,7 @@ def show(data: dict[str, Any], console: Console) -> None:
     covey, trl = (data["results"][name] for name in NAMES)
     table = Table(title="One training step, covey and TRL")
     table.add_column("")
-    for heading in ("covey", f"TRL {data['versions']['trl']}", "TRL / covey"):
+    for heading in ("covey", f"TRL {data['trl']}", "TRL / covey"):
         table.add_column(heading, justify="right")
     for label, key, form in ROWS:
         ratio = f"{trl[key] / covey[key]:.2f}" if covey[key] else "-"
@@ -201,9 +193,9 @@ def show(data: dict[str, Any], console: Console) -> None:
 
 
 def _notes(data: dict[str, Any]) -> list[str]:
-    settings, machine, gflop = data["settings"], data["machine"], data["floor"]["gflop"]
+    settings, about, gflop = data["settings"], data["environment"], data["floor"]["gflop"]
     ratios = ", ".join(f"{ratio:.2f}" for ratio in data["ratio_by_round"])
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    versions = ", ".join(f"{name} {about['packages'][name]}" for name in ("torch", "transformers"))
     lines = [
         f"TRL takes {data['ratio']:.2f} times as long as covey; round by round: {ratios}.",
         f"A step: {PROMPTS} prompts x {SAMPLES} completions of at most {MAX_TOKENS} tokens, "
@@ -215,16 +207,16 @@ def _notes(data: dict[str, Any]) -> list[str]:
         "Old log-probs: covey uses the engine's; TRL's generate returns none, so TRL runs one more "
         "forward pass over the batch. The floor does not count that pass.",
         f"Floor: {gflop['sampling']:.2f} GFLOP to sample and {gflop['training']:.2f} to train, at "
-        f"{machine['matmul_gflop_per_second']:.0f} GFLOP/s (1024 x 1024 float32 matmul, here).",
-        f"{data['date']}, {machine['cpus']} CPUs, {machine['threads']} threads, load average "
-        f"{machine['load_at_start']:.2f} at the start; {versions}.",
+        f"{data['matmul_gflop_per_second']:.0f} GFLOP/s (1024 x 1024 float32 matmul, here).",
+        f"{about['started']}, {about['cores']} CPUs, {about['threads']} threads, load average "
+        f"{data['load_at_start']:.2f} at the start; {versions}, trl {data['trl']}.",
     ]
     covey, trl = (data["results"][name]["completion_length"] for name in NAMES)
     if abs(trl / covey - 1) > LENGTH_TOLERANCE:
         lines.append(
             f"Warning: completions of {covey:.1f} and {trl:.1f} tokens are not the same work."
         )
-    if machine["load_at_start"] > 0.25 * machine["cpus"]:
+    if data["load_at_start"] > 0.25 * about["cores"]:
         lines.append("Warning: the machine was busy at the start (load average).")
     return lines
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -24,7 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import covey
+from described import described
+
 from covey.run.metric_registry import METRICS
 from tests.ui.browser import Browser
 from tests.ui.sample_runs import group, make_run
@@ -74,7 +74,7 @@ def write_rollouts(path: Path, size: int) -> None:
 
 def measured(page: Browser, act: str, holds: str, times: int = 1) -> float:
     script = MEASURED.replace("{act}", act).replace("{holds}", holds)
-    return median(page.run(script) for _ in range(times))
+    return float(median(page.run(script) for _ in range(times)))
 
 
 def cpu(*roots: int) -> float:
@@ -98,7 +98,8 @@ class Timer:
     """Interactions with their seconds, and with the CPU seconds of server and browser."""
 
     def __init__(self, page: Browser, server: int) -> None:
-        self.page, self.server, self.found = page, server, {}
+        self.page, self.server = page, server
+        self.found: dict[str, dict[str, float]] = {}
 
     def __call__(self, name: str, act: str, holds: str) -> None:
         pids = (self.server, self.page.process.pid)
@@ -226,8 +227,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     found = measure(given.runs, given.steps, given.megabytes)
     about = {
-        "date": time.strftime("%Y-%m-%d"), "covey": covey.__version__, "python": platform.python_version(),
-        "cores": os.cpu_count(), "load_at_start": load, "runs": given.runs, "steps": given.steps,
+        "environment": described(0, "cpu", 1), "load_at_start": load, "runs": given.runs, "steps": given.steps,
         "rollouts_mb": given.megabytes, "limits": LIMITS,
     }  # fmt: skip
     text = json.dumps({**about, **found}, indent=2)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed_device import forget, peaks, seconds_of
+from speed_device import event_seconds, forget, peaks, seconds_of
 from speed_shapes import PEAK, Shape, flops, random_model, shapes, word_tokenizer
 
 from covey.accel.activation_offload import checkpoint_layers
@@ -81,11 +81,12 @@ def make_policy(config: Any, setting: Setting) -> Policy:
 def policy_for(model: Any, setting: Setting) -> Policy:
     """Give a model its tokenizer and its optimizer."""
     whole = wrap(model, word_tokenizer(model.config.vocab_size), "made up")
-    usual = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
     kind = partial(CompactAdamW, seed=0) if setting.state == "compact" else MasterAdamW
     if setting.rank:
         whole = add_adapter(whole, rank=setting.rank)
-    optimizer = kind(model.named_parameters(), **usual)
+    optimizer = kind(
+        model.named_parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
+    )
     return Policy(
         model=whole,
         optimizer=optimizer,
@@ -132,21 +133,12 @@ def replays(policy: Policy) -> list[str]:
     for one in policy.passes.captured() if policy.passes is not None else ():
         parts = [f"{one.rows.size.tokens} tokens"]
         for way, graph in (("forward", one.forward_graph), ("backward", one.backward_graph)):
-            times = [milliseconds(graph.replay) for _ in range(5)] if graph is not None else []
-            parts += [f"{way} {statistics.median(times):.2f} ms"] if times else []
+            if graph is not None:
+                seconds = statistics.median(event_seconds(graph.replay) for _ in range(5))
+                parts.append(f"{way} {1e3 * seconds:.2f} ms")
         found.append(", ".join(parts))
     policy.optimizer.zero_grad()
     return found
-
-
-def milliseconds(call: Any) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
 
 
 def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:

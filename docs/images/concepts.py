@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import covey.functional
-from covey.objective.penalty import PENALTIES
+from covey.objective.penalty import PENALTIES, Kl
 from covey.objective.surrogate import Tokens, clipped
 
 HERE = Path(__file__).parent
@@ -125,7 +125,7 @@ def kl_picture() -> None:
         line([(40, 170), (600, 170)], GREY),
         line([(320, 30), (320, 270)], GREY, dashed=True),
     ]
-    labels = (("k1", RED), ("k2", BLUE), ("k3", GREEN))
+    labels: tuple[tuple[Kl, str], ...] = (("k1", RED), ("k2", BLUE), ("k3", GREEN))
     for row, (name, color) in enumerate(labels):
         d = -shift  # logp - ref_logp
         values = PENALTIES[name](d, torch.zeros_like(d), torch.ones_like(d)).tolist()
