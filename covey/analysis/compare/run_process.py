@@ -137,7 +137,7 @@ def run_job(job: Job) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes, of the GPU if there is one and else of this process."""
+    """Return the peak memory of a GPU or, if `device` is a CPU, of this process, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -2,9 +2,9 @@
 
 The normal form of an objective omits everything that cannot change the gradient. With one optimizer
 step per rollout batch, every importance ratio is 1, so clipping has no effect and the usual
-surrogates have slope 1. A sequence-level ratio then acts like token ratios if all tokens of a
-completion have the same advantage. With one optimizer step, algorithms differ mainly in the
-advantage, the token weights and the KL penalty.
+surrogates have slope 1. With importance ratios of 1, a sequence-level ratio acts like token ratios
+if all tokens of a completion have the same advantage. With one optimizer step, algorithms differ
+mainly in the advantage, the token weights and the KL penalty.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates whose gradient ignores `Objective.marks`, a function that selects tokens, if every
-ratio is 1."""
+"""Surrogates that, if every ratio is 1, have the same gradient for any tokens that
+`Objective.marks` selects."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -105,7 +105,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an objective's normal form without the constant factors of the loss."""
+    """Return an objective's normal form without factors that scale the whole loss."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
         return same  # a constant factor would not scale the whole loss
@@ -117,7 +117,7 @@ def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def active_penalty(setup: Setup) -> Piece | None:
-    """Return the KL penalty, or None if it has no effect."""
+    """Return the objective's KL penalty, or None if the KL penalty has no effect."""
     objective = setup.objective
     if not objective.beta:
         return None

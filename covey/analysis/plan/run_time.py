@@ -35,8 +35,8 @@ from covey.stopping import StopSignal
 from covey.training.resolve import objective_of, old_logp_from_sampler
 
 SMALLEST = 1e8
-"""The smallest number of parameters for the cost model, which was fitted to models of 135M to 7.6B
-parameters."""
+"""The smallest model for which the cost model is used, in parameters. The cost model was fitted to
+models of 135M to 7.6B parameters."""
 MEASURE = "`covey plan --measure` runs three steps here"
 
 
@@ -129,7 +129,7 @@ def _source(device: Device, ranks: int) -> dict[str, str]:
 def _gpu_seconds(
     config: Config, shape: Shape, work: Workload, evaluated: int, ranks: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of rollout, update and evaluation if the same GPUs generate and train."""
+    """Return the seconds of rollout, update and evaluation, on GPUs that generate and train."""
     model = size_of(shape)
     samples = 1 + config.evaluate.samples
     asked = Workload(rows=evaluated, group=samples, prompt=work.prompt, completion=work.completion)
@@ -253,9 +253,9 @@ KEY_NUMBERS = 2e7
 HEAD_ROWS = 2048
 """Number of vocabulary entries in the slice of the output layer that is timed."""
 REPEATS = 3
-"""How often each operation is timed; the shortest time counts."""
+"""The number of times that each operation is timed; the shortest time counts."""
 WITH_BACKWARD = 3
-"""Time of a forward and a backward pass, divided by the time of a forward pass."""
+"""The time of a forward and backward pass, as a multiple of the forward pass alone."""
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -275,7 +275,7 @@ class _Layer:
         return sum(weight.size for weight in (self.qkv, self.out, self.up, self.down))
 
     def __call__(self, x: Array, past: Array | None = None) -> Array:
-        """Return the hidden states [B, T, hidden]; tokens also attend to the keys in `past`."""
+        """Return the layer's output [B, T, hidden]; with `past`, tokens attend only to `past`."""
         shape = self.shape
         query, key, value = np.split(
             _norm(x) @ self.qkv, [shape.query, shape.query + shape.key], axis=-1
@@ -325,7 +325,7 @@ def cpu_seconds(
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
     """Return the seconds to decode one token for each of `rows` completions.
 
-    If the measured decode step has fewer than `rows` completions, its time is scaled up.
+    The measured decode step may have fewer than `rows` completions; its time is then scaled up.
     """
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))
