@@ -26,12 +26,12 @@ RATE = 1e-3
 """The learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""The logit of a greedy token may be this much below the highest logit. With 16-bit models, the
-logit of a greedy token may be 0.5 below the highest."""
+"""Maps a dtype to how far a greedy token's logit may be below the highest logit. For 16-bit dtypes,
+which are missing from `NEAR`, the limit is 0.5."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
-    """Compare the engine's log-probs with those that the trainer computes."""
+    """Compare the log-probs of the engine with the log-probs of the trainer."""
     policy, tokens = parts.policy, parts.learner.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     kept = log_kept(policy, batch, parts.sampling.distribution, tokens)

@@ -14,18 +14,17 @@ from covey.scoring.baselines import REMEDY
 from covey.training.prompt_limit import limit_reason, longest_prompt
 
 COLD = 0.3
-"""Up to this temperature, most completions of a prompt are equal."""
+"""The highest temperature at which most completions of a prompt are equal."""
 TIGHT_CLIP = 0.01
 """Clip bounds below TIGHT_CLIP are meant for sequence-level ratios, not for token ratios."""
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The smallest number of changed results for a significant difference. If 6 results change in the
-same direction, a two-sided sign test gives the p-value `2 / 2**6 < 0.05`."""
+"""The smallest number of prompts with a different result that can be a significant difference. If 6
+results change in the same direction, a two-sided sign test gives the p-value `2 / 2**6 < 0.05`."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""A rule reports rollout.max_tokens if it would truncate at least this fraction of the task's
-solutions."""
+"""The fraction of truncated solutions from which a rule reports rollout.max_tokens as too low."""
 
 FORMAT_REWARDS = frozenset(
     {

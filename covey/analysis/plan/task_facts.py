@@ -226,7 +226,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers, such as the same answer to all prompts, if the reward is fast."""
+    """Score trivial answers, such as the same answer to all prompts, if scoring is cheap."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
