@@ -150,7 +150,7 @@ def score_command(
 
 
 def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any]]:
-    """Score all completions, and return one dict of results per completion, in order."""
+    """Score completions, and return one dict of results for each completion, in the same order."""
     from covey.scoring import Job
 
     futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), progress=1.0)) for c in cases]

@@ -130,7 +130,7 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Whether `clip_low` and `clip_high` limit ratios; `trust_mask` limits probabilities instead."""
+    """Whether `clip_low` and `clip_high` limit ratios, and not probabilities as in `trust_mask`."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.learner.objective.surrogate) is not trust_mask
 

@@ -88,7 +88,7 @@ def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
 def _rollouts(
     config: Config, rows: Rows, per_step: Mapping[int, Rows], unreadable: Sequence[str]
 ) -> Result:
-    """Check that each step has the number of rollouts that its counters imply, all different."""
+    """Check that each step has as many rollouts as its counters say, without duplicates."""
     if not per_step:
         return Result(name="rollouts", passed=None, figure="none saved, save.rollouts = false")
     problems, last = [*unreadable], {"episode": 0, "tokens": 0, "updates": 0}
