@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @cache
 def _command() -> Any:
-    """Return the command-line parser, which is built only once because that is slow."""
+    """Return the command-line parser, and build it only once because building it is slow."""
     return typer.main.get_command(app)
 
 

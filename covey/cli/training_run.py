@@ -154,7 +154,7 @@ def _verify(run: RunFolder) -> None:
 
 
 def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:
-    """Check the options of a new run: --step and --verify need --resume, and --run a new folder."""
+    """Raise an error for --step or --verify without --resume, or a run folder that has files."""
     if verify:
         raise ConfigError(
             "--verify needs --resume RUN, because a new run has no checkpoint to verify"

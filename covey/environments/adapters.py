@@ -1,8 +1,8 @@
 """Adapters that let Covey use environment classes written for TRL.
 
 An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
-add to the prompt. The class may have a method `get_reward`. All other public methods of the class
-are tools. Covey differs from TRL:
+add to the prompt. The class may have a method `get_reward`. All public methods of the class except
+`reset` and `get_reward` are tools. Covey differs from TRL:
 
 - Covey makes a new instance for each rollout. TRL reuses instances, and calls `reset` before each
   rollout.

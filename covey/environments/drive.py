@@ -45,7 +45,8 @@ class Reply:
     """The named terms of the environment's reward for the whole episode, or None if the episode has
     not ended or has no reward."""
     error: str = ""
-    """The error that ended the episode, or an empty text; after an error, there is no reward."""
+    """The message of the error that ended the episode; empty if there was no error. An episode that
+    ends with an error has no reward."""
 
 
 def read_reply(data: Mapping[str, Any]) -> Reply:
@@ -107,8 +108,8 @@ def _guarded(run: Callable[Given, Reply]) -> Callable[Given, Reply]:
 class Driver:
     """Runs the episode of one environment.
 
-    The methods of a `Driver` may block. Do not call them from the thread that runs the event loop
-    for async methods.
+    The methods of a `Driver` may block, so do not call them from the thread that runs the event
+    loop for async methods.
     """
 
     factory: Factory

@@ -54,7 +54,7 @@ class Step:
     done: bool = False
     state: Any = None
     """Data that identifies the environment's state after this step, for algorithms that compare
-    steps from equal states. If `state` is None, two states count as equal if `messages` are equal.
+    steps from equal states. If `state` is None, Covey identifies the state by the step's messages.
     """
 
 
@@ -109,7 +109,7 @@ def appended(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def as_start(value: Any) -> Start:
-    """Convert the return value of `reset` to a `Start`: messages, or a pair (messages, tools)."""
+    """Convert the messages, or the pair (messages, tools), that `reset` returns to a `Start`."""
     if isinstance(value, Start):
         return value
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):

@@ -16,8 +16,8 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""The limit on wall time, as a multiple of the limit on CPU time. On a busy machine, a program
-takes more wall time than CPU time, which must not change its result."""
+"""The limit on wall time, as a multiple of the limit on CPU time. The multiple is above 1, because
+a program takes more wall time than CPU time on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Programs:
     """The limit on CPU time of one program, in seconds."""
     memory_mb: int
     output_chars: int
-    """Maximum number of characters of output. The middle of a longer output is omitted."""
+    """Maximum number of characters of output; the middle of a longer output is omitted."""
     unsafe: bool
     """Whether programs run without the sandbox, as ordinary processes of the user."""
 

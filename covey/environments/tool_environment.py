@@ -1,6 +1,6 @@
 """Defines tools that the policy can call, where each tool is a method of a Python class.
 
-The type hints and the docstring of a method give the tool's JSON schema.
+Covey derives the JSON schema of a tool from the type hints and the docstring of its method.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:

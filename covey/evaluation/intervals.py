@@ -75,12 +75,13 @@ def mean_over_prompts(
 
 
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
-    """Estimate a mean if all values are equal, where a bootstrap interval would have width 0.
+    """Estimate a mean of equal values, for which a bootstrap interval would have width 0.
 
     According to Wilson's interval, at most the fraction `Z**2 / (count + Z**2)` of all possible
-    prompts has a different value. Because all values lie within `bounds`, these prompts can shift
-    the mean only by a limited amount. If all values are 0, or all are 1, and the bounds are 0 and
-    1, the interval is Wilson's interval. If `bounds` is None, the interval has width 0.
+    prompts has a different value. Because all values lie within `bounds`, prompts with a different
+    value can shift the mean only by a limited amount. If all values are 0, or all are 1, and the
+    bounds are 0 and 1, the interval is Wilson's interval. If `bounds` is None, the interval has
+    width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True

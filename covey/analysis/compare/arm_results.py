@@ -278,8 +278,8 @@ def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, or None if it did not collapse (see docs/statistics.md).
 
     A run has collapsed if its final accuracy is significantly below its initial accuracy. A run has
-    also collapsed if its accuracy fell from the best to less than half of the best, and if this
-    drop is significant.
+    also collapsed if its final accuracy is less than half of its best accuracy, and if the drop
+    from the best accuracy is significant.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

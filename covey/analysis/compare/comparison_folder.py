@@ -214,7 +214,7 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the evaluations that cover all prompts, because others cannot be compared."""
+    """Return the evaluations that cover all prompts; incomplete evaluations cannot be compared."""
     steps = run.steps()
     points = []
     for row in run.evaluations():

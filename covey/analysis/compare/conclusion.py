@@ -75,7 +75,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> list[str]:
-    """For each pair, return its mean difference if failed runs count as untrained, as a sentence.
+    """Return sentences with each pair's mean difference if failed runs count as untrained.
 
     An untrained run has the accuracy of its arm before training. The mean difference shows how much
     failed runs could change the conclusion.

@@ -1,10 +1,10 @@
 """Builds the design of a comparison: its common configuration, arms, seeds and budget.
 
 Each arm takes the settings that the user gave for all arms, and overrides some of them. Default
-values are filled in after an arm's overrides. An arm with another algorithm therefore gets the
-defaults of its own algorithm. No arm may change the budget or the held-out evaluation, because all
-arms must be measured in the same way. Even an arm that trains on another reward is evaluated with
-the common reward.
+values are filled in after the overrides, so an arm with another algorithm gets the defaults of its
+own algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
+measured in the same way. Even an arm that trains on another reward is evaluated with the common
+reward.
 """
 
 from __future__ import annotations

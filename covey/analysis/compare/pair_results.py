@@ -1,10 +1,10 @@
 """Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
-Which algorithm is better and which checkpoint is better are two questions with different tests. A
-test over seeds decides which *algorithm* is better. Each seed is a separate training run and counts
-as one measurement. To be significant, the difference between two arms must be large compared with
-the variation between seeds. A test over prompts decides which of two *checkpoints* is better. The
-tests and intervals are described in docs/statistics.md.
+Whether an algorithm is better and whether a checkpoint is better are two questions, which need
+different tests. A test over seeds decides which *algorithm* is better. Each seed is a separate
+training run and counts as one measurement. To be significant, the difference between two arms must
+be large compared with the variation between seeds. A test over prompts decides which of two
+*checkpoints* is better. The tests and intervals are described in docs/statistics.md.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """The mean over prompts of the first arm's minus the second arm's values, for each seed.
+        """For each seed, the mean over prompts of the first minus the second arm's value.
 
         To give exactly 0 for equal accuracies, the sums over prompts are subtracted before they are
         divided by the number of prompts.

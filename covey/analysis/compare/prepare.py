@@ -96,7 +96,7 @@ def extend(
 def checked(prepared: Prepared) -> Prepared:
     """Raise an error if a comparison is unfair.
 
-    Otherwise, add possible problems and the number of threads to the comparison's design.
+    Add possible problems and the number of threads to the design of a fair comparison.
     """
     design, old = prepared.design, prepared.previous
     configs = arm_configs(design)

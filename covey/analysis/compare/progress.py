@@ -55,7 +55,7 @@ class Progress:
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, running: Running) -> None:
-        """Update the table every half second. Without a table, print lines about the runs."""
+        """Update the live table every half second or, without a table, print lines about runs."""
         elapsed = time.monotonic() - self.last
         if self.live is not None:
             ended = not running.having("running") and not running.having("waiting")

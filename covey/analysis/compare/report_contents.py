@@ -1,7 +1,8 @@
 """Collects the contents of a comparison's report for its HTML, Markdown and JSON files.
 
 The conclusion, the learning curves and the numbers of solved prompts come from evaluations. The
-example completions and training metrics come from run folders, without which the report has none.
+example completions and training metrics come from run folders. Without run folders, the report has
+no example completions and no training metrics.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ Runs = Mapping[str, Sequence[RunResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedPrompt:
-    """A held-out prompt with the number of finished runs of each arm that solve it."""
+    """A held-out prompt, and for each arm the number of finished runs that solve the prompt."""
 
     id: str
     solved: Mapping[str, int]

@@ -75,7 +75,7 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
     """Return the confidence interval of an improvement.
 
-    With two seeds, return the improvement of each seed instead.
+    With two seeds, return the improvement of each seed instead of an interval.
     """
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"

@@ -32,13 +32,13 @@ SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """The possible sizes of the small training step, from largest to smallest. A size consists of the
 numbers of prompts, of completions per prompt, and of tokens per completion.
 
-`covey doctor` uses the first size whose rollouts and optimizer steps take, by estimate, at most the
-fraction `SHARE` of the time limit.
+`covey doctor` uses the first size whose rollouts and optimizer steps are estimated to take at most
+the fraction `SHARE` of the time limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""SHARE is the fraction of the time limit that rollouts and optimizer steps together may take. To
-estimate this time, ROLLOUTS is the number of rollout batches that the checks generate, and UPDATES
-is the number of gradients that the checks compute.
+"""SHARE is the fraction of the time limit that rollouts and optimizer steps together may take.
+ROLLOUTS is the number of rollout batches that all checks together generate, and UPDATES is the
+number of gradients that all checks together compute.
 """
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 

@@ -26,8 +26,8 @@ RATE = 1e-3
 """The learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Maps a dtype to how far a greedy token's logit may be below the highest logit. For 16-bit dtypes,
-which are missing from `NEAR`, the limit is 0.5."""
+"""Maps a dtype to the largest allowed difference between the highest logit and a greedy token's
+logit. For 16-bit dtypes, which are not in `NEAR`, the largest allowed difference is 0.5."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:

@@ -107,7 +107,7 @@ class ExplainedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of a training step, with the model weights that it was computed with."""
+    """The explanation of a training step, and the origin of the model weights used for it."""
 
     step: int
     algorithm: str
@@ -124,9 +124,10 @@ class Explanation:
     """Number of trained tokens whose gradient is 0."""
     clipped: int
     share_raised: float
-    """The share of tokens that become more likely in the step's sum of `|d loss / d logp|`."""
+    """The fraction of the step's sum of `|d loss / d logp|` that comes from tokens that become more
+    likely."""
     half_gradient_from: int
-    """The smallest number of rollouts that have at least half of the step's sum of
+    """The smallest number of rollouts whose tokens account for half of the step's sum of
     `|d loss / d logp|`."""
     metrics: dict[str, float]
     """The metrics that the repeated training step computes."""

@@ -56,7 +56,7 @@ class Moment:
     """The results of all algorithms with the policy from before or after the run's step."""
 
     updates: int
-    """The number of the recorded step's optimizer steps that the policy has already taken."""
+    """The number of optimizer steps that the policy has already taken in the recorded step."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
     """The cosine similarity between the parameter gradients of each pair of algorithms, or None if
@@ -290,7 +290,7 @@ class Family:
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
     """Return the factor c > 0 with `slopes = c * of` up to rounding, or None if there is none.
 
-    If both vectors are 0, return 1. If only one vector is 0, return None.
+    Return 1 if `slopes` and `of` are both 0, and None if only one of these vectors is 0.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)

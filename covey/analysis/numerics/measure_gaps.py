@@ -161,7 +161,7 @@ def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: i
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure the differences that need no further generation.
+    """Measure the total difference, and the effects of precision, micro-batches and truncation.
 
     The effect of micro-batches is measured only on the completions in `few`.
     """

@@ -1,7 +1,7 @@
 """Estimates the memory of the activations that a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` list the number and the width of the tensors that autograd saves in a
-layer. `kernels_of` chooses one of these lists for a model and a device. Tests count the tensors
+layer. `kernels_of` chooses one of the three lists for a model and a device. Tests count the tensors
 that autograd saves, and benchmarks/memory.py measures whole runs.
 
 In tensor shapes, N is the number of tokens in a forward pass, B the number of padded rows, and S

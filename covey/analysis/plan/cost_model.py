@@ -1,8 +1,8 @@
 """Estimates the time of generation, update and weight sync on GPUs (see docs/scale.md).
 
 The constants for generation and update are fitted to measurements on one H200. A test compares the
-cost model with every measurement. The constants for communication between GPUs are not measured.
-They come from data sheets or are assumptions, as the docstring of each constant says.
+cost model with every measurement. The constants for communication between GPUs are not measured,
+but come from data sheets or are assumed (see the docstring of each constant).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Gpu:
     far_link: float = 40e9
     """Bytes per second from each GPU to other nodes: 4/5 of the data sheet's 400 Gbit/s."""
     reduce_seconds: float = 20e-6
-    """The assumed latency, in seconds, of one all-reduce; tensor parallelism needs two a layer."""
+    """The assumed latency, in seconds, of an all-reduce between the GPUs of one engine. Each layer
+    needs two all-reduces."""
     node: int = 8
 
 
@@ -82,13 +83,13 @@ class Workload:
     updates: int = 1
     """The number of training passes over the completions."""
     forwards: int = 0
-    """The number of forward passes without gradient, such as those for reference log-probs."""
+    """The number of forward passes without gradient, for example for reference log-probs."""
     micro_batch: int = 16_384
     checkpointing: bool = True
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in an update, where each prompt counts once for its group."""
+        """The number of tokens in an update, with each prompt counted once per group."""
         return self.rows * self.completion + self.rows // self.group * self.prompt
 
     @property

@@ -24,8 +24,8 @@ from covey.training.resolve import sampling_of
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""The number of tensors as large as the logits that the engine allocates to sample a token: from
-the full distribution, from a truncated distribution (which needs sorted logits), and greedily."""
+"""The numbers of logits-sized tensors that the engine needs to sample a token: from the full
+distribution, from a truncated distribution (which sorts the logits), and greedily."""
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes that the engine stores for each completion token in addition to the KV cache: a random
 number, a log-prob and a token id."""
@@ -38,7 +38,7 @@ class Call:
     prompts: int
     group_size: int
     copies: int
-    """The number of tensors as large as the logits that the engine allocates to sample a token."""
+    """The number of logits-sized tensors that the engine needs to sample a token."""
     max_concurrent: int
 
     @property
@@ -48,12 +48,12 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of KV-cache slots on a GPU: `together`, rounded up for CUDA graphs."""
+        """The number of KV-cache slots on a GPU: the completions, rounded up for CUDA graphs."""
         return width_for(self.together)
 
     @property
     def started(self) -> int:
-        """The number of completions that start at the beginning of a call on a GPU."""
+        """The number of completions with which a generation call on a GPU starts."""
         return min(self.width, self.prompts * self.group_size)
 
     def prefilled(self, completions: int) -> int:
@@ -206,9 +206,9 @@ def _layer_weights(shape: Shape) -> int:
 
 
 def _prefill_parts(run: RunFacts, call: Call) -> tuple[Part, Part, Part]:
-    """Return three parts of prefill's memory: CUDA graph, forward pass, and sampling of tokens.
+    """Return the memory that prefill needs for its CUDA graph, forward pass and first tokens.
 
-    The part of the CUDA graph is 0 if the engine runs prefill without a CUDA graph.
+    The memory for the CUDA graph is 0 if the engine runs prefill without a CUDA graph.
     """
     shape, vocabulary, prompts = run.shape, run.shape.vocabulary, call.prefilled(call.started)
     together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))

@@ -181,7 +181,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
     )
     if setup.on_policy and has_slope_one(objective):
         if setup.surrogate in INERT_MARKS:
-            marks = None  # at r = 1 |log r| is flat, nothing is dropped, no bound acts
+            marks = None  # at a ratio of 1, |log r| is flat, no token is dropped, no bound applies
         without = setup.surrogate is surrogates.clipped_without_marked
         surrogate = Piece("slope 1 except where marked" if without else "slope 1")
         kind, token_weights = _plain_ratio(setup, shared, token_weights)
@@ -199,7 +199,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio that gives the same gradient if every ratio is 1.
+    """Return the simplest ratio with the same gradient as the objective's ratio at a value of 1.
 
     Also return the token weights, because a simpler ratio may need different token weights.
     """

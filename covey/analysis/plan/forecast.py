@@ -22,7 +22,7 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""Maps each kind of device to the bytes in use before any tensor exists, and to their purpose.
+"""Maps each kind of device to the bytes in use before any tensor exists, and to what uses them.
 
 The numbers of bytes were measured by benchmarks/memory.py.
 """

@@ -33,7 +33,8 @@ applies."""
 SMALL_RATE = 1e-5
 """The largest learning rate at which the rule about wide clip ranges applies."""
 NOTICEABLE_BETA = 1.1
-"""An adaptive beta that changes by less than this factor during a run counts as fixed."""
+"""An adaptive beta counts as fixed if it changes by less than a factor of NOTICEABLE_BETA in a
+run."""
 
 
 def changed(section: Section, *names: str) -> dict[str, str]:

@@ -70,7 +70,7 @@ def forecast(
 
 
 def _suggest(run: RunFacts) -> int | None:
-    """Return the largest train.micro_batch_tokens that leaves 10 % of memory free, if any."""
+    """Return the largest train.micro_batch_tokens that leaves 10 % of memory free, or None."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:

@@ -129,7 +129,7 @@ def _source(device: Device, ranks: int) -> dict[str, str]:
 def _gpu_seconds(
     config: Config, shape: Shape, work: Workload, evaluated: int, ranks: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of rollout, update and evaluation, on GPUs that generate and train."""
+    """Return the seconds of rollout, update and evaluation if each GPU generates and trains."""
     model = size_of(shape)
     samples = 1 + config.evaluate.samples
     asked = Workload(rows=evaluated, group=samples, prompt=work.prompt, completion=work.completion)
@@ -325,7 +325,7 @@ def cpu_seconds(
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
     """Return the seconds to decode one token for each of `rows` completions.
 
-    The measured decode step may have fewer than `rows` completions; its time is then scaled up.
+    If the measured decode step has fewer than `rows` completions, the measured time is scaled up.
     """
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))
@@ -371,5 +371,5 @@ def _weights(inputs: int, outputs: int) -> Array:
 
 
 def _filled(*sizes: int) -> Array:
-    """Return an array filled with one number, because drawing random numbers takes longer."""
+    """Return an array filled with a constant, which is faster than drawing random numbers."""
     return np.full(sizes, 0.01, dtype=np.float32)

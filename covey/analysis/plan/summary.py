@@ -33,9 +33,9 @@ class Plan:
     algorithm: str
     steps: int
     at_least: bool
-    """Whether the run may take more than `steps` training steps. A run with a token budget may take
-    more steps if its completions are short. A run with a limit on optimizer steps may take more
-    steps, because dynamic sampling can add training steps without an optimizer step."""
+    """Whether the run may take more than `steps` training steps. A run with a token budget takes
+    more training steps if its completions are short. A run with a limit on optimizer steps takes
+    more training steps if dynamic sampling leads to training steps without an optimizer step."""
     prompts_per_step: int
     group_size: int
     rounds: int

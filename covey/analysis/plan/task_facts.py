@@ -39,8 +39,8 @@ from covey.types import Prompt
 # torch.
 
 UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
-"""Errors in reading data or a tokenizer. After such an error, `covey plan` continues without token
-counts."""
+"""Errors in reading data or a tokenizer, after which `covey plan` continues without counts of
+tokens."""
 
 LINE = 120
 """The largest number of characters of an error message in a plan."""

@@ -37,14 +37,14 @@ PANELS = MappingProxyType(
     }
 )
 """Maps each chart of the report to the metrics that the chart can show. If the run logged several
-of these metrics, the chart shows the first one.
+metrics of a chart, the chart shows the first of them.
 """
 SAMPLES = 3
 """The number of rollouts with the highest rewards in the report, and the number of rollouts with
 the lowest rewards."""
 READ_SECONDS = 60.0
-"""The time limit, in seconds, for reading the last step's rollouts. When the time is over, the
-report uses the rollouts read so far."""
+"""The time limit, in seconds, for reading the last step's rollouts. The report ignores rollouts
+that could not be read within the time limit."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",

@@ -3,7 +3,7 @@
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
 Each record is compared with its stored SHA-256 digest, and with its neighbors in the diagram. To
-check the data, this module computes from the task which prompts each step should have drawn. This
+check the data, this module recomputes which prompts of the task each step should have used. This
 module does not import torch.
 """
 
@@ -74,7 +74,7 @@ def _gaps(rows: Rows) -> list[str]:
 
 
 def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
-    """Return the rollouts of each step; if a step's file cannot be read, return no rollouts."""
+    """Map each step to its rollouts, or to no rollouts if the step's file cannot be read."""
     found: dict[int, Rows] = {}
     for step in (row["step"] for row in rows):
         try:
