@@ -93,7 +93,7 @@ def plan_command(
     settings = settings_of(overrides, model)
     label = source_of(source, settings)
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that needs it
-    import_torch_when_used()  # a plan uses nothing of it for the usual models
+    import_torch_when_used()  # for the usual models, a plan does not use torch
     with waiting("reading the settings") as say, measuring() as measure:
         config = resolved(label, settings, model=False)
 

@@ -228,7 +228,7 @@ def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[
 
 
 def _print_runs(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    if not console.is_terminal:  # a pipe has no limit on the width
+    if not console.is_terminal:  # lines in a pipe can have any width
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))
 

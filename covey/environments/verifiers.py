@@ -147,7 +147,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 def _call(call: Mapping[str, Any]) -> dict[str, str]:
     function = call["function"]
-    if "error" in call:  # the arguments are not JSON; the package reports that
+    if "error" in call:  # the arguments are not JSON, and the package reports this error
         return {"name": function["name"], "arguments": call["error"]}
     return {"name": function["name"], "arguments": json.dumps(function["arguments"])}
 

@@ -194,7 +194,7 @@ class Handler(BaseHTTPRequestHandler):
             status, data = 200, view(self.server.site, query)
         except CoveyError as error:
             status, data = (404 if isinstance(error, NotFound) else 400), {"error": str(error)}
-        # JSON has no NaN; pydantic's writer is several times as fast as that of the json module.
+        # JSON has no NaN. The JSON writer of pydantic is several times as fast as the json module.
         self._send(status, "application/json", to_json(printable_data(data), inf_nan_mode="null"))
 
     def _report(self, query: Query) -> None:

@@ -130,7 +130,7 @@ class StepTable:
         new = self._columns(rows)
         before = self.pieces[-1]["step"][-1:] if self.pieces else new["step"][:0]
         if (np.diff(np.concatenate([before, new["step"]])) <= 0).any():
-            # Steps out of order are rare, so the whole file is then read as other commands do.
+            # Steps out of order are rare. Read the whole file, as other commands do.
             self.notes = []
             self.pieces = [self._columns(RunFolder(self.path.parent).steps(self._note))]
             return

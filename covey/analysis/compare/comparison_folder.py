@@ -93,7 +93,7 @@ def read_outcome(run: Path) -> RunOutcome | None:
     except RunError as error:
         notice(f"{error}; the run counts as unfinished")
         return None
-    if "first_answers" in row:  # its name in 0.1
+    if "first_answers" in row:  # the name of first_rollouts in Covey 0.1
         row = {**row, "first_rollouts": row["first_answers"]}
     outcome: RunOutcome = OUTCOME.validate_python(row)
     return outcome

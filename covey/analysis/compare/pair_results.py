@@ -243,7 +243,7 @@ def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
                 p_value=each.p_value,
                 p_holm=next(p_holm),
             )
-            for seed, each in zip(pair.seeds, results, strict=False)  # the same policy has none
+            for seed, each in zip(pair.seeds, results, strict=False)  # empty for the same policy
         )
         for pair, results in zip(pairs, found, strict=True)
     ]

@@ -25,7 +25,7 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reward": ("objective/scores",),
         "entropy": ("policy/entropy_avg",),
         "clipped share": ("policy/clipfrac_avg",),
-        # The KL to the reference if there is one, else to the policy that sampled.
+        # The KL from the reference if there is one, and otherwise from the sampling policy.
         "KL": ("objective/kl_avg", "policy/approxkl_avg"),
         "completion length": ("rollout/lengths",),
         "gradient norm": ("optim/grad_norm",),

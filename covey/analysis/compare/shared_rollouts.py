@@ -98,7 +98,7 @@ class SharedEngine:
             del settings[name]
         greedy, seed = limits.sampling.distribution.temperature == 0.0, limits.sampling.seed
         if greedy:
-            settings["seed"] = None  # nothing is drawn
+            settings["seed"] = None  # greedy generation draws no random numbers
         prompts = {request.prompt: (request.address.prompt, request.tokens) for request in requests}
         name = "evaluation" if step == EVALUATION_STEP else f"step-{step}"
         tail = "" if greedy else f"-seed-{seed}"

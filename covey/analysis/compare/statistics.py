@@ -218,7 +218,7 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=seeds)))
     else:
         drawn = np.random.default_rng(0).choice((1.0, -1.0), (2**EXACT_FLIPS - 1, seeds))
-        signs = np.vstack([np.ones(seeds), drawn])  # the observed signs are one of the choices
+        signs = np.vstack([np.ones(seeds), drawn])  # always include the observed signs
     sums = np.abs(signs @ np.asarray(differences, dtype=float))
     return float((sums >= sums[0] - ROUNDING).mean())
 

@@ -62,7 +62,7 @@ def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
     """Run all checks of `covey doctor`, and yield each result as soon as it is known."""
     clock.say("reading model and data")
     if (gguf := find_gguf(config.model.path)) is not None:
-        import_gguf(gguf)  # once, and not a part of the time that a load takes
+        import_gguf(gguf)  # convert the file here, so that the measured load time excludes it
     facts, shape = task_facts(small(config)), shape_of(config)
     short, estimate = _fitting(config, facts, shape, clock.limit)
     if estimate is not None:

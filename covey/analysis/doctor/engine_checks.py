@@ -65,7 +65,7 @@ def weights_check(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
     before = trainer_logp(policy, batch := filled_batch(parts.learner, groups, 1), tokens)
     policy.optimizer.zero_grad()
     policy.model.model.train()
-    # Any gradient will do; the gradient of the mean log-prob is never zero.
+    # Any nonzero gradient suffices, and the gradient of the mean log-prob is never zero.
     torch.autograd.backward(policy.plain_logp(batch).logp[batch.mask].mean())
     policy.step(RATE)
     moved = float((trainer_logp(policy, batch, tokens) - before)[batch.mask].abs().max())

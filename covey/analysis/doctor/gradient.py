@@ -55,9 +55,9 @@ def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iter
     batch = _filled(learner, invented)
     with clock.pace.measures("update"):
         alone = _gradient([_with_tokens(learner, 1)], batch)
-    # The next gradient is computed into the same tensors.
+    # Copy the gradient, because the next gradient overwrites the same tensors.
     alone = {name: each.detach().clone() for name, each in alone.items()}
-    # Half of the padded batch makes at least two micro-batches.
+    # With half of the padded batch's tokens as the limit, there are at least two micro-batches.
     half = max(1, int((batch.prompt_lengths + batch.lengths).max()) * len(batch) // 2)
     halves = _with_tokens(learner, half)
     model = replace(learner.policy.model, packs=False, flash=False, fused=False)

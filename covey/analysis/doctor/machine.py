@@ -164,7 +164,7 @@ def resume_checks(
 def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # tells Linux to reset the peak
+    with contextlib.suppress(OSError):  # ask Linux to reset the peak memory
         Path("/proc/self/clear_refs").write_text("5")
 
 

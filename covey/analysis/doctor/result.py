@@ -62,7 +62,7 @@ def results_of(name: str, checks: Checks) -> Iterator[Result]:
         )
 
 
-# The clock of a checkup: the time that is left, and the checks that would take too long.
+# The time limit of `covey doctor`: the time left, and which checks would exceed it.
 
 LIMIT = 110.0
 """The time limit of all checks together, in seconds. `covey doctor` takes less than two minutes,

@@ -237,7 +237,7 @@ def _groups(batch: Batch, watched: Watched, recorded: Recorded) -> tuple[Explain
 
 
 def _half_gradient_from(size: torch.Tensor) -> int:
-    size = size.cpu()  # on a GPU sums have no fixed order
+    size = size.cpu()  # on a GPU, sums have no fixed order
     reached = size.sort(descending=True).values.cumsum(0)
     return int((reached < size.sum() / 2).sum()) + 1 if size.any() else 0
 

@@ -103,7 +103,7 @@ def objectives(
             built[name] = objective_of(resolve(changed))
         except ConfigError:
             if not every or name == own:
-                raise  # with "all", algorithms that do not suit this run are left out
+                raise  # with "all", algorithms that do not suit this run are skipped instead
     if every and "parts" not in built[own].needs:
         built = {name: o for name, o in built.items() if "parts" not in o.needs}
     if "values" not in objective_of(resolve(config)).needs:
@@ -199,7 +199,7 @@ def _moment(
     updates: int,
 ) -> Moment:
     effects = {name: whole_effect(o, batches[name], now) for name, o in algorithms.items()}
-    slopes = {  # one vector with all token gradients, for log-probs and for entropies
+    slopes = {  # for each algorithm, a vector of all gradients of log-probs and entropies
         name: torch.cat([found.gradient.flatten(), found.entropy_gradient.flatten()]).double()
         for name, found in effects.items()
     }

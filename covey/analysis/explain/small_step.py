@@ -92,7 +92,7 @@ def small_batch(
         parts=torch.tensor(list(zip(rewards, good.tolist(), strict=True))).double(),
         old_logp=old.where(mask, zeros),
         ref_logp=(old - 0.1).where(mask, zeros),
-        values=(zeros + sum(rewards) / count).where(mask, zeros),  # a critic that knows the mean
+        values=(zeros + sum(rewards) / count).where(mask, zeros),  # the critic predicts the mean
         teacher_logp=(old + 0.1 * pattern).where(mask, zeros),
         entropy=(1.0 + 0.5 * pattern).where(mask, zeros),
     )

@@ -122,7 +122,7 @@ def clip_range(parts: Parts) -> ClipRange:
     options = parts.config.objective.options if _clips_ratios(parts) else {}
     low, high = (float(options.get(name, CLIP)) for name in ("clip_low", "clip_high"))
     bounds, objective = (1.0 - low, 1.0 + high), parts.learner.objective
-    if function_of(objective.surrogate) is geometric_clipped:  # bounds of the logarithm
+    if function_of(objective.surrogate) is geometric_clipped:  # it clips the logarithm of ratios
         bounds = math.exp(-low), math.exp(high)
     # An objective that assumes ratios of 1 is wrong if token ratios differ from 1.
     ratio = token if objective.ratio is one else objective.ratio

@@ -169,7 +169,7 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
             f"temporaries of a CUDA graph for {width} completions, mostly logits",
         ),
         max((graph for graph, *_ in prefills), key=lambda part: part.bytes),
-        # The calls follow one another, so only the largest counts.
+        # Generation calls follow one another, so only the largest part of any call counts.
         max((part for _, *parts in prefills for part in parts), key=lambda part: part.bytes),
     ]
 

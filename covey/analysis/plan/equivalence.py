@@ -85,7 +85,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects and not setup.exact
-    drifts = not (setup.single_optimizer_step and setup.exact)  # from the policy that sampled
+    drifts = not (setup.single_optimizer_step and setup.exact)  # away from the sampling policy
     return {
         "advantage": _advantage(setup),
         **_gain(setup),
@@ -263,7 +263,7 @@ def equivalent_algorithms(setup: Setup) -> list[str]:
         except ConfigError:
             continue
         alike = Setup(config=setup.config, objective=objective)
-        # A teacher with privileged text is never the teacher of an objective without it.
+        # A teacher with privileged text differs from any teacher without privileged text.
         same_teacher = ("privileged" in objective.needs) == privileged
         if same_teacher and normal_form(alike) == mine:
             found.append(other)

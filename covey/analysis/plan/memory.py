@@ -258,13 +258,13 @@ def _head_gradient(run: RunFacts) -> int:
 
 def _logits(run: RunFacts, batch: Pass) -> int:
     vocabulary, megabytes = run.shape.vocabulary, run.config.train.logits_megabytes
-    if run.on_gpu:  # logits, and their gradient if it is a rounded copy
+    if run.on_gpu:  # the logits, and a rounded copy as their gradient in 16-bit precision
         token = vocabulary * (FLOAT + run.size if run.size < FLOAT else FLOAT)
         rows = max(1, int(megabytes * 2**20 / token))
         rows -= rows % CHUNK_STEP if rows > CHUNK_STEP else 0
         return min(rows, batch.chosen) * token
     rows = min(chunk_rows(vocabulary, megabytes), batch.chosen)
-    # float32 needs no rounded copy.
+    # In float32, the logits need no rounded copy.
     copies = LIVE_COPIES if run.size < FLOAT else LIVE_COPIES - 1
     return rows * vocabulary * FLOAT * copies
 

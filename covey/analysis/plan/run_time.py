@@ -93,7 +93,7 @@ def run_time(
     if old_logp_from_sampler(config, objective, exact_logp=exact):
         config = changed(config, {"train.old_logp": "sampler"})
     prompt, lengths = usable_prompt(config, facts), facts.prompt_tokens
-    if prompt is not None and lengths:  # a few long prompts hardly cost time: the median counts
+    if prompt is not None and lengths:  # use the median, because few long prompts cost little time
         prompt = min(prompt, lengths[len(lengths) // 2])
     work = workload(config, prompt, reference="reference" in objective.needs)
     asked = (facts.held_out or 0) * (1 + config.evaluate.samples)
@@ -235,10 +235,10 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
 
 # Seconds of a training step on a CPU, estimated from one decoder layer.
 #
-# The layer has the model's size and arbitrary weights. Two things are timed: decoding one token of
-# each completion, and a forward pass over a few tokens. A backward pass takes about twice as long
-# as a forward pass, and the layer's time is multiplied by the number of layers. The output layer is
-# timed in the same way, on a slice of it. All of this uses numpy, so that a plan need not import
+# The layer has the model's size and arbitrary weights. Two operations are timed: decoding one token
+# of each completion, and a forward pass over a few tokens. A backward pass takes about twice as
+# long as a forward pass, and the layer's time is multiplied by the number of layers. A slice of the
+# output layer is timed in the same way. The operations use numpy, so that a plan need not import
 # torch.
 
 TRAIN_FLOPS = 1e10

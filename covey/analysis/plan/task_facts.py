@@ -128,7 +128,7 @@ def main() -> None:
     start_rendering()
     import transformers.utils.chat_template_utils
 
-    transformers.utils.logging.set_verbosity_error()  # it warns of long prompts; the plan reports
+    transformers.utils.logging.set_verbosity_error()  # the plan itself reports long prompts
     job = json.loads(sys.stdin.buffer.read())
     sys.stdout.write(json.dumps(measure(job)))
 

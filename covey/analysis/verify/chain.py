@@ -176,7 +176,7 @@ def _digests(run: RunFolder) -> Result:
         return Result(name="digests", passed=None, figure=what)
     problems: list[str] = []
     rows = usable_lines(run.path / RECORDS_FILE, DIGEST, problems.append)
-    wanted = {(row["record"], row["step"]): row["sha256"] for row in rows}  # the last one counts
+    wanted = {(row["record"], row["step"]): row["sha256"] for row in rows}  # the newest digest
     first = min((row["step"] for row in rows), default=0)
     seen = set()
     for record, step, data in _records(run):
