@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Results = Sequence[tuple[str, "Evaluation"]]
 """Pairs of a model's path and its evaluation, for one or two models."""
 SHOWN = 5
-"""The terminal output lists at most this many prompt ids; --json and --out list all ids."""
+"""The maximum number of prompt ids in the terminal output; --json and --out list all ids."""
 
 Target = Annotated[
     str,

@@ -109,7 +109,7 @@ def appended(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def as_start(value: Any) -> Start:
-    """Convert the messages, or the pair (messages, tools), that `reset` returns to a `Start`."""
+    """Make a `Start` from the result of `reset`, which may be messages or (messages, tools)."""
     if isinstance(value, Start):
         return value
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):
@@ -118,7 +118,7 @@ def as_start(value: Any) -> Start:
 
 
 def as_step(value: Any) -> Step:
-    """Convert the return value of `step` to a `Step`; None ends the episode."""
+    """Make a `Step` from the result of `step`, which may be messages, or None to end an episode."""
     if isinstance(value, Step):
         return value
     return Step(done=True) if value is None else Step(messages=value)

@@ -17,7 +17,7 @@ from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import is_graded
 
 SHARES = (0.5, 1.0)
-"""Fractions of the accuracy gain for which the report shows how long each arm takes. The full
+"""The report shows how long each arm takes to reach these fractions of the accuracy gain. The full
 accuracy gain goes from the initial accuracy to the highest accuracy that every arm reaches.
 """
 

@@ -46,7 +46,7 @@ redefined."""
 COLOURS = 8
 """The number of arm colors in the style sheet; further arms reuse the colors with dashed lines."""
 LONGEST_COMPLETION = 3000
-"""The HTML report cuts off a completion after this number of characters."""
+"""The maximum number of characters of a completion in the HTML report."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[report]'."
 
 

@@ -67,10 +67,10 @@ def crossed(values: Array) -> Crossed:
     """Return the mean of `values` [..., seeds, prompts], and the two components of its variance.
 
     The variance components come from a two-way analysis of variance in which seeds and prompts are
-    random factors. The accuracies of the seeds alone do not show the variance between prompts,
-    because a prompt that is hard for every seed does not make the accuracies differ. The variance
-    between prompts is the variance of the per-prompt means minus the residual variance of the
-    two-way model.
+    random factors. The variance between prompts cannot be computed from one accuracy per seed,
+    because a prompt that is hard for every seed lowers all accuracies alike. The variance between
+    prompts is the variance of the per-prompt means minus the residual variance of the two-way
+    model.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]

@@ -82,8 +82,8 @@ class ExplainedRollout:
     gradient: float
     """The sum of `|d loss / d logp|` over the rollout's tokens."""
     push: float
-    """The sum of `-d loss / d logp` over the rollout's tokens. An optimizer step makes a completion
-    with a positive sum more likely."""
+    """The sum of `-d loss / d logp` over the rollout's tokens; if the sum is positive, an optimizer
+    step makes the completion more likely."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
     """The text of each turn, and whether the step trained on the turn; empty for a single-turn

@@ -1,8 +1,8 @@
 """Computes the sizes of a model from its configuration, without reading weights.
 
-For models of the common decoder families, config.json determines all sizes. Covey builds other
-models on torch's meta device, where tensors have shapes but no memory. Building a model on the meta
-device takes seconds longer, because it imports torch and the model code of transformers.
+For models of the common decoder families, config.json determines all sizes. Covey builds models of
+other families on torch's meta device, where tensors have shapes but no memory. Building a model on
+the meta device takes seconds longer, because it imports torch and the model code of transformers.
 """
 
 from __future__ import annotations
