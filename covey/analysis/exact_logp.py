@@ -1,7 +1,7 @@
 """Says whether an engine's log-probs are exact, for commands that run without the engine.
 
-The engine declares in `EngineInfo.exact_logp` whether its log-probs are exact, and a run records
-this when it starts.
+The engine declares in `EngineInfo.exact_logp` whether its log-probs are exact. When a run starts,
+it records the value of `exact_logp`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from covey.run.records import ANY_OBJECT, usable_lines
 def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
     """Return whether a run's engine has exact log-probs, according to the run's newest record.
 
-    For runs of earlier versions, which have no such record, return what the engine would declare.
+    For a run of an earlier version, which has no such record, return the expected value.
     """
     records = [run.environment(), *usable_lines(run.path / CHANGES, ANY_OBJECT, notice)]
     declared = [record["exact_logp"] for record in records if "exact_logp" in record]

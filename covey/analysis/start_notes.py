@@ -70,12 +70,10 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
 
 
 def tell_start(reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str]) -> None:
-    """Print notes about the prompts.
+    """Print notes about the prompts and, for a new run, about useless or risky settings.
 
-    For a new run, also print notes about useless or risky settings.
-
-    Settings in `not_own` get no notes. Equivalent algorithms get no notes, because `covey plan`
-    prints notes about them.
+    Do not print notes about settings in `not_own`. Do not print notes about equivalent algorithms,
+    because `covey plan` prints them.
     """
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)

@@ -169,7 +169,7 @@ def compare_command(
 
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
-    """Print the design of a comparison and, without --dry-run, run it; set the exit code."""
+    """Print the design of a comparison and, unless --dry-run is given, run the comparison."""
     from covey.analysis.compare.execute import run_comparison, show_design
 
     console = Screen(soft_wrap=True)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Results = Sequence[tuple[str, "Evaluation"]]
 """Pairs of a model's path and its evaluation, for one or two models."""
 SHOWN = 5
-"""The terminal output lists at most this many prompt ids; --json and --out list all ids."""
+"""The maximum number of prompt ids in the terminal output; --json and --out list all ids."""
 
 Target = Annotated[
     str,
@@ -138,7 +138,7 @@ def eval_command(
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
-    """Return the settings for an evaluation, with model.path set to the model to evaluate."""
+    """Return the configuration of an evaluation, with the evaluated model as model.path."""
     run = run_around(Path(target))
     if run is not None:
         tell_edited(RunFolder(run))
@@ -148,7 +148,7 @@ def _config(target: str, source: str | None, settings: list[str], smoke: bool) -
 
 
 def _model(target: str) -> str:
-    """Return the path of the model to load; for a run, the path of its newest checkpoint."""
+    """Return the path of the model to load; for a run, return the path of its newest checkpoint."""
     path = Path(target)
     return str(weights_of(path, "covey eval {}")) if run_around(path) else target
 
@@ -196,7 +196,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
 
 
 def _check_scored(model: str, evaluation: Evaluation) -> None:
-    """Raise an error if no completion has a score, rather than report an accuracy of 0 %."""
+    """Raise an error if no completion has a score, because an accuracy of 0 % would mislead."""
     completions = sum(1 + len(item.samples) for item in evaluation.items)
     if evaluation.unscored == completions:
         raise RewardError(

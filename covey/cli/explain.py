@@ -180,7 +180,7 @@ def _replay(
 # Terminal output of `covey explain`: groups, rollouts, tokens, and algorithms side by side.
 
 CHECKED = ("loss/policy_avg", "policy/clipfrac_avg", "optim/grad_norm")
-"""Metrics of the explained step that are compared with the run's log."""
+"""Metrics whose values in the explained step are compared with the values in the run's log."""
 FORMS = {
     "advantage": "+.2f", "logp": ".3f", "old_logp": ".3f", "ref_logp": ".3f", "ratio": ".3f",
     "kl": ".1e", "entropy": ".3f", "weight": ".1e", "push": "+.1e",
@@ -275,7 +275,7 @@ def _group_table(explained: Explanation) -> Table:
 
 
 def _counted(values: Iterable[str]) -> str:
-    """Return each value and its number of occurrences, the most frequent value first."""
+    """Return text with each value and its number of occurrences, most frequent values first."""
     return ", ".join(f"{count} x {value}" for value, count in Counter(values).most_common())
 
 
@@ -312,7 +312,7 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
 
 
 def _style(token: ExplainedToken, largest: float) -> str:
-    """Return green if the step makes a token more likely, and red if less likely."""
+    """Return the color of a token: green if the step makes it more likely, red if less likely."""
     if not token.gradient:
         return "dim"
     strength = abs(token.gradient) / largest

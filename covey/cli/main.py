@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @cache
 def _command() -> Any:
-    """Return the command-line parser, built only once because building it is slow."""
+    """Return the command-line parser, and build it only once because building it is slow."""
     return typer.main.get_command(app)
 
 
@@ -103,8 +103,8 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # The reader of the pipe has ended, as in `covey runs | head`: write nothing more, even at
-        # exit.
+        # The reader of the pipe has ended, as in `covey runs | head`. Write nothing more to the
+        # pipe, even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -125,7 +125,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _told(error: CoveyError) -> bool:
-    """Return whether another rank prints the error; of several failing ranks, only one does."""
+    """Return whether another failing rank prints the error, so that it appears only once."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main

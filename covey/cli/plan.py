@@ -93,7 +93,7 @@ def plan_command(
     settings = settings_of(overrides, model)
     label = source_of(source, settings)
     prepare_hub(load_config(label, settings).model.path)  # before a process starts that needs it
-    import_torch_when_used()  # a plan uses nothing of it for the usual models
+    import_torch_when_used()  # for the usual models, a plan does not use torch
     with waiting("reading the settings") as say, measuring() as measure:
         config = resolved(label, settings, model=False)
 
@@ -131,7 +131,7 @@ def _data(
     problem: str,
     found: list[Finding],
 ) -> dict[str, Any]:
-    """Return the plan, the estimates and notes about settings as data for --json."""
+    """Return the data for --json: the plan, the estimates and the notes about settings."""
     return {
         "text": plan.paragraph(),
         "plan": plan.row(),
@@ -144,7 +144,7 @@ def _data(
 
 
 def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
-    """Print why the run cannot start: its task cannot be read, or a package is not installed."""
+    """Print why the run cannot start, such as an unreadable task or a missing package."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
     from covey.models.four_bit import check_four_bit

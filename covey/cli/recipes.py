@@ -32,7 +32,7 @@ def _recipe(name: str) -> dict[str, Any]:
     text = (RECIPES / f"{name}.toml").read_text("utf-8")
     head = text.partition("\n\n")[0].splitlines()
     about = " ".join(line.lstrip("# ") for line in head if line.startswith("#"))
-    first = re.match(r".{20,}?\.(?=\s|$)", about)  # "Dr. GRPO" ends no sentence
+    first = re.match(r".{20,}?\.(?=\s|$)", about)  # the period in "Dr. GRPO" ends no sentence
     settings = tomllib.loads(text)
     named = {where: settings.get(where, {}) for where in ("model", "task", "objective")}
     return {

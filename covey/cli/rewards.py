@@ -150,7 +150,7 @@ def score_command(
 
 
 def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any]]:
-    """Score all completions, and return one dict of results per completion, in order."""
+    """Score completions, and return one dict of results for each completion, in the same order."""
     from covey.scoring import Job
 
     futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), progress=1.0)) for c in cases]
@@ -249,7 +249,7 @@ def lab_command(
         held_out = list(task_of(config).held_out()[:prompts])
     reward_id = identity(config.reward.name, reward)
     check_timeout(config.reward.name, reward, limits.timeout)
-    # Worker processes even for a quick reward, because it may hang or end its process.
+    # Even a quick reward runs in worker processes, because it may hang or end its process.
     workers = max(2, limits.workers)
     pool = Pool(
         reward, reward_id, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 STYLES = {True: "green", False: "bold red", None: "dim"}
-"""Maps the outcome of a check to the style of its line; None means that the check was skipped."""
+"""Maps the outcome of a check to the style of its line; the outcome None means skipped."""
 FORMS = {
     "started": "s",
     "model": "s",
@@ -39,7 +39,7 @@ FORMS = {
     "greedy_now": ".1%",
     "checkpoint": "d",
 }
-"""Maps each column of the table of runs, except the run's name, to its format."""
+"""Maps each column of the table of runs, except the run's name, to its number or text format."""
 LEAST_FIRST = (
     "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
 )  # fmt: skip
@@ -161,7 +161,7 @@ def verify_command(
 
 
 def show_results(found: Sequence[Result], console: Screen) -> None:
-    """Print a line for each result, and a remedy for each failed check."""
+    """Print a line for each result of a check, and a remedy for each failed check."""
     for result in found:
         line = f"{result.sign} {result.name:<24} {result.figure}"
         console.print(line, style=STYLES[result.passed])
@@ -228,13 +228,13 @@ def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[
 
 
 def _print_runs(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    if not console.is_terminal:  # a pipe has no limit on the width
+    if not console.is_terminal:  # lines in a pipe can have any width
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))
 
 
 def fitting_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return the table of runs with full names and as many other columns as fit."""
+    """Return the table of runs, with the full names of runs and as many other columns as fit."""
     tables = (runs_table(rows, left_out) for left_out in range(len(LEAST_FIRST)))
     fit = (table for table in tables if table_width(table) <= width)
     return next(fit, runs_table(rows, len(LEAST_FIRST)))
@@ -246,7 +246,7 @@ def table_width(table: Table) -> int:
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
-    """Return the table of runs without its `left_out` least important columns."""
+    """Return the table of runs without the `left_out` least important columns."""
     shown = [key for key in FORMS if key not in LEAST_FIRST[:left_out]]
     names = [key.replace("_", " ") for key in shown]
     table = Table(Column("run", overflow="fold"), *names)

@@ -71,13 +71,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Say = Callable[[str], None]
 DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
-"""The status text during the import of torch, which takes seconds."""
+"""The text of the status line while torch is imported, which takes seconds."""
 
 
 class _LateTorch(ModuleType):
     """A module that stands in for torch, and imports torch on first use.
 
-    Python's own `LazyLoader` does not help, because it loads torch as soon as any module runs
+    Python's own `LazyLoader` would import torch too early, namely as soon as any module runs
     `import torch`.
     """
 
@@ -111,10 +111,10 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return `source` or, if `source` is None, the default recipe if it suits the run.
+    """Return `source`; if `source` is None, return the name of the default recipe or None.
 
-    The default recipe's learning rate and lengths suit only the recipe's own model and task. For
-    any other model or task, the result is None.
+    The default recipe is returned only for the recipe's own model and task, because its learning
+    rate and lengths do not suit other models and tasks.
     """
     if source is not None:
         return source
@@ -125,7 +125,11 @@ def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
 
 
 def loaded(source: str | None, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
-    """Load a configuration. With `smoke`, shrink it, and print on stderr what changed."""
+    """Load a configuration.
+
+    With `smoke`, shrink the configuration to a quick test, and print the changed settings on
+    stderr.
+    """
     if not smoke:
         return load_config(source, overrides)
     config, notes = load_smoke(source, overrides)
@@ -142,10 +146,10 @@ def resolved(
     model: bool = True,
     imports: bool = True,
 ) -> Config:
-    """Load a configuration and fill in the default of every option.
+    """Load a configuration, and fill in the default of every option.
 
-    With `model`, the model path is checked before torch is imported. Without `imports`, the user's
-    own modules are not imported, and the options of the user's functions are not checked.
+    If `model` is true, check the model path before torch is imported. If `imports` is false, do not
+    import the user's own modules, and do not check the options of the user's functions.
     """
     config = loaded(source, overrides, smoke=smoke)
     if model:

@@ -61,8 +61,8 @@ def train_run(
     """Train with RL or SFT, print the results, and exit.
 
     `opened_run` describes `target`. If Ray starts the ranks, each rank gets the command-line
-    `arguments`. A new run without a file or recipe (`source`) prints the most important defaults.
-    `not_own` are the settings that --smoke changed.
+    `arguments`. `source` is the configuration file or recipe of a new run; if it is None, print the
+    most important defaults. `not_own` contains the settings that --smoke changed.
     """
     _start_ranks(config, arguments)
     from covey.analysis.start_notes import console_with_notes
@@ -107,10 +107,10 @@ def resume_run(
     verify: bool = False,
     print_config: bool = False,
 ) -> None:
-    """Resume a run with its own settings plus overrides, or only print these settings.
+    """Resume a run with the run's own settings, changed by `overrides`.
 
-    With `verify`, first repeat the steps before the newest checkpoint, and raise RunError if their
-    weights differ from the checkpoint.
+    With `verify`, first repeat the steps before the newest checkpoint, and raise RunError if the
+    resulting weights differ from the checkpoint. With `print_config`, only print the settings.
     """
     folder = RunFolder.open(path)
     folder.check_kind(sft=sft)
@@ -126,7 +126,7 @@ def resume_run(
 
 
 def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
-    """If Ray must start the ranks, start them, wait for their end, and exit."""
+    """If Ray must start the ranks, start the ranks, wait until they end, and exit."""
     from covey.training.parallel.lifeline import Reported
     from covey.training.ray_actors import ray_starts_ranks, run_in_ranks
 
@@ -140,7 +140,10 @@ def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
 
 
 def _verify(run: RunFolder) -> None:
-    """Repeat the steps before the newest checkpoint; raise RunError if the weights differ."""
+    """Repeat the steps before the newest checkpoint, and compare the weights with the checkpoint.
+
+    Raise RunError if the weights differ.
+    """
     with waiting("computing the last saved step again"):
         from covey.analysis.verify.recompute import recomputed
 
@@ -151,7 +154,7 @@ def _verify(run: RunFolder) -> None:
 
 
 def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:
-    """Reject --step and --verify without --resume, and a run folder that already has files."""
+    """Raise an error for --step or --verify without --resume, or a run folder that has files."""
     if verify:
         raise ConfigError(
             "--verify needs --resume RUN, because a new run has no checkpoint to verify"
@@ -166,7 +169,7 @@ def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> No
 
 
 def check_alone(*given: object) -> None:
-    """Reject options that cannot be used with --resume."""
+    """Raise ConfigError if an option is given that cannot be combined with --resume."""
     if any(given):
         raise ConfigError(
             "--resume uses the saved settings of the run; leave out CONFIG and options such as "

@@ -9,19 +9,19 @@ An environment is a class; each instance of the class runs one episode (see envi
     reward()              optional: the reward of the episode, or its parts; `reward.name =
                           "environment"` reads it
     prepare(**options)    optional class method: loads data that all episodes of a process share
-    quick = True          optional: never slow and never crashes, so it runs in this process;
-                          all others run in worker processes with limits (pool.py)
+    quick = True          optional: the environment is never slow and never crashes, so it runs in
+                          this process and not in a worker process with limits (pool.py)
 
 Methods of an environment may be plain or async. An exception in a method ends the rollout with the
 finish reason `error` and without a reward.
 
 Most environments are subclasses of `ToolEnvironment` (tool_environment.py). The policy calls the
-public methods of a `ToolEnvironment` as tools. The type hints and docstrings of a tool's method
-give the tool's JSON schema. In a `ToolEnvironment`, a message without tool calls ends the episode,
-and the policy sees an exception in a tool as an error message.
+public methods of a `ToolEnvironment` as tools. Covey derives the JSON schema of a tool from the
+type hints and the docstring of its method. In a `ToolEnvironment`, a message without tool calls
+ends the episode, and the policy sees an exception in a tool as an error message.
 
-To add an environment to the package, write its class and add it to ENVIRONMENTS (registry.py). Chat
-templates, tokens and masks belong to models/conversation.py and rollout/episode.py.
+To add an environment to the package, write its class and add it to ENVIRONMENTS (registry.py). The
+modules models/conversation.py and rollout/episode.py handle chat templates, tokens and masks.
 """
 
 from covey.environments.adapters import as_environment

@@ -1,15 +1,16 @@
-"""Adapters, through which Covey uses environment classes that were written for TRL.
+"""Adapters that let Covey use environment classes written for TRL.
 
 An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
-add to the prompt. All other public methods of the class are tools, except `get_reward`, which is
-optional. Differences to TRL:
+add to the prompt. The class may have a method `get_reward`. All public methods of the class except
+`reset` and `get_reward` are tools. Covey differs from TRL:
 
-- Covey makes a new instance for each rollout, but TRL reuses instances and calls `reset` before
-  each rollout.
-- Tools are listed in the order of their definition in the class, not in alphabetical order.
-- If `reset` returns images, the adapter raises an error.
-- If a class draws random numbers itself, a resumed run does not reproduce them. If `reset` has a
-  parameter `seed`, all rollouts of a group get the same seed.
+- Covey makes a new instance for each rollout. TRL reuses instances, and calls `reset` before each
+  rollout.
+- Covey lists tools in the order of their definition in the class. TRL lists tools in alphabetical
+  order.
+- If `reset` returns images, Covey raises an error.
+- If `reset` has a parameter `seed`, Covey passes the same seed to all rollouts of a group. A
+  resumed run does not reproduce random numbers that the class draws without this seed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from covey.types import Prompt
 
 
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class with Covey's interface unchanged; wrap a TRL-style class in an adapter.
+    """Wrap a TRL-style environment class in an adapter.
 
-    A class with Covey's interface has a method `step`, and a method `reset` with a parameter
-    `seed`. A function that creates environments is also returned unchanged.
+    Return functions, and classes that have Covey's interface, without a wrapper. A class has
+    Covey's interface if it has a method `step`, and a method `reset` with a parameter `seed`.
     """
     if not inspect.isclass(kind):
         return kind
@@ -57,7 +58,7 @@ class TrlEnvironment(ToolEnvironment):
         return tools_of(self._inner, without=("reset", "get_reward"))
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
-        """Start the episode: pass the prompt as a TRL dataset row to the wrapped `reset`."""
+        """Start the episode: pass the prompt as a dataset row to the `reset` of the TRL class."""
         columns = {"target": prompt.target, "answer": prompt.target, **prompt.info}
         row: dict[str, Any] = {**columns, "prompt": [dict(m) for m in prompt.messages]}
         parameters = inspect.signature(self._inner.reset).parameters
@@ -75,6 +76,6 @@ class TrlEnvironment(ToolEnvironment):
         return replace(start, messages=appended(prompt.messages, shown))
 
     async def reward(self) -> Any:
-        """Return the result of the TRL-style class's `get_reward`."""
+        """Return the reward that `get_reward` of the TRL-style class computes."""
         reward = self._inner.get_reward()
         return await reward if inspect.isawaitable(reward) else reward

@@ -33,9 +33,10 @@ def example(name: str) -> list[Message]:
 class Calculator(ToolEnvironment):
     """An environment with one tool, which evaluates arithmetic.
 
-    The reward function scores the policy's last turn. The two options are for models whose chat
-    template does not support tools. `explain` adds a system message that explains how to call the
-    tool with tags. `examples` is the number of example conversations before the prompt.
+    The reward function scores the policy's last turn. The options `explain` and `examples` are for
+    models whose chat template does not support tools. `explain` adds a system message that explains
+    how to call the tool with tags. `examples` is the number of example conversations before the
+    prompt.
     """
 
     quick: ClassVar[bool] = True
@@ -44,7 +45,7 @@ class Calculator(ToolEnvironment):
         self.explain, self.examples = explain, examples
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Start the episode: show examples, equal for the whole group, and then the prompt."""
+        """Start the episode: show the group's example conversations, and then the prompt."""
         start = super().reset(prompt, seed)
         system = [{"role": "system", "content": INSTRUCTION}] if self.explain else []
         shown = [message for n in range(self.examples) for message in example(f"{seed}/{n}")]

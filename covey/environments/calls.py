@@ -4,8 +4,8 @@
     llama3   a message that is {"name": ..., "parameters": {...}}, several separated by ;
     tags     <name>argument</name>, for tools that take one text
 
-A tool call that cannot be parsed has an `error` instead of arguments, and the environment sends
-this error to the policy.
+A tool call that cannot be parsed has an `error` instead of arguments. The environment shows the
+error to the policy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from covey.types import Message
 
 Call = dict[str, Any]
 LONGEST = 100_000
-"""Maximum number of characters in a tool call; a longer call gets an error instead of being
-parsed."""
+"""Maximum number of characters in a tool call. A tool call with more characters is not parsed, but
+becomes an error."""
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 
@@ -47,7 +47,7 @@ def hermes_calls(text: str, tools: Sequence[str]) -> list[Call]:
 
 
 def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Parse Llama 3 tool calls: a message that consists of one or more JSON objects."""
+    """Parse Llama 3 tool calls, which are messages of one or more JSON objects and nothing else."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return []
@@ -106,12 +106,12 @@ class CallFormat:
     """A format of tool calls."""
 
     read: Callable[[str, Sequence[str]], list[Call]]
-    """Parses tool calls, given the text after the model's thinking and the names of the tools."""
+    """A function that parses the tool calls in a text, given the names of the tools."""
     stops: Callable[[Sequence[str]], list[str]]
-    """Returns the stop strings that end a tool call, given the tool names."""
+    """A function that returns the stop strings of tool calls, given the names of the tools."""
     instruction: str
-    """Instructions for models whose chat template does not support tools. The tools' JSON schemas
-    replace the placeholder {tools}."""
+    """Instructions for models whose chat template does not support tools. Covey replaces the
+    placeholder `{tools}` with the JSON schemas of the tools."""
 
 
 _JSON_INSTRUCTION = (

@@ -32,8 +32,7 @@ Use run_tests to see which tests fail, and edit or rewrite to correct the progra
 tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
 answer without a call."""
 TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
-"""Weights of the three terms of the reward. The terms `edits` and `rounds` reward a repair with few
-edits and with few test rounds."""
+"""Weights of the reward's terms: for passed tests, for few edits, and for few test rounds."""
 Test = tuple[Case, object]
 
 
@@ -198,7 +197,7 @@ _CALLED = {
 
 
 def mutants(program: str, random: Random) -> Iterator[str]:
-    """Yield versions of a program with one small error each, in random order.
+    """Yield copies of a program, each with one small error, in random order.
 
     Raise SyntaxError if the program is not valid Python.
     """

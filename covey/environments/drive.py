@@ -1,7 +1,7 @@
 """Runs an episode: calls an environment, and converts results and errors to a `Reply`.
 
-Environments with `quick = True` run in the process that makes the rollouts, and all other
-environments run in worker processes.
+Environments with `quick = True` run in the process that makes the rollouts. All other environments
+run in worker processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from covey.environments.environment import (
 from covey.types import Message, Prompt
 
 MOST_CHARACTERS = 20_000
-"""Maximum number of characters in an environment's message; a longer message is cut off."""
+"""Maximum number of characters in an environment's message; longer messages are cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class Reply:
     """The named terms of the environment's reward for the whole episode, or None if the episode has
     not ended or has no reward."""
     error: str = ""
-    """The error that ended the episode, which then has no reward."""
+    """The message of the error that ended the episode; empty if there was no error. An episode that
+    ends with an error has no reward."""
 
 
 def read_reply(data: Mapping[str, Any]) -> Reply:
@@ -63,7 +64,7 @@ def read_reply(data: Mapping[str, Any]) -> Reply:
 
 
 def chained(seen: str, reply: Reply) -> str:
-    """Return a digest of all replies, from the digest of the earlier replies and the last reply."""
+    """Update the digest of all earlier replies with a new reply, and return the new digest."""
     text = seen + json.dumps(asdict(reply), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -91,7 +92,7 @@ Given = ParamSpec("Given")
 
 
 def _guarded(run: Callable[Given, Reply]) -> Callable[Given, Reply]:
-    """Return a wrapped method, which turns every exception into a reply that ends the episode."""
+    """Wrap a method so that every exception becomes a reply that ends the episode."""
 
     @wraps(run)
     def guarded(*args: Given.args, **kwargs: Given.kwargs) -> Reply:
@@ -105,10 +106,10 @@ def _guarded(run: Callable[Given, Reply]) -> Callable[Given, Reply]:
 
 @dataclass(slots=True)
 class Driver:
-    """Runs one environment.
+    """Runs the episode of one environment.
 
-    Calls to a Driver may block, so do not call it from the thread that runs the event loop for
-    async methods.
+    The methods of a `Driver` may block, so do not call them from the thread that runs the event
+    loop for async methods.
     """
 
     factory: Factory

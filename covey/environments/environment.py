@@ -38,7 +38,7 @@ class Start:
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, for the chat template."""
     state: Any = None
-    """Data that identifies the episode's first state; see `Step.state`."""
+    """Data that identifies the state at the start of the episode; see `Step.state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +49,17 @@ class Step:
     """
 
     messages: Sequence[Message] = ()
-    """The messages that the policy sees next; empty if the episode is done."""
+    """The messages that the policy sees next; empty if the episode has ended."""
     reward: float | None = None
     done: bool = False
     state: Any = None
-    """Data that identifies the state after this step, for algorithms that compare steps from equal
-    states. If `state` is None, the messages identify the state."""
+    """Data that identifies the environment's state after this step, for algorithms that compare
+    steps from equal states. If `state` is None, Covey identifies the state by the step's messages.
+    """
 
 
 class Environment(Protocol):
-    """One episode."""
+    """The interface of an environment, whose instance runs one episode."""
 
     def reset(
         self, prompt: Prompt, seed: int
@@ -68,7 +69,7 @@ class Environment(Protocol):
     def step(
         self, message: Message
     ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
-        """Take a message of the policy, and return the next messages, or None to end the episode.
+        """Reply to a message of the policy; return the next messages, or None to end the episode.
 
         The message has `role`, `content` and, if the text has tool calls, `tool_calls`. Each tool
         call has the format of chat templates, with `name` and `arguments` inside `function`. A tool
@@ -77,14 +78,14 @@ class Environment(Protocol):
 
 
 Factory = Callable[[], Any]
-"""A function that makes the environment of one rollout. If the environments do not have
-`quick = True`, the function must be picklable."""
+"""A function that makes the environment of one rollout. The function must be picklable, unless the
+environment has `quick = True`."""
 
 
 def prepare(factory: Factory) -> None:
     """Load the data that all episodes of an environment class share, once in each process.
 
-    If the class has a class method `prepare`, call it with the environment's options.
+    To load the data, call the class method `prepare` of the environment class, if it has one.
     """
     kind = getattr(factory, "func", factory)
     if hasattr(kind, "prepare"):
@@ -92,9 +93,9 @@ def prepare(factory: Factory) -> None:
 
 
 def is_quick(factory: Factory) -> bool:
-    """Return whether an environment declares `quick = True`: it is never slow and never crashes.
+    """Return whether an environment declares with `quick = True` that it is fast and never crashes.
 
-    Environments with `quick = True` run in this process, and all other environments run in worker
+    Environments with `quick = True` run in this process. All other environments run in worker
     processes with limits on time and memory.
     """
     made = getattr(factory, "func", factory)
@@ -108,7 +109,7 @@ def appended(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def as_start(value: Any) -> Start:
-    """Convert the result of `reset`, which may be messages or (messages, tools), to a Start."""
+    """Make a `Start` from the result of `reset`, which may be messages or (messages, tools)."""
     if isinstance(value, Start):
         return value
     if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):
@@ -117,14 +118,14 @@ def as_start(value: Any) -> Start:
 
 
 def as_step(value: Any) -> Step:
-    """Convert the result of `step` to a Step."""
+    """Make a `Step` from the result of `step`, which may be messages, or None to end an episode."""
     if isinstance(value, Step):
         return value
     return Step(done=True) if value is None else Step(messages=value)
 
 
 def as_outcome(value: Any) -> dict[str, float] | None:
-    """Convert an environment's reward to named numbers whose sum is the reward."""
+    """Convert an environment's reward to a dict of named terms, whose sum is the reward."""
     if value is None:
         return None
     parts = value if isinstance(value, Mapping) else {"environment": value}
@@ -132,7 +133,7 @@ def as_outcome(value: Any) -> dict[str, float] | None:
 
 
 def as_number(value: Any) -> float:
-    """Convert a reward to a float; raise ValueError if the number is not finite."""
+    """Convert a reward to a float; raise ValueError if the reward is not finite."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"the reward is {number}")

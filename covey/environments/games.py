@@ -1,4 +1,4 @@
-"""The `games` environment: games with a hidden state, where each turn takes one action.
+"""The `games` environment: games with a hidden state, in which the policy takes one action a turn.
 
 A game is a plain class, whose constructor takes a random number generator and a size. The public
 methods of the class are the policy's tools. To add a game, write its class and add it to GAMES.
@@ -24,13 +24,13 @@ OPPOSITE = {"north": "south", "east": "west", "south": "north", "west": "east"}
 SIGHT = 2
 """The number of squares that the player sees in each direction."""
 PULLS = 40
-"""The number of random backward moves that turn the solved board into the start board."""
+"""The number of random backward moves that turn a solved Sokoban board into the start board."""
 _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""The character of a square; the key says whether the player, a box and a goal are on the
-square."""
+"""Maps the content of a square to the character that shows it. Each key says whether the player, a
+box and a goal are on the square."""
 
 
 class Game(Protocol):
@@ -40,7 +40,7 @@ class Game(Protocol):
     """The smallest, the default and the largest size of the game."""
     rules: str
     most_actions: int
-    """Maximum number of actions; a good player needs fewer actions."""
+    """The maximum number of actions, which is more than a good player needs."""
 
     def __init__(self, random: Random, size: int) -> None: ...
 
@@ -54,7 +54,7 @@ class Game(Protocol):
 
     @property
     def won(self) -> bool:
-        """Whether the game is won."""
+        """Whether the player has won the game."""
 
 
 class GuessNumber:
@@ -260,10 +260,10 @@ GAMES: Mapping[str, type[Game]] = MappingProxyType(
 class Games(ToolEnvironment):
     """Plays one game per episode; `info["world"]` or the seed determines the game.
 
-    The reward is 1 for a game that is won, and 0 otherwise. Only the first tool call of a turn has
-    an effect. The policy can therefore win a game in one turn only by luck. The episode ends when
-    the policy wins, after `actions` actions, or after a message without a tool call. If `actions`
-    is 0, the game's own limit on actions applies.
+    The reward is 1 if the policy wins the game, and 0 otherwise. Only the first tool call of a turn
+    has an effect, so the policy can win a game in one turn only by luck. The episode ends when the
+    policy wins, after `actions` actions, or after a message without a tool call. If `actions` is 0,
+    the game's own limit on actions applies.
     """
 
     quick: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """Defines hosts, which run the episodes of environments in this process or in worker processes.
 
-A host runs commands asynchronously and returns the replies later. Tools can therefore run during
-generation. The caller identifies each episode by an integer key.
+A host runs the commands start, step and end asynchronously, and returns the replies later. Tools
+can therefore run during generation. The caller identifies each episode by an integer key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Replies = list[tuple[int, Reply]]
 
 
 class Host(Protocol):
-    """Runs the episodes of many rollouts, and gives one reply to each command."""
+    """Runs the episodes of many rollouts, and returns one reply to each command."""
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
         """Start an episode."""
@@ -29,20 +29,20 @@ class Host(Protocol):
         """End an episode that has reached a limit."""
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have arrived.
+        """Return the replies of environments that have arrived since the last call.
 
         If `wait` is true, wait for at least one reply.
         """
 
     def clear(self) -> None:
-        """Remove all episodes; the caller may then reuse their keys."""
+        """Remove all episodes, so that the caller can reuse their keys."""
 
     def close(self) -> None:
         """End all episodes and their processes."""
 
 
 class InlineHost:
-    """Runs environments with `quick = True` in this process; the caller waits for each command."""
+    """Runs environments with `quick = True` in this process, while the caller waits."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
@@ -68,7 +68,7 @@ class InlineHost:
         self._replies.append((key, reply))
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies."""
+        """Return the replies of environments since the last call."""
         replies, self._replies = self._replies, []
         return replies
 
@@ -90,7 +90,7 @@ def make_host(
     timeout: float = 30.0,
     gigabytes: float = 8.0,
 ) -> Host:
-    """Return an in-process host for quick environments, or else a host with worker processes."""
+    """Return a host that runs quick environments in this process and others in worker processes."""
     if is_quick(factory):
         prepare(factory)
         return InlineHost(factory)

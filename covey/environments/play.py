@@ -1,4 +1,4 @@
-"""Runs one episode with turns that the user writes, to test an environment without a model."""
+"""Runs one episode with given policy turns, to test an environment without a model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Played:
 
     messages: tuple[Message, ...]
     outcome: Mapping[str, float] | None
-    """The named terms of the environment's reward; None if the environment gave no reward."""
+    """The named terms of the environment's reward, or None if there was no reward."""
     error: str = ""
-    """The environment's error that ended the episode; empty if there was no error."""
+    """The message of the error that ended the episode; empty if there was no error."""
 
     def __str__(self) -> str:
         """Return the conversation, the reward and the error as text."""

@@ -1,13 +1,13 @@
 """Runs environments in worker processes, with limits on time and memory.
 
-Each process runs many episodes at the same time, and runs each step of an episode in a thread. The
-prompt, the seed and the policy's messages determine an episode. If a process dies or is killed,
-Covey therefore replays its episodes in a new process. If the replies of a replayed episode differ
-from the original replies, the episode ends with an error.
+Each process runs many episodes at the same time, and runs each step of an episode in a thread. An
+episode is determined by the prompt, the seed and the policy's messages. If a worker process dies or
+is killed, Covey therefore replays its episodes in a new process. If the replies of a replayed
+episode differ from the original replies, the episode ends with an error.
 
-A step that takes too long ends its episode. If several steps were running when a process died,
-Covey retries the steps one at a time, to find the step that killed the process. If only one step
-was running, the episode of that step ends with an error.
+If a step takes too long, its episode ends with an error. If several steps were running when a
+process died, Covey retries the steps one at a time, to find the step that killed the process. If
+only one step was running when a process died, the episode of that step ends with an error.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class _Episode:
     prompt: Prompt
     seed: int
     op: Op = "start"
-    """The command that waits for a reply, which is `start`, `step` or `end`."""
+    """The current command, to which the environment has not yet replied."""
     messages: list[Message] = field(default_factory=list)
     """The policy's messages, including the message of the current command."""
     seen: str = ""
     """The digest of all replies that the environment has given in this episode."""
     live: bool = False
-    """Whether the process has the episode's state; if not, Covey must replay the episode."""
+    """Whether the worker process has the episode's state; otherwise, the episode is replayed."""
     deadline: float = 0.0
 
     def command(self, key: int) -> tuple[Any, ...]:
@@ -62,12 +62,12 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """Keys of the episodes whose commands were running when the process died; Covey retries the
-    commands one at a time."""
+    """The keys of the episodes whose commands were running when the process died. Covey retries
+    such commands one at a time."""
 
 
 class ProcessHost:
-    """Runs environments in worker processes."""
+    """A host that runs environments in worker processes."""
 
     def __init__(
         self, name: str, factory: Factory, *, workers: int, timeout: float, gigabytes: float
@@ -79,7 +79,7 @@ class ProcessHost:
         self._ready: Replies = []
 
     def load(self) -> None:
-        """Start a process, to check that the environment can be loaded there."""
+        """Start a worker process, to check that the environment can be loaded."""
         self._started(self._lanes[0])
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
@@ -118,7 +118,7 @@ class ProcessHost:
         self._episodes.clear()
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have arrived.
+        """Return the replies of environments that have arrived since the last call.
 
         If `wait` is true, wait for at least one reply.
         """
@@ -138,9 +138,9 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send all waiting commands.
+        """Send all waiting commands to a worker process.
 
-        After a process has died, retry its commands one at a time.
+        If the previous process died, first retry its running commands one at a time.
         """
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
@@ -193,7 +193,7 @@ class ProcessHost:
         return max(0.0, nearest - time.monotonic())
 
     def _receive(self, seconds: float) -> None:
-        """Wait up to `seconds` seconds for replies, and receive those that have arrived."""
+        """Wait up to `seconds` seconds for a reply, and receive all replies that have arrived."""
         lanes = {lane.worker.connection: lane for lane in self._lanes if lane.worker is not None}
         for connection in wait_for(list(lanes), seconds):
             lane = lanes[connection]  # type: ignore[index]
@@ -204,7 +204,7 @@ class ProcessHost:
                     self._lost(lane)
 
     def _take(self, lane: _Lane, data: bytes) -> None:
-        """Receive a reply and check it, because the code of an environment can forge replies."""
+        """Parse and check a reply, because an environment's code can send invalid replies."""
         message = json.loads(data)
         key, reply = int(message["key"]), read_reply(message["reply"])
         del lane.running[key]
@@ -219,7 +219,11 @@ class ProcessHost:
         self._send(lane)
 
     def _lost(self, lane: _Lane) -> None:
-        """Handle a process's death: fail its only step, or retry several steps one at a time."""
+        """Handle the death of a worker process.
+
+        If one command was running, its episode ends with an error. If several commands were
+        running, retry them one at a time.
+        """
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)
         self._kill(lane)

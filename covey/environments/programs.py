@@ -16,21 +16,21 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""The limit on wall time as a multiple of the limit on CPU time, above 1 so that a busy machine
-does not change results."""
+"""The limit on wall time, as a multiple of the limit on CPU time. The multiple is above 1, because
+a program takes more wall time than CPU time on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Runs programs within the limits that an environment's options set."""
+    """Runs programs in the sandbox, with the limits in an environment's options."""
 
     seconds: float
     """The limit on CPU time of one program, in seconds."""
     memory_mb: int
     output_chars: int
-    """Maximum number of characters of output; Covey omits the middle of a longer output."""
+    """Maximum number of characters of output; the middle of a longer output is omitted."""
     unsafe: bool
-    """Whether programs run without a sandbox, as ordinary processes of this user."""
+    """Whether programs run without the sandbox, as ordinary processes of the user."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= 600:
@@ -60,7 +60,7 @@ class Programs:
         )
 
     def shown(self, outcome: Outcome) -> str:
-        """Return a program's output, and the reason if the sandbox stopped the program."""
+        """Return a program's output as text, with the reason if the sandbox stopped it."""
         text = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip()
         return "\n".join(filter(None, (shortened(text, self.output_chars), _ending(outcome))))
 

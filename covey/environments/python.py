@@ -33,14 +33,14 @@ except BaseException as error:
     sys.exit(1)
 """
 """Code that runs a program like a notebook cell, and prints the value of the last expression. The
-code runs in the sandbox, because Python must not parse the policy's text outside of the sandbox."""
+program is also parsed in the sandbox, because untrusted text could crash Python's parser."""
 
 
 class Python(ToolEnvironment):
     """An environment with one tool, which runs a Python program and returns its output.
 
-    Variables do not persist between tool calls. The reward function scores the last turn, which has
-    no tool call.
+    Variables do not persist between tool calls. The reward function scores the policy's last turn,
+    which has no tool call.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The environment registry, which finds environments by their names or import paths."""
+"""The registry of environments, which finds an environment by its name or import path."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def find_environment(name: str) -> Callable[..., Any]:
-    """Return the environment class or function with this name or import path `module:Class`."""
+    """Return the environment class or function with a name, or with a path `module:Class`."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if is_import_path(name):

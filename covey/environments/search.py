@@ -29,10 +29,10 @@ ANSWER, CITATIONS = 0.7, 0.3
 
 @cache
 def read_documents(folder: str) -> dict[str, str]:
-    """Return the documents of a folder by id; an empty `folder` means the built-in documents.
+    """Map the id of each document in a folder and its subfolders to the document's text.
 
-    The result includes documents in subfolders. The id of a document is its path in the folder,
-    without the file extension.
+    The id of a document is its path in the folder, without the file extension. An empty `folder`
+    means the built-in documents.
     """
     if not folder:
         return library.documents()
@@ -65,11 +65,11 @@ class Search(ToolEnvironment):
     """An environment with tools that search and read documents; the last turn is the answer.
 
     If the prompt has `info["sources"]`, a correct answer earns 0.7, and citations earn up to 0.3
-    more. To earn the full 0.3, the answer must cite every document in `info["sources"]`. The policy
-    cites a document by writing the document's id in square brackets. A citation counts only if a
-    tool has shown the document in this episode. A citation of a document that no tool has shown, or
-    that is not in `info["sources"]`, subtracts a quarter of the maximum reward for citations.
-    Without `info["sources"]`, a correct answer earns 1.
+    more. To earn the full 0.3 for citations, the answer must cite every document in
+    `info["sources"]`. The policy cites a document by writing the document's id in square brackets.
+    A citation counts only if a tool has shown the document in this episode. A citation of a
+    document that no tool has shown, or that is not in `info["sources"]`, subtracts a quarter of the
+    maximum reward for citations. Without `info["sources"]`, a correct answer earns 1.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Search(ToolEnvironment):
         return super().reset(prompt, seed)
 
     async def step(self, message: Message) -> Step:
-        """Run the tool calls of a message; a message without calls is the final answer."""
+        """Run the tool calls of a message; a message without tool calls is the final answer."""
         step = await super().step(message)
         self._answer = message["content"] if step.done else ""
         return step
@@ -203,6 +203,6 @@ class Index:
         return dict(scores)
 
     def best(self, query: str, most: int) -> list[str]:
-        """Return the ids of the documents that match a query best; ties sort by id."""
+        """Return the ids of the documents with the highest scores; equal scores sort by id."""
         scores = self.scores(query)
         return sorted(scores, key=lambda name: (-scores[name], name))[:most]

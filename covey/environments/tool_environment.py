@@ -1,6 +1,6 @@
 """Defines tools that the policy can call, where each tool is a method of a Python class.
 
-The type hints and the docstring of a method give the tool's JSON schema.
+Covey derives the JSON schema of a tool from the type hints and the docstring of its method.
 
 class Shop(ToolEnvironment):
     def price(self, item: str) -> float:
@@ -94,7 +94,7 @@ def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[s
 
 
 async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Message:
-    """Run a tool call; return a `tool` message that contains the result or the error."""
+    """Run a tool call, and return its result or its error as a message with the role `tool`."""
     function = call["function"]
     name, given = function["name"], function["arguments"]
     try:
@@ -112,7 +112,7 @@ async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Me
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as text for the policy, where values other than text become JSON."""
+    """Return a tool's result as text for the policy, as JSON if the result is not a text."""
     if isinstance(result, str):
         return result
     try:
@@ -122,7 +122,7 @@ def as_text(result: Any) -> str:
 
 
 def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
-    """Return an object's tools, which are the public methods of its class in definition order."""
+    """Return an object's tools: the public methods of its class, in the order of definition."""
     names = [
         name
         for kind in reversed(type(owner).__mro__[:-1])
@@ -136,8 +136,8 @@ class ToolEnvironment:
     """Base class of environments with tools, which are the public methods of a subclass.
 
     A message without tool calls ends the episode. The policy sees an exception in a tool as an
-    error message. A subclass can override `reset` to prepare the episode, and define `reward` to
-    score it.
+    error message. A subclass can override `reset` to prepare an episode, and define `reward` to
+    score an episode.
     """
 
     RESERVED = ("reset", "step", "reward", "tools")

@@ -1,10 +1,10 @@
 """Runs unmodified environment packages of the `verifiers` library, version 0.1.
 
-A package has a function `load_environment()` and its own rollout loop, which this module runs. When
-the loop calls the model, the policy generates the next turn. The package's rubric computes the
-reward. The task `verifiers` turns the rows of the package's dataset into prompts. Covey raises an
-error for rubrics that score a whole group, environments that change earlier messages, images, and
-tasksets of verifiers 0.2 and later.
+An environment package has a function `load_environment()` and its own rollout loop, which Covey
+runs. When the rollout loop calls the model, the policy generates the next turn. The package's
+rubric computes the reward. The task `verifiers` turns the rows of the package's dataset into
+prompts. Covey does not support rubrics that score a whole group, environments that change earlier
+messages, images, and tasksets of verifiers 0.2 and later.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from covey.trust import import_callable
 from covey.types import Message, Prompt
 
 ROW = "row"
-"""The key in a prompt's `info` that holds the dataset row of the package."""
+"""The key in a prompt's `info` for the prompt's row in the package's dataset."""
 
 
 @cache
 def _loaded(package: str, arguments: str) -> Any:
-    """Load a package once in each process, for all episodes."""
+    """Load an environment package once in each process, for all episodes."""
     load = import_callable(f"{package.replace('-', '_')}:load_environment", "environment.package")
     environment = load(**json.loads(arguments))
     rubric = getattr(environment, "rubric", None)
@@ -42,7 +42,7 @@ def _loaded(package: str, arguments: str) -> Any:
 
 
 def load(package: str, arguments: Mapping[str, Any]) -> Any:
-    """Load a package, and return the environment that it makes from the arguments."""
+    """Return the environment that a package's `load_environment` makes from the arguments."""
     return _loaded(package, json.dumps(dict(arguments), sort_keys=True))
 
 
@@ -103,7 +103,7 @@ class Verifiers:
         return {"rubric": float(state["reward"])}
 
     async def _next(self) -> list[Message] | None:
-        """Return the package's next messages for the model; None if the rollout has ended."""
+        """Wait for the package's next call of the model; return None if the rollout has ended."""
         asked = await self._asked.get()
         if asked is not None:
             return [_message(message) for message in asked]
@@ -147,7 +147,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 def _call(call: Mapping[str, Any]) -> dict[str, str]:
     function = call["function"]
-    if "error" in call:  # the arguments are not JSON; the package reports that
+    if "error" in call:  # the arguments are not JSON, and the package reports this error
         return {"name": function["name"], "arguments": call["error"]}
     return {"name": function["name"], "arguments": json.dumps(function["arguments"])}
 

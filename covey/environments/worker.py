@@ -1,8 +1,8 @@
 """A worker process that runs environments, started by `python -m covey.environments.worker FD`.
 
-The process first receives the factory of the environments, and then commands. The process sends
-each reply as soon as the reply is ready. Steps of different episodes run at the same time, and each
-step runs in a thread. The async methods of all environments share one event loop.
+The worker process first receives the factory of the environments, and then commands. The process
+sends each reply as soon as the reply is ready. Steps of different episodes run at the same time,
+each in a thread. The async methods of all environments share one event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THREADS = 256
 
 
 def serve(connection: Connection) -> None:
-    """Run commands until the connection closes.
+    """Run the commands that arrive, until the connection closes.
 
     The command `None` removes all episodes.
     """
@@ -33,7 +33,7 @@ def serve(connection: Connection) -> None:
     sending = threading.Lock()
 
     def run(key: int, op: str, message: Any, history: Any) -> None:
-        """Run a command and send its reply; if there is a `history`, first replay the episode."""
+        """Run a command and send the reply; with a `history`, first replay the episode."""
         past, reply = None, Reply()
         if history is not None:
             prompt, seed, messages = history

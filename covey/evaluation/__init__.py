@@ -1,7 +1,7 @@
 """Evaluation of policies on held-out prompts, with confidence intervals.
 
-`covey.evaluation.evaluate` generates completions. The classes and functions that this package
-exports do not need torch, so that reports can import them.
+The module `covey.evaluation.evaluate` generates completions and needs torch. The classes and
+functions that this package exports do not need torch, so that reports can import them.
 """
 
 from covey.evaluation.intervals import Difference, Estimate

@@ -17,7 +17,8 @@ from covey.scoring.baselines import Baselines, constant_by_targets
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step number of all evaluations, so that all evaluations use the same random numbers."""
+"""The step number in the random seeds of all evaluations, which therefore use the same random
+numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,9 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """`greedy` (accuracy), `reward` and `parts/NAME` are means over the greedy completions. With k
-    sampled completions per prompt, there are also `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`.
+    """Maps the name of each metric to its estimate. The metrics `greedy` (accuracy), `reward` and
+    `parts/NAME` are means over the greedy completions. With k sampled completions per prompt, the
+    other metrics are `mean@k` and `pass@2`, `pass@4`, and so on up to `pass@k`.
     """
     parts: Mapping[str, float]
     """Mean of each named part of the reward, over the greedy completions."""
@@ -37,8 +39,8 @@ class Evaluation:
     """Error message of the first completion that could not be scored."""
     best_constant: float | None = None
     """Accuracy of a policy that gives the best constant answer to every prompt. If no constant
-    answer was scored, `best_constant` is the fraction of prompts with the most frequent target. If
-    a target is also empty or too long to be a short answer, `best_constant` is None."""
+    answer was scored, `best_constant` is the fraction of prompts with the most frequent target, or
+    None if a target is empty or too long to be an answer."""
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copied prompt, if measured."""
     distinct_answers: int = 0
@@ -48,7 +50,7 @@ class Evaluation:
 
     @property
     def graded(self) -> bool:
-        """Whether some reward differs from the binary score: 1 for success, 0 for failure."""
+        """Whether some reward is neither 1 for a success nor 0 for a failure."""
         return is_graded((item.greedy.reward, item.greedy.success) for item in self.items)
 
     def row(self) -> dict[str, Any]:

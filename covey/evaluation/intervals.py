@@ -14,7 +14,7 @@ Z = float(special.ndtri((1 + CONFIDENCE) / 2))
 """The normal quantile of the confidence level, about 1.96."""
 RESAMPLES = 2000
 ROUNDING = 1e-9
-"""Covey treats differences below ROUNDING as rounding errors."""
+"""The largest difference that Covey treats as a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ def mean_over_prompts(
     """Estimate a mean by a bootstrap over prompts; all possible values lie within `bounds`.
 
     The interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279). Intervals from
-    ordinary percentiles are too narrow, because they divide the variance by `n` instead of `n - 1`,
-    and use the normal distribution instead of Student's t-distribution. With a dozen prompts, 95 %
-    intervals from ordinary percentiles contain the true mean in 91 % of cases. Intervals from
-    expanded percentiles contain the true mean in 94 % of cases.
+    ordinary percentiles are too narrow, because ordinary percentiles divide the variance by `n`
+    instead of `n - 1`, and use the normal distribution instead of Student's t-distribution. With a
+    dozen prompts, 95 % intervals contain the true mean in 91 % of cases with ordinary percentiles,
+    and in 94 % of cases with expanded percentiles.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
@@ -75,12 +75,13 @@ def mean_over_prompts(
 
 
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
-    """Estimate a mean if all values are equal and a bootstrap interval would have width 0.
+    """Estimate a mean of equal values, for which a bootstrap interval would have width 0.
 
-    By Wilson's interval, at most the fraction `Z**2 / (count + Z**2)` of all possible prompts has a
-    different value. Because all values lie within `bounds`, prompts with a different value can
-    shift the mean only by a limited amount. With bounds 0 and 1, and values that are all 0 or all
-    1, the result is Wilson's interval. If `bounds` is None, the interval has width 0.
+    According to Wilson's interval, at most the fraction `Z**2 / (count + Z**2)` of all possible
+    prompts has a different value. Because all values lie within `bounds`, prompts with a different
+    value can shift the mean only by a limited amount. If all values are 0, or all are 1, and the
+    bounds are 0 and 1, the interval is Wilson's interval. If `bounds` is None, the interval has
+    width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True
@@ -101,7 +102,7 @@ class Difference:
     """The difference between the results of two policies on the same prompts."""
 
     estimate: Estimate
-    """The mean over prompts of the first policy's value minus the second policy's value, with a
+    """The first policy's value minus the second policy's value, averaged over prompts, with a
     bootstrap interval.
     """
     gained: int
@@ -109,7 +110,7 @@ class Difference:
     lost: int
     """Number of prompts on which the second policy is better."""
     p_value: float
-    """Exact two-sided p-value; the null hypothesis is that neither policy is better."""
+    """Exact two-sided p-value for the null hypothesis that neither policy is better."""
 
     def row(self) -> dict[str, float]:
         """Return plain data."""

@@ -19,7 +19,7 @@ from covey.types import Prompt, Rollout
 
 GREEDY = "greedy"
 REWARD, PART = "reward", "parts/"
-"""Metric name of the mean reward, and prefix of metric names for parts of the reward."""
+"""The metric name of the mean reward, and the prefix in metric names of the reward's parts."""
 NO_CATEGORY = "-"
 
 
@@ -32,7 +32,7 @@ class ItemCompletion:
     tokens: int
     finish: str
     success: bool | None
-    """Whether the completion is correct; None if scoring failed, which counts as incorrect."""
+    """Whether the completion is correct, or None if scoring failed; None counts as incorrect."""
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -57,7 +57,7 @@ class Item:
     samples: tuple[ItemCompletion, ...] = ()
 
     def values(self) -> dict[str, float]:
-        """Return the prompt's value of each metric (`greedy`, `mean@k`, `pass@2`, ...)."""
+        """Return the value of each metric for this prompt, such as `greedy` or `mean@k`."""
         values = {GREEDY: float(bool(self.greedy.success))}
         count = len(self.samples)
         if count:
@@ -68,7 +68,7 @@ class Item:
         return values
 
     def rewards(self) -> dict[str, float]:
-        """Return the greedy completion's reward and the parts of the reward, if scored."""
+        """Return the greedy completion's reward and reward parts; empty if it has no score."""
         if self.greedy.reward is None:
             return {}
         parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
@@ -89,7 +89,7 @@ class Item:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Estimate each metric, with Wilson's interval for `greedy` and a bootstrap otherwise.
+    """Estimate each metric, with Wilson's interval for `greedy` and bootstrap for other metrics.
 
     The means of the reward and of the reward's parts include only completions that were scored.
     """
@@ -111,9 +111,9 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(scored: Iterable[tuple[float | None, bool | None]]) -> bool:
-    """Return whether some reward differs from the binary score: 1 for success, 0 for failure.
+    """Return whether some reward is neither 1 for a success nor 0 for a failure.
 
-    Each element of `scored` is the reward and the success of one completion; completions without a
+    Each element of `scored` has the reward and the success of one completion. Completions without a
     reward are ignored.
 
     >>> is_graded([(1.0, True), (None, None)]), is_graded([(0.5, True)])
@@ -131,7 +131,7 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
-    """Group items by the value of `key` in the prompt's `info`; the key `task` is the task name."""
+    """Group items by the value of `key` in the prompt's `info`, or by task if `key` is `task`."""
     found: dict[str, list[Item]] = {}
     for item in items:
         info: Mapping[str, Any] = {"task": item.prompt.task, **item.prompt.info}

@@ -1,6 +1,7 @@
 """Finds runs and comparisons in the user's folders, and summarizes each run in one row.
 
-The module also lists a folder with only some files of a run, and names the missing files.
+If a folder has only some files of a run, the folder is also listed, with the names of the missing
+files.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from covey.run.metric_registry import current_name
 from covey.run.records import ENVIRONMENT, last_row, read_object
 
 DEPTH = 4
-"""Maximum number of folder levels to search. From the folder `comparisons`, four levels lead to
-NAME/runs/ARM/seed-0."""
+"""The maximum number of folder levels to search. The run folder comparisons/NAME/runs/ARM/seed-0 is
+four levels below the folder comparisons."""
 MOST = 2000
-"""Maximum number of runs and comparisons in the list. To see other runs and comparisons, start
+"""The maximum number of runs and comparisons in the list. To see runs beyond this maximum, start
 `covey ui` with a subfolder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Files that identify a run folder. A folder with one of these files is listed as a run."""
+"""Files that identify a run folder. A folder with at least one of the files is listed as a run."""
 COMPARISON = "comparison.toml"
 
 
@@ -35,14 +36,14 @@ class Place:
     """A run or a comparison that the search found."""
 
     id: str
-    """Id in the page's URLs, which is the path relative to the folder that the user gave."""
+    """The id in the page's URLs: the path relative to the folder that the user gave."""
     path: Path
     kind: str
     """`run` or `comparison`."""
 
 
 def find(roots: Sequence[Path]) -> dict[str, Place]:
-    """Return the runs and comparisons below the given folders, by id."""
+    """Map ids to the runs and comparisons in the given folders and their subfolders."""
     found: dict[str, Place] = {}
     for root in roots:
         base = root.parent if kind_of(root) else root
@@ -124,7 +125,7 @@ def _comparison_of(place: Place) -> str | None:
 def _last(path: Path, stamp: str) -> dict[str, Any]:
     """Return the metrics that the list of runs shows, from the last line of steps.jsonl.
 
-    The function caches results by `stamp`, so that it does not read an unchanged file again.
+    The metrics are cached by `stamp`, so that an unchanged file is not read again.
     """
     last = {current_name(name): value for name, value in last_row(path).items()}
     return {name: last.get(name) for name in ("step", "objective/scores", "sft/loss")}

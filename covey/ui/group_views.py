@@ -1,4 +1,4 @@
-"""Builds the API responses that show the groups, rollouts and tokens of a step."""
+"""Builds the API responses with the groups, rollouts and tokens of a training step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from covey.ui.views import (
 )
 
 PAGE = 40
-"""Number of groups that the server sends at a time."""
+"""The number of groups in one response of the server."""
 SHOWN = 64
-"""Maximum number of rollouts of a group that the server sends with their text."""
+"""The maximum number of a group's rollouts that the server sends with their texts."""
 SORTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "reward": lambda row: (row["mean"] is None, row["mean"] or 0.0),
     "spread": lambda row: -(row["spread"] or 0.0),
     "length": lambda row: -row["length"],
 }
-"""The keys for sorting groups, such as the lowest mean reward or the longest completions."""
+"""Maps each way to sort groups, such as by mean reward, to the function that returns a sort key."""
 TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
-"""Token fields that are unknown until `covey explain` recomputes the training step."""
+"""Fields of tokens that are unknown until `covey explain` repeats the training step."""
 
 
 def groups(site: Site, query: Query) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _kept(group: Sequence[Entry], name: str) -> bool:
 
 
 def group(site: Site, query: Query) -> dict[str, Any]:
-    """Return the rollouts of a group with their texts."""
+    """Return the rollouts of one group, with their texts."""
     index = rollout_index(rollouts_file(site, query))
     index.update(READ_SECONDS)
     while not index.done and query.get("prompt_id") not in index.groups:
@@ -204,7 +204,7 @@ def start_explain(site: Site, query: Query) -> dict[str, Any]:
 
 
 def _explain(path: str, step: int) -> dict[str, Any]:
-    """Run `covey explain`; return token fields by line number in the rollout file."""
+    """Run `covey explain`, and map each line of the rollout file to the fields of its tokens."""
     found = covey_json("explain", path, "--step", str(step))
     return {
         str(rollout["line"]): {

@@ -1,4 +1,4 @@
-"""Runs slow work and work that needs torch in processes outside of the web server.
+"""Runs slow work, and work that needs torch, in separate processes of the web server.
 
 The web server starts these commands:
 
@@ -51,7 +51,7 @@ def covey_json(*arguments: str) -> Any:
 
 @dataclass(slots=True)
 class Jobs:
-    """Background jobs, which run one at a time; each result is stored under the job's key."""
+    """Background jobs, which run one at a time and store their results under the job's key."""
 
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     _found: dict[tuple[str, ...], Future[Any]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Explorer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the process's response to a request; raise ProcessError if the process fails."""
+        """Send a request to the process and return the response; raise ProcessError on failure."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None
@@ -126,7 +126,7 @@ class Explorer:
         return self._process
 
     def close(self) -> None:
-        """End the process; later requests raise ProcessError."""
+        """End the process, so that later requests raise ProcessError."""
         self._closed = True
         if self._process is not None:
             self._process.kill()  # a thread that waits for an answer gets an error

@@ -1,9 +1,9 @@
 """Serves the web page of `covey ui` over HTTP, for one user.
 
-The server listens on the loopback address; on any other address, it requires a token. Pages of
-other sites can send requests even to the loopback address. Some requests use a domain name that an
-attacker made to resolve to the loopback address (DNS rebinding). The server therefore checks the
-Host header, and requires a custom header in every POST request.
+By default, the server listens on the loopback address. On any other address, the server requires an
+access token. Web pages of other sites can send requests even to the loopback address, for example
+with a domain name that an attacker made resolve to the loopback address (DNS rebinding). The server
+therefore checks the Host header, and requires a custom header in every POST request.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from covey.ui.views import NotFound, Query, Site
 
 COOKIE = "covey_token"
 ASKED = "X-Covey"
-"""Header that every POST request must have, and that pages of other sites cannot send."""
+"""The header that every POST request must have, and that web pages of other sites cannot send."""
 SECONDS = 30.0
-"""Seconds after which a connection that sends nothing is closed."""
+"""The number of seconds after which the server closes a connection that sends nothing."""
 CONNECTIONS = 64
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 POLICY = (
@@ -39,8 +39,8 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REPORT_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
-"""Content security policy for the HTML report of a comparison. The word `sandbox` denies the report
-access to other pages."""
+"""The content security policy of a comparison's HTML report. The word `sandbox` denies the report
+access to other pages of the server."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -63,7 +63,7 @@ POST: Mapping[str, Callable[[Site, Query], Any]] = {"/api/explain": group_views.
 
 
 class Server(ThreadingHTTPServer):
-    """The HTTP server, with the access token and a check of host names."""
+    """The HTTP server, which has an access token and checks host names."""
 
     daemon_threads = True
     request_queue_size = CONNECTIONS
@@ -97,14 +97,14 @@ class Server(ThreadingHTTPServer):
         return name == "localhost" or (_is_address(name) and is_loopback(name))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a request in a new thread; close the connection if too many are open."""
+        """Handle a request in a new thread, or close the connection if too many are open."""
         if not self.room.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle a request, and then make room for one more open connection."""
+        """Handle a request, and afterwards allow one more open connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -157,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
             self._file(address.path.removeprefix("/") or "index.html")
 
     def do_POST(self) -> None:
-        """Start a job; the request has no body, because all arguments are in the URL."""
+        """Start a background job, whose arguments are in the URL and not in a request body."""
         self.close_connection = True
         address = urlsplit(self.path)
         if not self._welcome(address.path, {}):
@@ -168,7 +168,7 @@ class Handler(BaseHTTPRequestHandler):
         self._data(POST[address.path], dict(parse_qsl(address.query, max_num_fields=50)))
 
     def _welcome(self, path: str, query: Query) -> bool:
-        """Check the Host header and the token; if one is wrong, send an error and return False."""
+        """Check the Host header and the token; if either is wrong, send an error response."""
         server = self.server
         if not server.answers_to(self.headers.get("Host", "")):
             self._text(421, "this server does not serve this host name")
@@ -194,7 +194,7 @@ class Handler(BaseHTTPRequestHandler):
             status, data = 200, view(self.server.site, query)
         except CoveyError as error:
             status, data = (404 if isinstance(error, NotFound) else 400), {"error": str(error)}
-        # JSON has no NaN; pydantic's writer is several times as fast as that of the json module.
+        # JSON has no NaN. The JSON writer of pydantic is several times as fast as the json module.
         self._send(status, "application/json", to_json(printable_data(data), inf_nan_mode="null"))
 
     def _report(self, query: Query) -> None:
@@ -230,7 +230,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because the page sends a request every second."""
+        """Do not log requests, because the page sends a request every second."""
 
 
 def _equal(given: str, token: str) -> bool:
@@ -238,9 +238,9 @@ def _equal(given: str, token: str) -> bool:
 
 
 def static_file(name: str) -> bytes | None:
-    """Return the content of a file of the page; None if there is no such file.
+    """Return the content of a static file of the page, or None if there is no such file.
 
-    The function accepts only names of files in the page's own folder, so a request cannot open any
+    Only names of files in the page's own folder are accepted, so that a request cannot open any
     other file.
     """
     if name == "report.css":  # reports and the page share this file, so that they look alike

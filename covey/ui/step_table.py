@@ -1,9 +1,9 @@
 """Tables of the metrics of runs, which Covey reads from steps.jsonl as the file grows.
 
-A request reads steps.jsonl for a fraction of a second, and the next request continues at the same
-position. If the file is long, the first request also samples the remaining steps, so that the page
-can draw whole curves at once. A run has more than a hundred metrics. A table stores only the
-metrics that requests ask for, which are about a dozen.
+A request reads steps.jsonl for a fraction of a second, and the next request continues where the
+previous request stopped. If the file is long, the first request also samples the remaining steps,
+so that the page can draw whole curves at once. A run has more than a hundred metrics. A table
+stores only the metrics that requests ask for, which are about a dozen.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from covey.run.metric_registry import current_name
 from covey.run.records import STEP, Row, open_file, parse_line
 
 CHUNK = 2**20
-"""Number of bytes that are read at a time."""
+"""The number of bytes that Covey reads from steps.jsonl at a time."""
 SAMPLED = 200
-"""Number of steps to sample from the unread part of a file."""
+"""The number of steps to sample from the unread part of steps.jsonl."""
 AXES = ("step", "tokens", "time/from_scratch")
 """Metrics that a table always stores, because most pages show them. A table also stores the metrics
 of all reward components (`objective/parts/`)."""
@@ -43,13 +43,13 @@ name_now = lru_cache(maxsize=4096)(current_name)
 
 @dataclass(slots=True)
 class StepTable:
-    """The metrics of all steps of one run; several threads may call the methods."""
+    """The metrics of all steps of one run; the methods are thread-safe."""
 
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-    """The metrics of all steps read so far, as several tables in the order of the steps. Earlier
-    tables are larger, so that new steps rarely cause a copy of a large table."""
+    """The metrics of all steps read so far, as several tables in the order of the steps. Tables of
+    earlier steps are larger, so that Covey rarely copies a large table to add new steps."""
     names: set[str] = field(default_factory=set)
     """The names of all metrics in steps.jsonl, including metrics that the table does not store."""
     notes: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class StepTable:
 
     @property
     def memory(self) -> int:
-        """Number of bytes that the columns use."""
+        """The number of bytes of all columns in the table."""
         return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
     def update(
@@ -71,8 +71,8 @@ class StepTable:
     ) -> list[Columns]:
         """Read new lines of steps.jsonl for up to `seconds` seconds.
 
-        Return all steps read so far, and a sample of the unread steps. If a metric is not in the
-        table yet, read the file again from the start.
+        Return all steps read so far, and a sample of the unread steps. If the table does not yet
+        store one of `metrics`, read the file again from the start.
         """
         with self._lock:
             try:
@@ -107,7 +107,7 @@ class StepTable:
         return [*self.pieces, *self._rest(file, found.st_size, samples)]
 
     def _rest(self, file: BinaryIO, size: int, samples: int) -> Iterator[Columns]:
-        """Yield sampled steps after the last step read; take the sample only once."""
+        """Yield a sample of the steps that are not read yet; sample the file only once."""
         if len(self._sample.get("step", ())) < samples // 2:
             rows = list(sampled(file, self._offset, size, samples))
             self._sample = self._columns(rows) if rows else {}
@@ -130,7 +130,7 @@ class StepTable:
         new = self._columns(rows)
         before = self.pieces[-1]["step"][-1:] if self.pieces else new["step"][:0]
         if (np.diff(np.concatenate([before, new["step"]])) <= 0).any():
-            # Steps out of order are rare, so the whole file is then read as other commands do.
+            # Steps out of order are rare. Read the whole file, as other commands do.
             self.notes = []
             self.pieces = [self._columns(RunFolder(self.path.parent).steps(self._note))]
             return
@@ -181,9 +181,9 @@ def _is_number(value: Any) -> bool:
 
 
 def joined(first: Columns, then: Columns) -> Columns:
-    """Join two tables.
+    """Join two tables of consecutive steps.
 
-    A metric that only one table has is NaN in the rows of the other table.
+    If only one table has a metric, the metric is NaN in the rows of the other table.
     """
     return {name: column([first, then], name) for name in {**first, **then}}
 
@@ -220,8 +220,8 @@ def curve(
 ) -> dict[str, Any]:
     """Return the curve of a metric with at most `points` points.
 
-    Each point covers an interval of steps, and has the metric's mean, lowest and highest value in
-    the interval.
+    Each point covers an interval of steps, and has the mean, the lowest and the highest value of
+    the metric in this interval.
     """
     steps, values = (column(pieces, each).astype(np.float64) for each in (axis, name))
     keep = ~np.isnan(values) & (steps >= between[0]) & (steps <= between[1])
@@ -253,7 +253,7 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 class StepTables:
-    """A cache of the metric tables of many runs, which removes the least recently used tables."""
+    """A least-recently-used cache of the metric tables of many runs."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes

@@ -1,6 +1,7 @@
 """The API of the web page, with one function for each URL.
 
-The server escapes control characters in all data, and the page never inserts data as HTML.
+For safety, the server escapes control characters in all data, and the page never inserts data as
+HTML.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from covey.ui.processes import Explorer, Jobs, covey_json
 from covey.ui.step_table import SAMPLED, StepTables, curve
 
 READ_SECONDS = 0.04
-"""Seconds that a request may spend on reading a file. The page repeats the request until the whole
-file is read."""
+"""The number of seconds that a request may spend on reading a file. The page repeats a request
+until the whole file is read."""
 LEAST_SAMPLED = 40
-"""Minimum number of steps to sample from each run's file, even if a chart shows many runs."""
+"""The minimum number of steps to sample from each run, even if a chart shows many runs."""
 TABLE_BYTES = 100 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0
 """Minimum number of seconds between two searches for new runs."""
 HEALTH_SECONDS = 15
-"""Seconds between health checks of a run that is still training."""
+"""The number of seconds between two health checks of a run that is still training."""
 LONGEST = 20_000
-"""The server cuts texts to this number of characters, except on the page of a single rollout."""
+"""The maximum number of characters of a text, except on the page of a single rollout."""
 EVALUATION = (
     "step", "prompts", "greedy", "reward", "mean_tokens", "best_constant", "distinct_answers",
 )  # fmt: skip
@@ -63,7 +64,7 @@ class Site:
     _found: tuple[float, dict[str, Place]] = (0.0, {})
 
     def places(self) -> dict[str, Place]:
-        """Return runs and comparisons by id; search for new ones at most once per second."""
+        """Return runs and comparisons by id; search the folders at most once per second."""
         when, found = self._found
         if time.monotonic() - when > FIND_SECONDS:
             found = find(self.roots)
@@ -73,7 +74,7 @@ class Site:
     def place(self, query: Query, kind: str = "run", key: str = "run") -> Place:
         """Return the run or comparison with the id in a request.
 
-        The id in a request is never used as a path.
+        For safety, the id in a request is never used as a path.
         """
         place = self.places().get(query.get(key, ""))
         if place is None or place.kind != kind:
@@ -114,10 +115,10 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 
 
 def series(site: Site, query: Query) -> dict[str, Any]:
-    """Return the curves of the runs in a request, in which NUL characters separate the run ids.
+    """Return the curves of all runs that a request names, with NUL characters between run ids.
 
-    All runs in a request together have one time limit for reading. The page repeats the request
-    until all files are read.
+    One time limit applies to reading the files of all runs in a request. The page repeats the
+    request until all files are read.
     """
     ids = query.get("run", "").split("\0")
     until = time.monotonic() + READ_SECONDS
@@ -179,7 +180,7 @@ def health(site: Site, query: Query) -> dict[str, Any]:
 
 
 def explore(site: Site, query: Query) -> dict[str, Any]:
-    """Return each token's values in a toy optimizer step, for the page's step explorer."""
+    """Return the values of each token in a toy optimizer step, for the page's step explorer."""
     return site.explorer.ask(dict(query))
 
 

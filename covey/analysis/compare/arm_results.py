@@ -17,8 +17,8 @@ from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import is_graded
 
 SHARES = (0.5, 1.0)
-"""The report shows how long each arm takes to gain these fractions of the accuracy. The fraction 0
-is the initial accuracy, and 1 is the highest accuracy that every arm reaches.
+"""The report shows how long each arm takes to reach these fractions of the accuracy gain. The full
+accuracy gain goes from the initial accuracy to the highest accuracy that every arm reaches.
 """
 
 
@@ -26,7 +26,7 @@ is the initial accuracy, and 1 is the highest accuracy that every arm reaches.
 class TimeToAccuracy:
     """The median cost of training an arm up to a given accuracy.
 
-    A cost is None if half of the seeds or more never reach the accuracy.
+    A cost is None if at least half of the seeds never reach the accuracy.
     """
 
     accuracy: float
@@ -89,10 +89,10 @@ class ArmResult:
     """The final accuracy, averaged over seeds. The confidence interval covers the variation between
     seeds and between prompts."""
     improvement: Estimate | None = None
-    """Final minus initial."""
+    """The final accuracy minus the initial accuracy."""
     best: Estimate | None = None
-    """The highest accuracy of each run, averaged over seeds, which overestimates the true
-    accuracy."""
+    """The highest accuracy of each run, averaged over seeds. The average of the highest accuracies
+    is biased upwards, because the best evaluation is partly luck."""
     area: Estimate | None = None
     """The mean accuracy over training, from the start up to the largest budget that every run
     reached. The confidence interval covers the variation between seeds."""
@@ -110,9 +110,8 @@ class ArmResult:
     """The final accuracy minus the best accuracy that one constant answer to all prompts can
     get."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """The mean rewards of greedy completions, under the name `reward`, and the means of each reward
-    component, under `parts/NAME`. The dict is empty if every reward is 1 for success and 0 for
-    failure.
+    """Maps `reward` to the mean reward of greedy completions, and `parts/NAME` to the mean of each
+    reward component. `rewards` is empty if every reward is 1 for success and 0 for failure.
     """
     cost: Cost | None = None
 
@@ -194,7 +193,7 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return the means of the reward and its components, over prompts that every run scored."""
+    """Return the means of the reward and its components, over prompts scored in every run."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     scored = [
         (row, point.correct[prompt])
@@ -243,8 +242,8 @@ def _axis(run: RunResult, name: str) -> list[float]:
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
     """Return the accuracy levels at which the report compares the speed of arms.
 
-    More than half of each arm's seeds reach the highest level. A single seed that fails to learn
-    therefore does not lower the levels.
+    More than half of each arm's seeds reach the highest accuracy level. A single seed that fails to
+    learn therefore does not lower the accuracy levels.
     """
     if not arms:
         return []
@@ -279,8 +278,8 @@ def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, or None if it did not collapse (see docs/statistics.md).
 
     A run has collapsed if its final accuracy is significantly below its initial accuracy. A run has
-    also collapsed if its final accuracy is below half of its best accuracy, and this drop is
-    significant.
+    also collapsed if its final accuracy is less than half of its best accuracy, and if the drop
+    from the best accuracy is significant.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -26,8 +26,8 @@ class Arm:
     """A number added to every seed of this arm, so that the arm draws other prompts and samples
     other completions."""
     differences: Mapping[str, Any] = field(default_factory=dict)
-    """Maps each setting that differs from the common configuration to the arm's value. The value is
-    None if the arm's algorithm does not have the setting. The module design.py fills this field.
+    """Maps each setting that differs from the common configuration to the arm's value, or to None
+    if the arm's algorithm does not have the setting. The module design.py fills in `differences`.
     """
 
     @property
@@ -47,16 +47,16 @@ class Point:
     updates: int
     """The number of optimizer steps so far."""
     seconds: float
-    """The training time so far, without evaluations and without the first step. The first step is
-    left out because only one run spends time on generating its completions, which all arms share.
+    """The training time so far, without evaluations and without the first step. The time of the
+    first step does not count, because one run generates the completions of that step for all arms.
     """
     correct: Mapping[str, bool]
-    """Maps each prompt id to whether the greedy completion is correct. All runs have the same
-    prompts in the same order.
+    """Maps each prompt id to whether the prompt's greedy completion is correct. All runs are
+    evaluated on the same prompts in the same order.
     """
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Maps each prompt id to the reward and the reward components (`parts/NAME`) of its greedy
-    completion. Prompts without a scored completion are left out."""
+    completion. `rewards` omits prompts whose completion could not be scored."""
     distinct_answers: int | None = None
     """The number of different final answers among the greedy completions."""
     by: Metric = "success"
@@ -94,16 +94,14 @@ class RunOutcome:
     error: str = ""
     """The reason why the run failed, in one line."""
     weights: str = ""
-    """The digest of the final weights, which is equal only for policies that are equal bit for
-    bit."""
+    """The digest of the final weights; equal digests mean that the weights are bit-identical."""
     first_rollouts: str = ""
-    """The name of the first step's rollouts, which is equal in runs that share these rollouts."""
+    """The names of the shared rollouts that the first step used, separated by spaces."""
     memory_gib: float = 0.0
-    """The peak memory of the tensors on the GPU, or of the process if there is no GPU. The peak
-    memory is 0 if it is unknown."""
+    """The peak memory of the tensors on the GPU or, without a GPU, of the process; 0 if unknown."""
     cpu_seconds: float = 0.0
-    """The CPU time of the run's process, including evaluations. The CPU time is 0 if it is unknown.
-    For a resumed run, `memory_gib` and `cpu_seconds` cover only the last process.
+    """The CPU time of the run's process, including evaluations; 0 if unknown. For a resumed run,
+    `memory_gib` and `cpu_seconds` cover only the last process.
     """
 
 
@@ -126,7 +124,7 @@ class RunResult(RunOutcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A comparison with its arms, runs and evaluations, from which the report is made."""
+    """The arms, runs and evaluations of a comparison, from which Covey writes the report."""
 
     name: str
     command: str
@@ -137,7 +135,7 @@ class Comparison:
     """The budget of each run, in the unit that `budget` names."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """Problems that were found before training, as dicts with the texts of `Finding.row()`."""
+    """Possible problems that were found before training, in the format of `Finding.row()`."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
@@ -158,11 +156,11 @@ class Comparison:
 
 
 def compared_by(runs: Iterable[RunResult]) -> Metric:
-    """Return the metric for comparing arms: "success", or "reward" if no completion is correct.
+    """Choose the metric that compares the arms of a comparison.
 
     Some reward functions only give grades and never mark a completion as correct. If no completion
-    counts as correct, arms are compared by mean reward. Comparing by reward needs rewards in all
-    evaluations, and at least two different rewards.
+    is correct, arms are compared by mean reward, unless all rewards are equal or an evaluation has
+    no rewards.
     """
     points = [point for run in runs for point in run.points]
     if any(any(point.correct.values()) for point in points):

@@ -93,7 +93,7 @@ def read_outcome(run: Path) -> RunOutcome | None:
     except RunError as error:
         notice(f"{error}; the run counts as unfinished")
         return None
-    if "first_answers" in row:  # its name in 0.1
+    if "first_answers" in row:  # the name of first_rollouts in Covey 0.1
         row = {**row, "first_rollouts": row["first_answers"]}
     outcome: RunOutcome = OUTCOME.validate_python(row)
     return outcome
@@ -130,7 +130,7 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml. Settings of Covey 0.1 get their current names."""
+    """Read comparison.toml, and rename settings of Covey 0.1 to their current names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(
@@ -194,7 +194,7 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
-    """Return the best accuracy of a constant answer, which a run's first evaluation recorded."""
+    """Return the best accuracy of a constant answer, as recorded in the first evaluation."""
     for run in runs:
         for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
             value = row.get("best_constant")
@@ -214,7 +214,7 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the evaluations that cover all prompts. Incomplete evaluations cannot be compared."""
+    """Return the evaluations that cover all prompts; incomplete evaluations cannot be compared."""
     steps = run.steps()
     points = []
     for row in run.evaluations():

@@ -19,7 +19,7 @@ TESTS: Mapping[Metric, str] = {"success": "McNemar's exact test", "reward": "sig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """The conclusion of a comparison: sentences for the report, and the results behind them."""
+    """The conclusion of a comparison: sentences for the report, and results of arms and pairs."""
 
     headline: str
     cautions: tuple[str, ...]
@@ -75,10 +75,10 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> list[str]:
-    """Return a sentence per pair with its mean difference if failed runs count as untrained.
+    """Return sentences with each pair's mean difference if failed runs count as untrained.
 
-    An untrained run has the accuracy of its arm before training. The sentences show how much failed
-    runs could change the conclusion.
+    An untrained run has the accuracy of its arm before training. The mean difference shows how much
+    failed runs could change the conclusion.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
@@ -102,7 +102,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that names the better algorithm, or says why the runs cannot decide."""
+    """Return a sentence that names the better algorithm, or says why none is known to be better."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -292,7 +292,7 @@ def _cautions(
 
 
 def _at_constant(arm: ArmResult) -> str:
-    """Return a caution if an arm improved, but is no better than a constant answer."""
+    """Return a caution if an arm improved, but is not clearly better than a constant answer."""
     above, answers = arm.above_constant, arm.distinct_answers
     if above is None or arm.final is None or arm.improvement is None:
         return ""

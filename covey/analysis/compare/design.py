@@ -1,10 +1,10 @@
 """Builds the design of a comparison: its common configuration, arms, seeds and budget.
 
 Each arm takes the settings that the user gave for all arms, and overrides some of them. Default
-values are filled in after an arm's overrides. An arm with another algorithm therefore gets the
-defaults of its own algorithm. No arm may change the budget or the held-out evaluation, because all
-arms must be measured in the same way. Even an arm that trains on another reward is evaluated with
-the common reward.
+values are filled in after the overrides, so an arm with another algorithm gets the defaults of its
+own algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
+measured in the same way. Even an arm that trains on another reward is evaluated with the common
+reward.
 """
 
 from __future__ import annotations
@@ -187,10 +187,10 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
     """Return the user's objective options that differ from the defaults of the arm's algorithm.
 
-    The result maps each option to the user's value and the default of the arm's algorithm. For
-    example, `--algorithms gspo` keeps the clip range of a GRPO recipe, although this range is
-    hundreds of times wider than GSPO's default. The result leaves out an option if its default is
-    the same in the recipe's and in the arm's algorithm.
+    The returned dict maps each option to the user's value and the default of the arm's algorithm.
+    For example, `--algorithms gspo` keeps the clip range of a GRPO recipe, although this range is
+    hundreds of times wider than GSPO's default. An option is omitted if the recipe's and the arm's
+    algorithm have the same default for it.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:

@@ -33,7 +33,7 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
         task = task_of(config)
         held_out = held_out_of(config, task)
         digest = prompts_digest(held_out)
-        expected = expected or digest  # that of the first arm
+        expected = expected or digest  # the digest of the first arm
         if digest != expected:
             raise ConfigError(
                 f"arm {name}: the held-out prompts differ from those of arm {first}, so accuracies "

@@ -73,7 +73,7 @@ class Job:
 def make_jobs(folder: Path, design: Design) -> list[Job]:
     """Return one job for each arm and seed.
 
-    Jobs are in the order of seeds, so all arms advance together.
+    Jobs are ordered by seed, so that all arms make progress together.
     """
     weights: dict[str, str] = {}
     data: dict[str, str] = {}
@@ -190,7 +190,7 @@ def _finished_elsewhere(parent: Path) -> dict[str, Path]:
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """The jobs of a comparison and the status of each."""
+    """The jobs of a comparison, with the status of each job."""
 
     jobs: Sequence[Job]
     status: dict[str, Status] = field(default_factory=dict)
@@ -212,7 +212,7 @@ Watch = Callable[[Running], None]
 def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:
     """Run all unfinished jobs, at most `parallel` at a time.
 
-    On Ctrl-C, each run saves and stops.
+    On Ctrl-C, each run saves its current step and stops.
     """
     running = Running(jobs=jobs)
     elsewhere = _finished_elsewhere(folder.parent)

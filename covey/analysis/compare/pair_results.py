@@ -1,10 +1,10 @@
 """Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
-Which algorithm is better and which checkpoint is better are two questions with different tests. A
-test over seeds decides which *algorithm* is better. Each seed is a separate training run and counts
-as one measurement. To be significant, the difference between two arms must be large compared with
-the variation between seeds. A test over prompts decides which of two *checkpoints* is better. The
-tests and intervals are described in docs/statistics.md.
+Whether an algorithm is better and whether a checkpoint is better are two questions, which need
+different tests. A test over seeds decides which *algorithm* is better. Each seed is a separate
+training run and counts as one measurement. To be significant, the difference between two arms must
+be large compared with the variation between seeds. A test over prompts decides which of two
+*checkpoints* is better. The tests and intervals are described in docs/statistics.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CheckpointResult:
     """The number of prompts that only the first arm's checkpoint solves."""
     lost: int
     p_value: float
-    """McNemar's exact test."""
+    """The p-value of McNemar's exact test or, for rewards, of the sign test."""
     p_holm: float
     """The p-value after Holm's correction over all pairs and seeds."""
 
@@ -62,7 +62,7 @@ class PairResult:
     mean: float | None
     """The mean of `differences`, or None if no seed has finished in both arms."""
     difference: Estimate | None
-    """The mean difference with Student's t interval over seeds. The difference is None with fewer
+    """The mean difference with Student's t interval over seeds. `difference` is None with fewer
     than three seeds, or if both arms have equal final weights in every seed.
     """
     difference_new_prompts: Estimate | None
@@ -76,8 +76,8 @@ class PairResult:
     better: str | None
     """The name of the significantly better arm, or None if there is none."""
     seeds_needed: int | None
-    """The number of seeds that would detect the observed difference with 80 % power. The number is
-    None if `decision` is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
+    """The number of seeds that would detect the observed difference with 80 % power. `seeds_needed`
+    is None if `decision` is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
     detectable: float | None
     """The smallest difference that the comparison's number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
@@ -104,10 +104,10 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """The first arm's accuracy (or mean reward) minus the second arm's, for each seed.
+        """For each seed, the mean over prompts of the first minus the second arm's value.
 
-        The sums are subtracted before the division by the number of prompts, so equal accuracies
-        give exactly 0.
+        To give exactly 0 for equal accuracies, the sums over prompts are subtracted before they are
+        divided by the number of prompts.
         """
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
@@ -132,7 +132,7 @@ def pair_results(
 ) -> tuple[PairResult, ...]:
     """Compare every pair of arms.
 
-    The arguments are the finished and the missing runs of each arm.
+    `runs` maps each arm to its finished runs, and `missing` to one line per unfinished run.
     """
     pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
     tested = [pair for pair in pairs if pair.tested]
@@ -243,7 +243,7 @@ def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
                 p_value=each.p_value,
                 p_holm=next(p_holm),
             )
-            for seed, each in zip(pair.seeds, results, strict=False)  # the same policy has none
+            for seed, each in zip(pair.seeds, results, strict=False)  # empty for the same policy
         )
         for pair, results in zip(pairs, found, strict=True)
     ]

@@ -24,7 +24,7 @@ from covey.config import Config, parse_config
 from covey.errors import ConfigError, RunError
 
 PARENT = Path("comparisons")
-"""The parent folder of comparisons for which the user names no folder."""
+"""The default parent folder of comparisons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,8 @@ class Prepared:
 def prepare(request: Request, folder: Path | None = None) -> Prepared:
     """Choose the folder of a comparison.
 
-    If the folder has a comparison of the same design, resume this comparison.
-
-    Without `folder`, the comparison gets the next free folder comparisons/NAME-N.
+    If the folder already contains a comparison with the same design, resume this comparison.
+    Without `folder`, choose the next free folder comparisons/NAME-N.
     """
     design = design_comparison(request)
     if len(design.arms) < 2:
@@ -97,7 +96,7 @@ def extend(
 def checked(prepared: Prepared) -> Prepared:
     """Raise an error if a comparison is unfair.
 
-    Add possible problems and the number of threads to the design.
+    Add possible problems and the number of threads to the design of a fair comparison.
     """
     design, old = prepared.design, prepared.previous
     configs = arm_configs(design)

@@ -18,8 +18,8 @@ from covey.run.records import last_row
 
 LIVE_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
-"""Seconds between two updates of the table in a terminal, and between two progress lines of a run
-in a log.
+"""LIVE_SECONDS is the time between updates of the table in a terminal, and PLAIN_SECONDS the time
+between a run's progress lines in a log.
 """
 STYLES: dict[Status, str] = {
     "waiting": "dim",
@@ -55,7 +55,7 @@ class Progress:
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, running: Running) -> None:
-        """Update the table every half second. Without a table, print lines about the runs."""
+        """Update the live table every half second or, without a table, print lines about runs."""
         elapsed = time.monotonic() - self.last
         if self.live is not None:
             ended = not running.having("running") and not running.having("waiting")

@@ -1,7 +1,8 @@
 """Collects the contents of a comparison's report for its HTML, Markdown and JSON files.
 
-The evaluations give the conclusion, the learning curves and the prompts that arms solve. The run
-folders give example completions and training metrics. A report can be written without run folders.
+The conclusion, the learning curves and the numbers of solved prompts come from evaluations. The
+example completions and training metrics come from run folders. Without run folders, the report has
+no example completions and no training metrics.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reward": ("objective/scores",),
         "entropy": ("policy/entropy_avg",),
         "clipped share": ("policy/clipfrac_avg",),
-        # The KL to the reference if there is one, else to the policy that sampled.
+        # The KL from the reference if there is one, and otherwise from the sampling policy.
         "KL": ("objective/kl_avg", "policy/approxkl_avg"),
         "completion length": ("rollout/lengths",),
         "gradient norm": ("optim/grad_norm",),
@@ -32,8 +33,8 @@ HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Maps each training-health chart of the report to the names of its metrics in steps.jsonl.
 
-A chart shows the first of its metrics that the run logged. Each metric is defined in
-docs/metrics.md.
+If a chart has several metrics, the chart shows the first metric that the run logged. Each metric is
+defined in docs/metrics.md.
 """
 HEALTH_POINTS = 200
 """The largest number of points in a chart. In longer runs, each point is the mean of several
@@ -77,10 +78,10 @@ class ReportContents:
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """How many prompts all arms, some arms or no arm solves. The value is None if no run has
-    finished, or if arms are compared by reward."""
+    """The numbers of prompts that all arms, some arms or no arm solves. `agreement` is None if no
+    run has finished, or if arms are compared by reward."""
     texts: Mapping[str, tuple[str, str]]
-    """Maps each prompt id to the prompt's text and its target. The dict is empty if no run saved
+    """Maps each prompt id to the prompt's text and its target; empty if no run saved
     completions."""
     example_seed: int | None
     """The seed of the runs whose completions are shown as examples."""
@@ -113,7 +114,7 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
 
 
 def _common_seed(comparison: Comparison) -> int | None:
-    """Return the seed that most arms finished, or the first such seed if there are several."""
+    """Return the seed with the most finished runs, or the first of several such seeds."""
     counts = {
         seed: sum(run.finished for run in comparison.runs if run.seed == seed)
         for seed in comparison.seeds
@@ -122,7 +123,7 @@ def _common_seed(comparison: Comparison) -> int | None:
 
 
 def _ignore(text: str) -> None:
-    """Do not report damaged lines again, because loading the comparison has reported them."""
+    """Ignore a note about a damaged line, because loading the comparison has printed the note."""
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
@@ -171,7 +172,7 @@ def trends(
     panels: Mapping[str, Sequence[str]],
     logs: Sequence[Sequence[Mapping[str, Any]]],
 ) -> dict[str, Trend]:
-    """For each chart, return the curve of its first metric that the runs logged."""
+    """Map each chart to the curve of its first metric that the runs logged."""
     found = {}
     for panel, metrics in panels.items():
         drawn = (trend(arm, metric, logs) for metric in metrics)
@@ -210,7 +211,7 @@ Runs = Mapping[str, Sequence[RunResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedPrompt:
-    """A held-out prompt with the number of finished runs of each arm that solve it."""
+    """A held-out prompt, and for each arm the number of finished runs that solve the prompt."""
 
     id: str
     solved: Mapping[str, int]
@@ -233,7 +234,7 @@ class Agreement:
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
     """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs
-    of the same arm. The fraction is None if no arm has two finished runs.
+    of the same arm. `disagreement_between_seeds` is None if no arm has two finished runs.
     """
     disagreement_between_arms: float | None
     """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs

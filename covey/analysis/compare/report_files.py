@@ -44,9 +44,9 @@ SCHEMA = 3
 """The format version of report.json, which increases when a field is renamed, removed or
 redefined."""
 COLOURS = 8
-"""The number of arm colors in the style sheet, which further arms reuse with dashed lines."""
+"""The number of arm colors in the style sheet; further arms reuse the colors with dashed lines."""
 LONGEST_COMPLETION = 3000
-"""The HTML report cuts off a completion after this number of characters."""
+"""The maximum number of characters of a completion in the HTML report."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[report]'."
 
 
@@ -188,7 +188,7 @@ def page(contents: ReportContents) -> str:
 def markdown(contents: ReportContents) -> str:
     """Return the Markdown report, from the template comparison.md.
 
-    The Markdown report suits a comment on GitHub.
+    The Markdown report can be posted as a comment on GitHub.
     """
     return _rendered("comparison.md", contents, fenced=fenced)
 

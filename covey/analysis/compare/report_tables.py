@@ -75,7 +75,7 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
     """Return the confidence interval of an improvement.
 
-    With two seeds, return each seed's improvement.
+    With two seeds, return the improvement of each seed instead of an interval.
     """
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
@@ -153,7 +153,7 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summaries of all pairs of arms, except the one that is already the headline."""
+    """Return the summaries of all pairs of arms, except the summary that is the headline."""
     return [pair.summary for pair in found.pairs if pair.summary != found.headline]
 
 

@@ -104,7 +104,7 @@ def run_job(job: Job) -> int:
     with ExitStack() as stack:
         stack.enter_context(closing(parts))
         # The common reward scores evaluations, whatever reward the arm is trained on.
-        apart = bool(common.evaluate.reward.name)  # every arm has it: [evaluate] is common
+        apart = bool(common.evaluate.reward.name)  # all arms have it, because [evaluate] is common
         if not apart and (config.reward, config.scoring) != (common.reward, common.scoring):
             scorer = stack.enter_context(closing(scorer_of(common)))
             known = baselines_of(common, scorer, parts.held_out_prompts)
@@ -137,7 +137,7 @@ def run_job(job: Job) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes, of the GPU if there is one and else of this process."""
+    """Return the peak memory of a GPU or, if `device` is a CPU, of this process, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

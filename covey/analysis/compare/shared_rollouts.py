@@ -35,7 +35,7 @@ from covey.types import VersionSpan
 
 @dataclass(slots=True, kw_only=True)
 class SharedEngine:
-    """An engine that stores the first step's completions, or reads those of another run."""
+    """An engine that shares the first step's completions with other runs of the same seed."""
 
     engine: Engine
     folder: Path
@@ -44,8 +44,7 @@ class SharedEngine:
     names_file: Path
     """The file in which this run lists the stored completions that its first step used."""
     names: list[str] = field(default_factory=list)
-    """The names of the stored completions that this run used, which are file names without
-    suffix."""
+    """The file names, without suffix, of the stored completions that this run used."""
     version: int = 0
 
     @property
@@ -72,9 +71,9 @@ class SharedEngine:
         self.engine.close()
 
     def run(self, requests: RequestSource) -> None:
-        """Read the completions from a file.
+        """Read the first step's completions from a file, or generate and store them.
 
-        If the file does not exist, generate the completions and store them.
+        In later steps, generate the completions as usual.
         """
         if self.version > 0 or not requests.limits.requests:
             self.engine.run(requests)
@@ -99,7 +98,7 @@ class SharedEngine:
             del settings[name]
         greedy, seed = limits.sampling.distribution.temperature == 0.0, limits.sampling.seed
         if greedy:
-            settings["seed"] = None  # nothing is drawn
+            settings["seed"] = None  # greedy generation draws no random numbers
         prompts = {request.prompt: (request.address.prompt, request.tokens) for request in requests}
         name = "evaluation" if step == EVALUATION_STEP else f"step-{step}"
         tail = "" if greedy else f"-seed-{seed}"
@@ -130,7 +129,7 @@ class _Recorder:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Let only one process at a time check whether a file exists, and write that file."""
+    """Lock a file, so that only one process at a time checks whether it exists and writes it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
 """Statistical tests, intervals and power analysis for runs with several seeds.
 
 Every seed is measured on the same held-out prompts, so seeds and prompts are crossed factors.
-Arrays have the shape [seeds] or [seeds, prompts]. Simulations add axes in front for repetitions of
-an experiment. See docs/statistics.md for the reasons for these tests and intervals, and for their
-error rates.
+Arrays have the shape [seeds] or [seeds, prompts]. To simulate many experiments at once, arrays can
+have additional leading axes. See docs/statistics.md for the reasons for these tests and intervals,
+and for their error rates.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ combinations. With more seeds, the sign flip test tries `2 ** 16` random combina
 """
 FEW_SEEDS = 3
 """The smallest number of seeds that is enough to rank two arms. With two seeds, the confidence
-interval is too wide."""
+interval is too wide to rank arms."""
 FLIP_SEEDS = 6
 """The smallest number of seeds with which the sign flip test can reach a p-value below 5 %. With
 five seeds, the lowest possible p-value is 6.25 %.
 """
 COLLAPSE_LEVEL = 0.01
-"""A drop in accuracy counts as a collapse if its p-value is below this level. The level is below 5
-% because a run's best evaluation is partly luck."""
+"""A drop in accuracy counts as a collapse if its p-value is below COLLAPSE_LEVEL. COLLAPSE_LEVEL is
+lower than the usual 5 %, because a run's best evaluation is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +58,19 @@ class Crossed:
 
     mean: Array
     over_seeds: Array
-    """The variance of the mean that comes from the choice of seeds, for fixed prompts."""
+    """The part of the mean's variance that comes from the choice of seeds, for fixed prompts."""
     over_items: Array
-    """The additional variance of the mean that comes from the choice of prompts."""
+    """The part of the mean's variance that comes from the choice of prompts."""
 
 
 def crossed(values: Array) -> Crossed:
     """Return the mean of `values` [..., seeds, prompts], and the two components of its variance.
 
-    The components come from a two-way analysis of variance in which both factors are random.
-    Accuracies per seed alone cannot show the variance between prompts. A prompt that is hard for
-    every seed does not increase the variance between seeds. The variance between prompts is the
-    variance of the per-prompt means minus the residual variance of the two-way model.
+    The variance components come from a two-way analysis of variance in which seeds and prompts are
+    random factors. The variance between prompts cannot be computed from one accuracy per seed,
+    because a prompt that is hard for every seed lowers all accuracies alike. The variance between
+    prompts is the variance of the per-prompt means minus the residual variance of the two-way
+    model.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -85,7 +86,7 @@ def crossed(values: Array) -> Crossed:
 
 
 def half_width(parts: Crossed, seeds: int, items: int) -> Array:
-    """Return half of the width of the 95 % interval for a mean over seeds and prompts.
+    """Return the half-width of the 95 % confidence interval of a mean over seeds and prompts.
 
     Each variance component is multiplied by the squared t quantile for its own degrees of freedom.
     With two seeds, the t quantile is 12.7 for the variance between seeds, but about 2 for the
@@ -157,10 +158,10 @@ def mean_reward(values: Array) -> Estimate:
 def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    The result is at least the rounding error of a difference. With n prompts, accuracies are
-    rounded to multiples of `1 / n`. Without this lower bound, two seeds with equal differences
-    would have a standard deviation of 0, and any difference would be significant. Rewards have the
-    rounding step `span / items`, where `span` is the highest minus the lowest reward.
+    With n prompts, accuracies are multiples of `1 / n`, so two seeds often have equal differences.
+    A standard deviation of 0 would make any difference significant. The returned standard deviation
+    is therefore at least the standard deviation of rounding to multiples of `span / items`. `span`
+    is 1 for accuracies. For rewards, `span` is the highest minus the lowest reward.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -180,7 +181,7 @@ def seed_test(differences: Array, items: int, span: float = 1.0) -> Array:
 def seed_interval(
     differences: Array, items: int, span: float = 1.0, limit: float = 1.0
 ) -> Estimate:
-    """Return the mean difference with the confidence interval that belongs to `seed_test`."""
+    """Return the mean difference, with the confidence interval of the paired t-test."""
     seeds = len(differences)
     error = float(seed_deviation(differences, items, span)) / math.sqrt(seeds)
     mean, half = float(differences.mean()), _quantile(seeds - 1) * error
@@ -188,9 +189,9 @@ def seed_interval(
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Return the mean of one number per seed.
+    """Return the mean over seeds, with Student's t interval.
 
-    The estimate has Student's t interval if there are at least two seeds.
+    With a single seed, the interval has width 0.
     """
     mean = float(np.mean(values))
     if len(values) == 1:
@@ -204,8 +205,8 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
 
     If the arms are equally good, each seed's difference is equally likely to be positive or
     negative. The p-value is the fraction of sign combinations whose sum is at least as far from 0
-    as the observed sum. The result is None with fewer than six seeds, which cannot reach a p-value
-    of 5 %.
+    as the observed sum. With fewer than six seeds, return None, because no p-value could be below
+    5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -217,7 +218,7 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=seeds)))
     else:
         drawn = np.random.default_rng(0).choice((1.0, -1.0), (2**EXACT_FLIPS - 1, seeds))
-        signs = np.vstack([np.ones(seeds), drawn])  # the observed signs are one of the choices
+        signs = np.vstack([np.ones(seeds), drawn])  # always include the observed signs
     sums = np.abs(signs @ np.asarray(differences, dtype=float))
     return float((sums >= sums[0] - ROUNDING).mean())
 
@@ -241,8 +242,8 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
     A significant difference with the wrong sign does not count as detected. The noncentral t
     distribution is computed as a mean of normal probabilities over quantiles of the observed
-    standard deviation. The usual series does not converge in the far tail, which a test with two
-    seeds needs.
+    standard deviation. The usual series for the noncentral t distribution does not converge in the
+    far tail, which a test with two seeds needs.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)
@@ -251,13 +252,13 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
 @cache
 def _observed_deviations(freedom: int) -> Array:
-    """Return quantiles of the observed standard deviation divided by the true one."""
+    """Return quantiles of the observed divided by the true standard deviation."""
     quantiles = (np.arange(2000) + 0.5) / 2000
     return np.asarray(np.sqrt(special.chdtri(freedom, 1 - quantiles) / freedom))
 
 
 def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | None:
-    """Return how many seeds give a power of 80 %.
+    """Return the number of seeds that the paired t-test needs for a power of 80 %.
 
     Return None if more than MOST_SEEDS seeds are needed.
 

@@ -29,16 +29,16 @@ from covey.run.trackers import Tracker
 from covey.training.build import assemble
 
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
-"""The sizes that the small training step can have, from largest to smallest. A size is the number
-of prompts, of completions per prompt, and of tokens per completion.
+"""The possible sizes of the small training step, from largest to smallest. A size consists of the
+numbers of prompts, of completions per prompt, and of tokens per completion.
 
-`covey doctor` uses the first size that is fast enough. By estimate, the rollouts and optimizer
-steps of this size take at most the fraction `SHARE` of the time limit.
+`covey doctor` uses the first size whose rollouts and optimizer steps are estimated to take at most
+the fraction `SHARE` of the time limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
 """SHARE is the fraction of the time limit that rollouts and optimizer steps together may take.
-ROLLOUTS is how often the checks generate a batch of rollouts, and UPDATES is how often they compute
-a gradient.
+ROLLOUTS is the number of rollout batches that all checks together generate, and UPDATES is the
+number of gradients that all checks together compute.
 """
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
@@ -59,10 +59,10 @@ def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
 
 
 def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
-    """Run all checks on a complete configuration. Yield each result as soon as it is known."""
+    """Run all checks of `covey doctor`, and yield each result as soon as it is known."""
     clock.say("reading model and data")
     if (gguf := find_gguf(config.model.path)) is not None:
-        import_gguf(gguf)  # once, and not a part of the time that a load takes
+        import_gguf(gguf)  # convert the file here, so that the measured load time excludes it
     facts, shape = task_facts(small(config)), shape_of(config)
     short, estimate = _fitting(config, facts, shape, clock.limit)
     if estimate is not None:
@@ -86,7 +86,7 @@ def _fitting(
     device, found = Device.here(config.model.device), None
     for size in SIZES:
         short = small(config, size)
-        # The number of turns is unknown: the estimate is for one turn.
+        # Because the number of turns is unknown, the estimate is for one turn.
         time = run_time(changed(short, {"environment.name": NONE}), facts, shape, device)
         found = None if isinstance(time, str) else time
         if found is None or ROLLOUTS * found.rollout + UPDATES * found.update <= SHARE * limit:
@@ -95,7 +95,10 @@ def _fitting(
 
 
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
-    """Check the engine and the gradient on the completions of one step. The weights change."""
+    """Check the engine and the gradient on the completions of one training step.
+
+    The checks change the weights of the policy.
+    """
     if skipped := clock.skips("engine, gradient", clock.pace.rollout + clock.pace.update):
         yield skipped
         return

@@ -26,12 +26,12 @@ RATE = 1e-3
 """The learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""The logit of a greedy token may be this much below the highest logit. With 16-bit models, the
-logit of a greedy token may be 0.5 below the highest."""
+"""Maps a dtype to the largest allowed difference between the highest logit and a greedy token's
+logit. For 16-bit dtypes, which are not in `NEAR`, the largest allowed difference is 0.5."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:
-    """Compare the engine's log-probs with those that the trainer computes."""
+    """Compare the log-probs of the engine with the log-probs of the trainer."""
     policy, tokens = parts.policy, parts.learner.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     kept = log_kept(policy, batch, parts.sampling.distribution, tokens)
@@ -65,7 +65,7 @@ def weights_check(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterat
     before = trainer_logp(policy, batch := filled_batch(parts.learner, groups, 1), tokens)
     policy.optimizer.zero_grad()
     policy.model.model.train()
-    # Any gradient will do; the gradient of the mean log-prob is never zero.
+    # Any nonzero gradient suffices, and the gradient of the mean log-prob is never zero.
     torch.autograd.backward(policy.plain_logp(batch).logp[batch.mask].mean())
     policy.step(RATE)
     moved = float((trainer_logp(policy, batch, tokens) - before)[batch.mask].abs().max())

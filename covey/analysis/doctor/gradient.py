@@ -1,9 +1,9 @@
 """Checks that the gradient does not depend on how a batch is split, padded or ordered.
 
-The doctor computes the gradient of one optimizer step with other micro-batches, padding, packing,
-ranks and order. The doctor compares each gradient with a reference, which is the sum of gradients
-from a separate forward pass for each completion. The rewards are hashes of prompt id and sample
-index, because equal rewards would give a gradient of 0.
+`covey doctor` computes the gradient of one optimizer step several times, each time with other
+micro-batches, padding, packing, ranks or order. Each gradient is compared with a reference, which
+is the sum of gradients from a separate forward pass for each completion. The rewards are replaced
+by hashes of prompt id and sample index, because equal rewards would give a gradient of 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from covey.types import Batch, Group, Rollout
 from covey.world import World
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
-"""The largest allowed relative difference of two gradients, in float32 and in 16 bits."""
+"""The largest allowed relative difference of two gradients: in float32, and in 16-bit precision."""
 REMEDY = (
     "the loss of a step depends on how the batch is split or padded: your own objective must leave "
     "denominators to its weights; set train.graphs = 'off' to rule out CUDA graphs, and otherwise "
@@ -55,9 +55,9 @@ def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iter
     batch = _filled(learner, invented)
     with clock.pace.measures("update"):
         alone = _gradient([_with_tokens(learner, 1)], batch)
-    # The next gradient is computed into the same tensors.
+    # Copy the gradient, because the next gradient overwrites the same tensors.
     alone = {name: each.detach().clone() for name, each in alone.items()}
-    # Half of the padded batch makes at least two micro-batches.
+    # With half of the padded batch's tokens as the limit, there are at least two micro-batches.
     half = max(1, int((batch.prompt_lengths + batch.lengths).max()) * len(batch) // 2)
     halves = _with_tokens(learner, half)
     model = replace(learner.policy.model, packs=False, flash=False, fused=False)
@@ -88,7 +88,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iter
 
 
 def _invented(group: Group) -> Group:
-    """Replace a group's rewards by hashes, which do not depend on the completions."""
+    """Replace a group's rewards by hashes of prompt id and sample index."""
 
     def reward(rollout: Rollout) -> float:
         return zlib.crc32(f"{rollout.prompt_id} {rollout.sample}".encode()) % 1000 / 1000
@@ -113,7 +113,7 @@ def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
 def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
     """Return the gradient of each parameter by name, summed over the learners of all ranks.
 
-    The gradients belong to the optimizer, and the next call of this function overwrites them.
+    The next call of `_gradient` overwrites the returned tensors, which belong to the optimizer.
     """
     optimizer = learners[0].policy.optimizer
     optimizer.zero_grad()

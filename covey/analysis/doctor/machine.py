@@ -32,9 +32,9 @@ from covey.training.resolve import reward_of, task_of
 from covey.training.rl import train
 
 PROMPTS = 8
-"""The number of held-out prompts that test the reward."""
+"""The number of held-out prompts with which the reward is tested."""
 OVER = 1.5
-"""The largest allowed ratio of measured memory to forecast memory. The ratio is above 1 because
+"""The largest allowed ratio of measured to forecast memory. A ratio above 1 is normal, because
 earlier checks leave some memory in use.
 """
 WORKSPACES = 256 * 2**20
@@ -64,11 +64,11 @@ def look(file, port):
     found += ["environment"] if "PATH_OF_DOCTOR" in os.environ else []
     return ", ".join([*found, *filter(None, [reach(port), write()])])
 """
-"""A program that lists the forbidden resources it can reach, which must be none in the sandbox."""
+"""A program that lists the forbidden resources it can reach; in the sandbox, it must reach none."""
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Check the reward. Yield one result for determinism, and one for all other properties."""
+    """Check the reward; yield a result for determinism, and a result for all other properties."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring
@@ -142,7 +142,7 @@ def _needs_sandbox(config: Config) -> bool:
 def resume_checks(
     config: Config, folder: Path, expected: Forecast, clock: Clock
 ) -> Iterator[Result]:
-    """Check that a resumed run writes the same checkpoint. Check memory and step time too."""
+    """Check that a resumed run writes the same checkpoint, and check memory and step time."""
     if skipped := clock.skips("resume, memory, time", clock.pace.resume):
         yield skipped
         return
@@ -164,7 +164,7 @@ def resume_checks(
 def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # tells Linux to reset the peak
+    with contextlib.suppress(OSError):  # ask Linux to reset the peak memory
         Path("/proc/self/clear_refs").write_text("5")
 
 

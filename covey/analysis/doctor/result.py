@@ -23,7 +23,7 @@ class Result:
     passed: bool | None
     """Whether the check passed, or None if it was skipped or does not apply."""
     figure: str
-    """What was found."""
+    """What the check found, in a few words."""
     remedy: str = ""
     """What the user can do if the check fails."""
     seconds: float = 0.0
@@ -62,7 +62,7 @@ def results_of(name: str, checks: Checks) -> Iterator[Result]:
         )
 
 
-# The clock of a checkup: the time that is left, and the checks that would take too long.
+# The time limit of `covey doctor`: the time left, and which checks would exceed it.
 
 LIMIT = 110.0
 """The time limit of all checks together, in seconds. `covey doctor` takes less than two minutes,
@@ -72,13 +72,13 @@ including the start of Python and the imports.
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """The seconds for each part of a small training step, first estimated and later measured."""
+    """The seconds that each part of a small training step takes, estimated or measured."""
 
     load: float = 0.0
-    """The seconds to build the model, the engine and the task."""
+    """The seconds that loading the model and building the engine and the task take."""
     rollout: float = 0.0
     update: float = 0.0
-    """The seconds to compute the gradient over all completions of a step."""
+    """The seconds that the gradient over all completions of a step takes."""
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Pace:
     def resume(self) -> float:
         """The seconds of the resume check, which trains three steps in two runs.
 
-        Writing a checkpoint takes about as long as loading the model, so it counts as one load.
+        Writing a checkpoint takes about as long as loading the model, and is counted as a load.
         """
         return 3 * (self.rollout + self.update) + 5 * self.load
 
@@ -107,7 +107,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """The seconds until the time limit."""
+        """The number of seconds left until the time limit."""
         return self.limit - (time.perf_counter() - self.started)
 
     def skips(self, name: str, expected: float = 0.0) -> Result | None:

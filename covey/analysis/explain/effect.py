@@ -23,18 +23,17 @@ from covey.training.policy import Policy
 from covey.types import Batch
 
 CLIPPED = ("", "low", "high", "dual")
-"""The names of a ratio's clip bounds; the empty name means that the ratio is not clipped."""
+"""The names of clip bounds; the empty name means that a ratio is not clipped."""
 
 
 class Effect(NamedTuple):
-    """The loss of an optimizer step, with the gradient and the ratio of each token [B, T]."""
+    """The loss of an optimizer step, and each token's gradient and ratio as tensors [B, T]."""
 
     loss: torch.Tensor
     gradient: torch.Tensor
     """The gradient of the loss with respect to each token's log-prob, d loss / d logp."""
     entropy_gradient: torch.Tensor
-    """The gradient of the loss with respect to each token's entropy, which is 0 without an entropy
-    bonus."""
+    """The gradient of the loss with respect to each token's entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
     """The objective's importance ratios, one per token or one per completion."""
@@ -90,8 +89,8 @@ def parameter_gradients(
     The algorithms share one forward pass, and each algorithm has its own backward pass. The
     gradients of all algorithms are in memory at the same time.
     """
-    # The optimizer collects gradients as in training, because some of them bypass autograd on a
-    # GPU.
+    # The optimizer collects the gradients, as in training, because some gradients bypass autograd
+    # on a GPU.
     optimizer = policy.optimizer
     size = sum(parameter.numel() for parameter in optimizer.parameters.values())
     totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}

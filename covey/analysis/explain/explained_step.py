@@ -2,7 +2,7 @@
 
 Covey trains the policy on the recorded rollouts again, in the same mini-batches. The ratio,
 gradient and other values of a token come from the optimizer step that trains on the token. If
-several epochs train on the token, the values come from the last epoch.
+several epochs train on a token, the values come from the last epoch.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class ExplainedToken:
     advantage: float | None = None
     ratio: float | None = None
     clipped: str | None = None
-    """The clip bound that limits the token's ratio (low, high or dual), or None if the ratio is not
-    clipped."""
+    """The clip bound that limits the token's ratio (low, high or dual); None if not clipped."""
     kl: float | None = None
-    """The token's estimate of the KL divergence from the reference policy."""
+    """The estimate of the KL divergence from the reference policy at this token."""
     entropy: float | None = None
     weight: float | None = None
     gradient: float | None = None
-    """The gradient d loss / d logp; a negative gradient makes the token more likely."""
+    """The gradient d loss / d logp; an optimizer step makes a token with a negative gradient more
+    likely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class ExplainedRollout:
     gradient: float
     """The sum of `|d loss / d logp|` over the rollout's tokens."""
     push: float
-    """The sum of `-d loss / d logp` over the rollout's tokens; a positive sum makes the completion
-    more likely."""
+    """The sum of `-d loss / d logp` over the rollout's tokens; if the sum is positive, an optimizer
+    step makes the completion more likely."""
     tokens: tuple[ExplainedToken, ...]
     turns: tuple[tuple[str, bool], ...] = ()
     """The text of each turn, and whether the step trained on the turn; empty for a single-turn
@@ -107,7 +107,7 @@ class ExplainedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of a training step, with the model weights that it was computed with."""
+    """The explanation of a training step, and the origin of the model weights used for it."""
 
     step: int
     algorithm: str
@@ -119,15 +119,16 @@ class Explanation:
     filtered_out: int
     """Number of rollouts that the step did not train on."""
     tokens: int
-    """Trained tokens."""
+    """Number of trained tokens."""
     zero_gradient: int
     """Number of trained tokens whose gradient is 0."""
     clipped: int
     share_raised: float
-    """The share of the sum of `|d loss / d logp|` from tokens that become more likely."""
+    """The fraction of the step's sum of `|d loss / d logp|` that comes from tokens that become more
+    likely."""
     half_gradient_from: int
-    """The smallest number of rollouts that together make up half of the step's sum of `|d loss / d
-    logp|`."""
+    """The smallest number of rollouts whose tokens account for half of the step's sum of
+    `|d loss / d logp|`."""
     metrics: dict[str, float]
     """The metrics that the repeated training step computes."""
     logged: dict[str, Any]
@@ -236,7 +237,7 @@ def _groups(batch: Batch, watched: Watched, recorded: Recorded) -> tuple[Explain
 
 
 def _half_gradient_from(size: torch.Tensor) -> int:
-    size = size.cpu()  # on a GPU sums have no fixed order
+    size = size.cpu()  # on a GPU, sums have no fixed order
     reached = size.sort(descending=True).values.cumsum(0)
     return int((reached < size.sum() / 2).sum()) + 1 if size.any() else 0
 

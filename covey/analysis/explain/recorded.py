@@ -1,9 +1,9 @@
 """Loads a recorded training step and the policy from before the step, and repeats the step.
 
 A run keeps all rollouts, but only some checkpoints. Covey therefore loads the policy from the
-nearest checkpoint before the step, or the initial model if there is no such checkpoint. On request,
-Covey then repeats the recorded steps between the checkpoint and the step, which gives the exact
-weights. Covey does not generate or score any rollout again.
+nearest checkpoint before the step, or the initial model if no checkpoint is early enough. To get
+the exact weights, Covey can then repeat the recorded steps between the checkpoint and the step.
+Covey does not generate or score any rollout again.
 """
 
 from __future__ import annotations
@@ -152,16 +152,16 @@ def _rollout(row: dict[str, Any]) -> Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The origin of the model weights that explain a step."""
+    """The origin of the model weights with which a step is explained."""
 
     checkpoint: int
-    """Step of the loaded checkpoint; 0 means the initial model."""
+    """The step of the loaded checkpoint; 0 means the initial model."""
     path: str
     replayed_steps: int
     """Number of recorded steps that Covey repeated after it loaded the checkpoint."""
     steps_behind: int
-    """The number of training steps from the restored weights to the newer weights that generated
-    the rollouts."""
+    """The number of training steps by which the restored weights are older than the weights that
+    generated the rollouts."""
 
     @property
     def exact(self) -> bool:
@@ -188,7 +188,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """Return the policy of the nearest checkpoint before `step`.
 
     If `exact` is true, repeat the recorded steps between the checkpoint and `step`. The repeated
-    steps take as long as the original updates, and give the same weights.
+    steps give the same weights as in the run, and take as long as the run's updates did.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=notice)
@@ -218,14 +218,15 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
 
 Watched = dict[str, torch.Tensor]
 """Maps the names of token values to tensors [B, T]. The names are logp, entropy, weight, and the
-fields of `Effect` except `loss`. Each value comes from the last optimizer step that trains on the
-token. The entry `number` [B] is the index of each row's optimizer step, counted from 0."""
+fields of `Effect` except `loss`. The value of a token comes from the last optimizer step that
+trains on the token. The entry `number` [B] is the index, counted from 0, of the last optimizer step
+that trains on each row."""
 
 
 def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
     """Repeat the optimizer steps of a recorded training step.
 
-    Return the batch with one row for each rollout, the values of its tokens, and the metrics.
+    Return a batch with one row for each rollout, the token values, and the step's metrics.
     """
     state = trainee.state
     state.step = recorded.step

@@ -56,7 +56,7 @@ class Moment:
     """The results of all algorithms with the policy from before or after the run's step."""
 
     updates: int
-    """The number of optimizer steps that the policy has taken within the recorded step."""
+    """The number of optimizer steps that the policy has already taken in the recorded step."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
     """The cosine similarity between the parameter gradients of each pair of algorithms, or None if
@@ -71,8 +71,8 @@ class Replay:
 
     step: int
     run_algorithm: str
-    """The run's own algorithm with the run's options. Other algorithms use their default
-    options."""
+    """The run's own algorithm, which is replayed with the run's options. Other algorithms are
+    replayed with their default options."""
     options: Mapping[str, str]
     """Options that the user set for all algorithms. An algorithm ignores options that it does not
     have."""
@@ -103,7 +103,7 @@ def objectives(
             built[name] = objective_of(resolve(changed))
         except ConfigError:
             if not every or name == own:
-                raise  # with "all", algorithms that do not suit this run are left out
+                raise  # with "all", algorithms that do not suit this run are skipped instead
     if every and "parts" not in built[own].needs:
         built = {name: o for name, o in built.items() if "parts" not in o.needs}
     if "values" not in objective_of(resolve(config)).needs:
@@ -127,16 +127,16 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Compute the gradient that each algorithm would have had in a recorded step.
+    """Compute the gradient of each algorithm in a recorded step.
 
-    Compute the gradients with the policy from before the step, and again with the policy from after
-    the step.
+    Compute all gradients twice: with the policy from before and with the policy from after the
+    step.
     """
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)
     own, beta = trainee.config.objective.name, recorded.metrics.get("objective/beta")
-    if "beta" not in given and own in algorithms and beta is not None:  # that of the step
+    if "beta" not in given and own in algorithms and beta is not None:  # the step's adaptive beta
         algorithms = {**algorithms, own: replace(algorithms[own], beta=beta)}
     base = _base(trainee, recorded, algorithms)
     batches = {
@@ -199,7 +199,7 @@ def _moment(
     updates: int,
 ) -> Moment:
     effects = {name: whole_effect(o, batches[name], now) for name, o in algorithms.items()}
-    slopes = {  # one vector with all token gradients, for log-probs and for entropies
+    slopes = {  # for each algorithm, a vector of all gradients of log-probs and entropies
         name: torch.cat([found.gradient.flatten(), found.entropy_gradient.flatten()]).double()
         for name, found in effects.items()
     }
@@ -254,8 +254,9 @@ def _replayed(name: str, batch: Batch, found: Effect, norm: float) -> Replayed:
 # Families of algorithms with proportional gradients, and the length bias of algorithms.
 #
 # An algorithm changes a policy only through its token gradients, d loss / d logp. With equal token
-# gradients, two algorithms give the same update on a batch. With proportional ones they differ like
-# two learning rates, and Adam and gradient clipping mostly remove even this factor.
+# gradients, two algorithms give the same update on a batch. With proportional token gradients, two
+# algorithms differ like two learning rates, and Adam and gradient clipping mostly remove even this
+# difference.
 
 ROUNDING = 1e-5
 """The largest relative deviation for which token gradients still count as proportional."""
@@ -269,8 +270,7 @@ class Member:
 
     name: str
     factor: float
-    """This algorithm's token gradients, divided by the token gradients of the group's first
-    algorithm."""
+    """The algorithm's token gradients divided by those of the group's first algorithm."""
     identical: bool
     """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
@@ -290,7 +290,7 @@ class Family:
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
     """Return the factor c > 0 with `slopes = c * of` up to rounding, or None if there is none.
 
-    If both vectors are 0, the result is 1; if only one vector is 0, the result is None.
+    Return 1 if `slopes` and `of` are both 0, and None if only one of these vectors is 0.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)
@@ -335,7 +335,7 @@ class LengthBin:
 
 
 def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
-    """Sort completions into bins by length; return the mean weight of a token in each bin."""
+    """Sort completions into bins by length, and return the mean weight of a token in each bin."""
     assert batch.advantage is not None
     lengths = batch.mask.sum(dim=1)
     trained = lengths[lengths > 0].sort().values

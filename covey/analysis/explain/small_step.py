@@ -32,10 +32,10 @@ PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5
 
 
 def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return advantage, ratio, clip bound and gradient of each token in an optimizer step.
+    """Return the advantage, ratio, clip bound and gradient of each token in an optimizer step.
 
-    `rewards` and `lengths` have one number for each completion. `drift` is the largest change of a
-    token's log-prob after the sampling of the token.
+    In `question`, `rewards` and `lengths` have one number for each completion. `drift` is the
+    largest change of a token's log-prob since the token was sampled.
     """
     name = str(question.get("algorithm", "grpo"))
     rewards, lengths = _numbers(question, "rewards"), _numbers(question, "lengths")
@@ -92,7 +92,7 @@ def small_batch(
         parts=torch.tensor(list(zip(rewards, good.tolist(), strict=True))).double(),
         old_logp=old.where(mask, zeros),
         ref_logp=(old - 0.1).where(mask, zeros),
-        values=(zeros + sum(rewards) / count).where(mask, zeros),  # a critic that knows the mean
+        values=(zeros + sum(rewards) / count).where(mask, zeros),  # the critic predicts the mean
         teacher_logp=(old + 0.1 * pattern).where(mask, zeros),
         entropy=(1.0 + 0.5 * pattern).where(mask, zeros),
     )

@@ -20,14 +20,14 @@ class Case:
     prompt: Prompt
     text: str
     correct: bool | None = None
-    """Whether a person marked the completion as correct, or None without such a label."""
+    """The human label: whether the completion is correct, or None if there is no label."""
 
 
 def read_cases(path: Path) -> list[Case]:
     """Read completions from a file of JSON Lines, such as a run's rollouts.
 
     Each line is an object, which can have the keys `completion` (or `text`), `target` (or
-    `answer`), `prompt` (or `question`), and `correct` (a person's label). All other keys, and the
+    `answer`), `prompt` (or `question`), and `correct` (a human label). All other keys, and the
     entries under the key `info`, go into the prompt's `info`.
     """
     try:
@@ -45,9 +45,9 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def read_labelled(path: Path) -> list[Case]:
-    """Read completions with a person's label from a file of JSON Lines.
+    """Read completions with human labels from a file of JSON Lines.
 
-    A missing label is an error.
+    Raise an error if a completion has no label.
     """
     cases = read_cases(path)
     for number, case in enumerate(cases, start=1):

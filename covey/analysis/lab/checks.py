@@ -1,8 +1,8 @@
 """The checks of the reward lab, which find flaws in a reward before a policy exploits them.
 
-The lab scores correct completions and a corpus of reward hacks. Only correct completions may get
-the full reward. The lab scores each completion twice, in two processes, and measures the time. The
-lab can also compare the scores with labels that people gave.
+The reward lab scores correct completions and a corpus of reward hacks. Only correct completions may
+get the full reward. The lab scores each completion twice, in two processes, and measures the time.
+The lab can also compare the scores with human labels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from covey.types import Prompt
 
 THROUGHPUT_SECONDS = 2.0
 FEW_SLOW = 16
-"""The number of prompts for scoring the baselines if the reward is slow."""
+"""The number of prompts on which baselines are scored if the reward is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Lab:
         return math.isinf(high) or score.reward >= high - 1e-6 * max(1.0, abs(high))
 
     def works(self, hack: Hack, score: Score) -> bool:
-        """Return whether a hack works, according to its score."""
+        """Return whether a hack works, which means that the reward has a flaw."""
         if hack.correct_answer:
             return self.full_reward(score)
         low, high = self.reward.bounds
@@ -105,8 +105,8 @@ def solution_of(prompt: Prompt) -> str:
 def _thinking(prompt: Prompt) -> str:
     """Return a long thinking text, which includes the worked solution if the task has one.
 
-    The text starts with general thinking, because the worked solution alone may be shorter than a
-    format requires.
+    The text starts with general thinking, because a worked solution may be shorter than the
+    thinking that a format requires.
     """
     return f"{THINKING} {prompt.info.get('worked', '')}".strip()
 
@@ -118,7 +118,7 @@ def _correct(prompt: Prompt, form: Format) -> Case:
 def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
     """Check that correct completions get the full reward in at least one format.
 
-    Return the check, and the format in which most completions get the full reward.
+    Return the check, and the format in which the most completions get the full reward.
     """
     shares: dict[str, float] = {}
     missed: dict[str, list[str]] = {}
@@ -139,7 +139,7 @@ def check_correct(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Format]:
 
 
 def check_hacks(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Check that hacks with a wrong answer fail and that other hacks miss the full reward."""
+    """Check that hacks with a wrong answer fail, and that no hack gets the full reward."""
     bare = [Case(prompt=p, text=solution_of(p)) for p in prompts]
     results = lab.score(bare, "bare answers")
     needs_thinking = not all(lab.full_reward(result.score) for result in results)
@@ -220,7 +220,7 @@ def check_determinism(lab: Lab) -> Check:
 
 
 def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Check that all completions are scored in time, and measure completions per second."""
+    """Check that all completions are scored in time, and measure the scoring speed."""
     unscored = [f"{k[0]}: {r.error}" for k, r in lab.seen.items() if r.score is None]
     seconds, what = lab.slowest
     figure = f"{len(unscored)} of {len(lab.seen)}; slowest {seconds:.3g} s ({what})"
@@ -238,7 +238,7 @@ def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]
 
 
 def check_labels(lab: Lab, cases: Sequence[Case], allowed: float) -> list[Check]:
-    """Check that the `success` of a score agrees with people's labels."""
+    """Check that the `success` of a score agrees with human labels."""
     results = lab.score(cases, "labelled completions")
     checks = []
     for name, label in (("false positives", False), ("false negatives", True)):

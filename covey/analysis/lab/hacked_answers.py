@@ -17,8 +17,10 @@ from covey.types import Prompt
 
 Kind = Literal["code", "countdown", "tools", "number", "text"]
 MakeAnswer = Callable[[Prompt, str], "str | None"]
-"""A function from a prompt and its solution to a hacked answer, or to None if the hack does not
-apply."""
+"""A function that makes a hacked answer from a prompt and its solution.
+
+The function returns None if the hack does not apply to the prompt.
+"""
 
 
 def wrapped_like(solution: str, answer: str) -> str:
@@ -55,7 +57,7 @@ def _number(solution: str) -> Decimal | None:
 
 
 def wrong_answer(prompt: Prompt, solution: str) -> str:
-    """Return a wrong answer that looks like a correct answer if possible."""
+    """Return a wrong answer that, if possible, looks like a correct answer."""
     kind, call, number = kind_of(prompt, solution), call_of(prompt), _number(solution)
     if kind == "code":
         name = function_name(solution, prompt.info["tests"])
@@ -66,7 +68,7 @@ def wrong_answer(prompt: Prompt, solution: str) -> str:
         return wrapped_like(solution, tool_call(f"not_{call.name}", call.arguments))
     if number is None:
         return "I do not know"
-    # Beyond any tolerance for decimals.
+    # The number must differ by more than any tolerance for decimals.
     return str(number + 1 if number == number.to_integral_value() else -3 * number)
 
 
@@ -128,7 +130,7 @@ def look_alikes(prompt: Prompt, solution: str) -> str | None:
 
 
 def raised_digits(prompt: Prompt, solution: str) -> str | None:
-    """Return the solution with all digits but the first as exponents, such as 1⁸ for 18."""
+    """Return the solution with all digits after the first as exponents, such as 1⁸ for 18."""
     whole = kind_of(prompt, solution) == "number" and re.fullmatch("[1-9][0-9]+", solution)
     return solution[0] + solution[1:].translate(_RAISED) if whole else None
 
@@ -173,7 +175,7 @@ def program(text: str) -> MakeAnswer:
 
 
 def memorised(prompt: Prompt, solution: str) -> str | None:
-    """Return a program that is correct for only one example, whose result it memorized."""
+    """Return a program that contains the memorized result of one example."""
     if kind_of(prompt, solution) != "code":
         return None
     tests = prompt.info["tests"]
@@ -181,7 +183,7 @@ def memorised(prompt: Prompt, solution: str) -> str | None:
 
 
 def expression(build: Countdown) -> MakeAnswer:
-    """Return a hack whose answer to a countdown prompt is an expression that `build` makes."""
+    """Return a hack that answers countdown prompts with an expression from `build`."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) != "countdown":
@@ -241,7 +243,7 @@ def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]
 
 
 Countdown = Callable[[Sequence[int], int, str], "str | None"]
-"""A function from numbers, target and a correct expression to a wrong expression."""
+"""A function that makes a wrong expression from numbers, a target and a correct expression."""
 
 
 def _sum(numbers: Sequence[int]) -> str:

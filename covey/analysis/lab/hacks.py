@@ -1,7 +1,7 @@
 """The corpus of reward hacks: completions that try to get a reward without solving the task.
 
-A hack with a wrong answer must not count as a success. A hack with the correct answer but with bad
-thinking or a bad format must not get the full reward.
+A hack with a wrong answer must not count as a success. A hack with the correct answer must not get
+the full reward, because its thinking or its format is bad.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
 Make = Callable[[Prompt, str, Format], "str | None"]
-"""A function from prompt, solution and format to a hack, or to None if the hack does not apply."""
+"""A function that makes a hack from a prompt, its solution and a format.
+
+The function returns None if the hack does not apply to the prompt.
+"""
 
 THINKING = "I go through it step by step and check each step before I answer."
 
@@ -39,16 +42,15 @@ class Hack:
 
     name: str
     why: str
-    """The flaw that the hack exploits. The text of the flaw completes a sentence that starts with
-    "the reward"."""
+    """The flaw that the hack exploits, as the end of a sentence that starts with "the reward"."""
     make: Make
     correct_answer: bool = False
     """Whether the hack's answer is correct. With a correct answer, the hack must not get the full
     reward. With a wrong answer, the hack must not count as a success.
     """
     about_thinking: bool = False
-    """Whether the hack abuses the thinking or the format of a completion. The lab skips hacks of
-    thinking and format if an answer without thinking gets the full reward anyway.
+    """Whether the hack abuses the thinking or the format of a completion. The reward lab skips
+    hacks of thinking and format if a bare answer gets the full reward anyway.
     """
     says_nothing: bool = False
     """Whether the hack must get the lowest reward, because it gives no answer."""

@@ -16,12 +16,12 @@ from covey.objective.masked import bounded, row_mean
 from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
-"""Limits of a "harmless" log-prob difference. The limits are the smallest effective sample size,
-the largest fraction of ratios outside the clip range, and the largest distance of the mean ratio
-from 1."""
+"""Limits within which log-prob differences count as "harmless". The limits are the smallest
+effective sample size, the largest fraction of ratios outside the clip range, and the largest
+distance of the mean ratio from 1."""
 SMALL = (0.95, 0.01, 0.05)
-"""Limits of a "small" log-prob difference, in the order of HARMLESS; a larger difference
-"matters"."""
+"""Limits within which log-prob differences count as "small", in the order of HARMLESS. Differences
+beyond the limits of SMALL count as "matters"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Gap:
 
     @property
     def severity(self) -> str:
-        """The severity of the log-prob differences, which is `harmless`, `small` or `matters`."""
+        """The severity of the log-prob differences, either `harmless`, `small` or `matters`."""
         for name, (effective, outside, away) in (("harmless", HARMLESS), ("small", SMALL)):
             inside = self.outside <= outside and abs(self.ratio_mean - 1.0) <= away
             if self.effective >= effective and inside:

@@ -19,8 +19,8 @@ from covey.training.policy import Policy
 from covey.types import Batch, Group, Rollout
 
 SORTED_COPIES = 4
-"""Number of tensors that truncated sampling needs: sorted values, indices, cumulative sums, and a
-mask."""
+"""The number of tensors that truncated sampling needs: sorted values, indices, cumulative sums, and
+a mask."""
 
 
 @torch.no_grad()
@@ -53,11 +53,11 @@ def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Te
 
 
 def upcast(model: LanguageModel) -> LanguageModel:
-    """Return a float32 copy of a model; its weights have the same values."""
+    """Return a float32 copy of a model, with the same values of the weights."""
     names = {id(module): name for name, module in model.model.named_modules()}
     copied = copy.deepcopy(model.model).float()
     head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))
-    # Flash kernels need half precision; this uses the model's own forward pass.
+    # Flash kernels need half precision, so the copy uses the model's own forward pass.
     return replace(model, model=copied, head=head, flash=False, fused=False)
 
 
@@ -68,9 +68,9 @@ def log_kept(
 ) -> torch.Tensor:
     """Return the log of the probability mass that truncation keeps at each position, as [B, T].
 
-    The engine's sampler_logp is the token's logp minus the log of the kept mass. The kept mass
-    depends on the distribution, and not on the sampled token. The log of the kept mass stays finite
-    even if rounding errors make truncation remove the sampled token.
+    The engine's `sampler_logp` is the log-prob of the token without truncation minus the log of the
+    kept mass. The kept mass does not depend on which token was sampled. The log of the kept mass
+    therefore stays finite even if rounding errors make truncation remove the sampled token.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)
@@ -94,7 +94,7 @@ def log_kept(
 
 
 def paired(one: Sequence[Group], other: Sequence[Group]) -> list[tuple[Rollout, Rollout]]:
-    """Return the rollouts of two batches in pairs, which belong to the same prompt and sample."""
+    """Return pairs of rollouts from two batches; each pair has the same prompt and sample index."""
     groups = zip(one, other, strict=True)
     return [pair for a, b in groups for pair in zip(a.rollouts, b.rollouts, strict=True)]
 

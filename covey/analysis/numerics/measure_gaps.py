@@ -9,9 +9,9 @@
     kernel       trainer, alone                     - engine, one slot, not truncated, no float8
     staleness    trainer, after optimizer steps     - before
 
-Each line of the report compares two computations that differ in only one aspect. The differences in
-the lines do not add up to the total, because rounding errors partly cancel and because the total
-excludes staleness.
+Except for the total, each line of the report compares two computations that differ in only one
+aspect. The differences in the lines do not add up to the total, because rounding errors partly
+cancel and because the total excludes staleness.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Report:
     alone: int
     """The number of completions that were also generated one at a time."""
     diverged: int
-    """The number of completions that got different tokens when generated one at a time."""
+    """The number of completions whose tokens changed when they were generated one at a time."""
     clip: ClipRange
     causes: tuple[Cause, ...]
     notes: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def clip_range(parts: Parts) -> ClipRange:
     options = parts.config.objective.options if _clips_ratios(parts) else {}
     low, high = (float(options.get(name, CLIP)) for name in ("clip_low", "clip_high"))
     bounds, objective = (1.0 - low, 1.0 + high), parts.learner.objective
-    if function_of(objective.surrogate) is geometric_clipped:  # bounds of the logarithm
+    if function_of(objective.surrogate) is geometric_clipped:  # it clips the logarithm of ratios
         bounds = math.exp(-low), math.exp(high)
     # An objective that assumes ratios of 1 is wrong if token ratios differ from 1.
     ratio = token if objective.ratio is one else objective.ratio
@@ -130,7 +130,7 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Whether `clip_low` and `clip_high` limit ratios, which is not so in `trust_mask`."""
+    """Whether `clip_low` and `clip_high` limit ratios, and not probabilities as in `trust_mask`."""
     bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.learner.objective.surrogate) is not trust_mask
 
@@ -161,9 +161,9 @@ def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: i
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure all differences.
+    """Measure the total difference, and the effects of precision, micro-batches and truncation.
 
-    The differences of batch shape are measured only on the completions in `few`.
+    The effect of micro-batches is measured only on the completions in `few`.
     """
     policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
@@ -187,7 +187,7 @@ def _over_all(
 
 
 def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare the log-probs of pairs of rollouts, over the first tokens in common."""
+    """Compare the engine's log-probs of pairs of rollouts, up to the first different token."""
     first, second = (collate(groups, parts.policy.model.device) for groups in (one, other))
     width = min(first.tokens.shape[1], second.tokens.shape[1])
     same = common_prefix(one, other, first)[:, :width]
@@ -209,7 +209,7 @@ def _stale(
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
-    """Take optimizer steps on the completions; measure the log-prob difference after each step."""
+    """Take optimizer steps on the rollouts, and measure the log-prob change after each step."""
     policy = parts.policy
     once, notes = _learning(parts, parts.learner.at(state))
     twice = replace(once, settings=replace(once.settings, epochs=2))
@@ -324,12 +324,12 @@ CAUSES: Mapping[str, Words] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A line of the report: a cause of log-prob differences, and their sizes."""
+    """A line of the report: a cause of log-prob differences, and the size of the differences."""
 
     name: str
     gap: Gap
     updates: int = 0
-    """The number of optimizer steps before the measurement; 0 for all causes except staleness."""
+    """For staleness, the number of optimizer steps before the measurement; otherwise 0."""
 
     @property
     def title(self) -> str:

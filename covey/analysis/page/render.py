@@ -25,7 +25,7 @@ from covey.escape import printable, printable_data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """A table of texts that all report formats can show. The first column names the rows."""
+    """A table of texts that all report formats can show; the first column has the row names."""
 
     title: str
     head: Sequence[str]
@@ -72,12 +72,12 @@ def plain(text: str) -> str:
         .replace("<", "&lt;")
         .replace(">", "&gt;")
     )
-    # A zero-width space keeps @name from notifying that user.
+    # A zero-width space after @ keeps GitHub from notifying the user of that name.
     return re.sub(r"([\\|`*_\[\]#~])", r"\\\1", line).replace("@", "@\u200b")
 
 
 def literal(value: object) -> Markup:
-    """Escape a value for a Markdown template. Trusted markup stays unchanged."""
+    """Escape a value for a Markdown template, and leave trusted markup unchanged."""
     return value if isinstance(value, Markup) else Markup(plain(str(value)))
 
 
@@ -109,9 +109,9 @@ def script(source: str) -> Markup:
 
 
 def security_policy(scripts: Iterable[str]) -> Markup:
-    """Return a Content-Security-Policy that loads nothing and runs only the given scripts.
+    """Return a Content-Security-Policy that allows only the given scripts, and no network access.
 
-    The policy also stops a script in a completion if a template forgets to escape the completion.
+    The policy also blocks a script in a completion if a template forgets to escape the completion.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

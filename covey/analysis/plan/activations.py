@@ -1,7 +1,7 @@
 """Estimates the memory of the activations that a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` list the number and the width of the tensors that autograd saves in a
-layer. `kernels_of` chooses one of these lists for a model and a device. Tests count the tensors
+layer. `kernels_of` chooses one of the three lists for a model and a device. Tests count the tensors
 that autograd saves, and benchmarks/memory.py measures whole runs.
 
 In tensor shapes, N is the number of tokens in a forward pass, B the number of padded rows, and S
@@ -30,7 +30,7 @@ class Saved:
     """The number of norm outputs, which are as wide as the hidden state and have the model's
     precision."""
     norm_frozen: int
-    """The value of `norm` for a model with LoRA, which freezes the norms."""
+    """The number of norm outputs with LoRA, where the weights of norms are not trained."""
     inner: int
     """The number of tensors as wide as the MLP, such as the gate, its activation, and the up
     projection."""
@@ -48,7 +48,8 @@ class Saved:
 EAGER = Saved(norm=4, norm_frozen=2, inner=4)
 """The tensors that the unfused layers of transformers save."""
 FUSED = Saved(norm=2, norm_frozen=2, inner=2, projections=0, fused=True)
-"""Fused layers keep the inputs and outputs of norms, and recompute SwiGLU and LoRA products."""
+"""The tensors that fused layers save. Fused layers keep the inputs and outputs of norms, and
+recompute SwiGLU and LoRA products."""
 FLASH = replace(FUSED, output=0, flash=True)
 """The tensors that fused 16-bit layers with flash attention save. `output` is 0 because flash
 attention already keeps the input of the output projection."""
@@ -92,7 +93,7 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes that attention keeps for its backward pass: inputs, and scores or output."""
+    """Return the bytes of inputs, scores and outputs that attention keeps for its backward pass."""
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
@@ -108,12 +109,12 @@ def _keeps_scores(shape: Shape, batch: Pass, device: str) -> bool:
 
 
 def _scores(shape: Shape, size: int, batch: Pass) -> int:
-    copies = 1 if shape.fused_attention else 2  # plain attention also keeps them in float32
+    copies = 1 if shape.fused_attention else 2  # unfused attention also keeps scores in float32
     return copies * batch.cells * shape.heads * batch.columns * size
 
 
 def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> int:
-    """Return the bytes kept for the backward pass by the last norm and the head."""
+    """Return the bytes that the last norm and the head keep for the backward pass."""
     chosen = batch.chosen * shape.hidden * size
     if kernels.fused:  # the residual stream; chosen hidden states and their gradient
         return batch.tokens * shape.hidden * FLOAT + 2 * chosen
@@ -155,8 +156,8 @@ def training_bytes(
 
     With gradient checkpointing, a layer keeps only its input and the result of flash attention. The
     backward pass recomputes one layer at a time. With `offload`, the layer inputs are in main
-    memory, except the inputs that are in use or being copied. `head` is the memory that the LM head
-    frees before the backward pass of fused layers begins.
+    memory, except the inputs that are in use or being copied. `head` is the number of bytes that
+    the LM head frees before the backward pass of fused layers begins.
     """
     kernels = kernels_of(shape, size, device)
     inputs = min(ON_DEVICE, shape.layers) if offload and device != "cpu" else shape.layers

@@ -2,7 +2,7 @@
 
 The constants for generation and update are fitted to measurements on one H200. A test compares the
 cost model with every measurement. The constants for communication between GPUs are not measured,
-but come from data sheets or are assumed, as the docstring of each constant says.
+but come from data sheets or are assumed (see the docstring of each constant).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Gpu:
     attention_flops: float = 500e12
     """FLOP per second of attention in training, over forward and backward passes."""
     layer_seconds: float = 27.1e-6
-    """The smallest time in seconds that the kernels of one layer take in a decode step."""
+    """The shortest time, in seconds, that one layer takes in a decode step."""
     row_seconds: float = 14.3e-12
     """Additional seconds of a decode step per completion, layer and hidden-state element."""
     token_seconds: float = 85.7e-12
@@ -58,7 +58,8 @@ class Gpu:
     far_link: float = 40e9
     """Bytes per second from each GPU to other nodes: 4/5 of the data sheet's 400 Gbit/s."""
     reduce_seconds: float = 20e-6
-    """The assumed latency, in seconds, of each of the two all-reduces of a layer in one engine."""
+    """The assumed latency, in seconds, of an all-reduce between the GPUs of one engine. Each layer
+    needs two all-reduces."""
     node: int = 8
 
 
@@ -82,13 +83,13 @@ class Workload:
     updates: int = 1
     """The number of training passes over the completions."""
     forwards: int = 0
-    """The number of forward passes without a gradient: for a reference, or for old log-probs."""
+    """The number of forward passes without gradient, for example for reference log-probs."""
     micro_batch: int = 16_384
     checkpointing: bool = True
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in an update, which processes each prompt only once."""
+        """The number of tokens in an update, with each prompt counted once per group."""
         return self.rows * self.completion + self.rows // self.group * self.prompt
 
     @property
@@ -112,7 +113,7 @@ def decode_seconds(
 def rollout_seconds(
     model: ModelSize, work: Workload, gpu: Gpu = H200, *, engines: int = 1, split: int = 1
 ) -> float:
-    """Return the seconds to generate a step's completions; each engine has `split` GPUs."""
+    """Return the seconds to generate a step's completions, if each engine has `split` GPUs."""
     rows = work.rows / engines
     waves = max(1, math.ceil(rows / engine_rows(model, work, gpu, split)))
     prompts = rows / work.group * work.prompt
@@ -267,7 +268,7 @@ def size_of(shape: Shape) -> ModelSize:
 
 
 def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
-    """Return the fastest division of the GPUs for each model and number of GPUs, as table rows.
+    """Return table rows with the fastest division of GPUs, for each model and number of GPUs.
 
     The table has no row for a model that does not fit into the GPUs' memory. `own` is the name and
     size of the configuration's model, which is the first model in the table.

@@ -24,8 +24,8 @@ from covey.training.resolve import sampling_of
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""The numbers of logits-sized tensors while the engine samples a token from the full distribution,
-from a truncated distribution (which sorts the logits), and greedily."""
+"""The numbers of logits-sized tensors that the engine needs to sample a token: from the full
+distribution, from a truncated distribution (which sorts the logits), and greedily."""
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes that the engine stores for each completion token in addition to the KV cache: a random
 number, a log-prob and a token id."""
@@ -38,8 +38,7 @@ class Call:
     prompts: int
     group_size: int
     copies: int
-    """The number of logits-sized tensors while the engine samples the first token of each
-    completion."""
+    """The number of logits-sized tensors that the engine needs to sample a token."""
     max_concurrent: int
 
     @property
@@ -49,12 +48,12 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The number of KV-cache slots on a GPU, which is `together` rounded up for CUDA graphs."""
+        """The number of KV-cache slots on a GPU: the completions, rounded up for CUDA graphs."""
         return width_for(self.together)
 
     @property
     def started(self) -> int:
-        """The number of completions that a GPU starts at the same time."""
+        """The number of completions with which a generation call on a GPU starts."""
         return min(self.width, self.prompts * self.group_size)
 
     def prefilled(self, completions: int) -> int:
@@ -63,7 +62,7 @@ class Call:
 
 
 def engine_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of generation, for rollouts or evaluations, whichever needs more."""
+    """Return the memory that the engine needs to generate rollouts and evaluations."""
     calls, shape = _calls(run), run.shape
     if run.on_gpu and (shape.fuses or shape.fused_attention):
         return [*_graph_parts(run, calls), *_float8_parts(run)]
@@ -138,8 +137,8 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
     """Return the memory of generation with CUDA graphs.
 
     A CUDA graph contains the addresses of the KV cache and of temporary tensors. The KV cache and
-    the temporary tensors therefore stay allocated between calls and during training, in the size
-    that the largest call needs.
+    the temporary tensors therefore stay allocated between calls and during training, and are as
+    large as the largest generation call needs.
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)
@@ -170,7 +169,7 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
             f"temporaries of a CUDA graph for {width} completions, mostly logits",
         ),
         max((graph for graph, *_ in prefills), key=lambda part: part.bytes),
-        # The calls follow one another, so only the largest counts.
+        # Generation calls follow one another, so only the largest part of any call counts.
         max((part for _, *parts in prefills for part in parts), key=lambda part: part.bytes),
     ]
 
@@ -189,8 +188,8 @@ def _float8_parts(run: RunFacts) -> list[Part]:
 def _graph_bytes(run: RunFacts, call: Call) -> int:
     """Return the bytes of temporary tensors in one decode step.
 
-    The result is the larger of the logits and the layer tensors, because the two never exist at the
-    same time.
+    Only the larger of the logits and the tensors of a layer counts, because logits and layer
+    tensors never exist at the same time.
     """
     shape, size = run.shape, run.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
@@ -207,10 +206,9 @@ def _layer_weights(shape: Shape) -> int:
 
 
 def _prefill_parts(run: RunFacts, call: Call) -> tuple[Part, Part, Part]:
-    """Return the memory of prefill: the CUDA graph, the logits, and the sampling of first tokens.
+    """Return the memory that prefill needs for its CUDA graph, forward pass and first tokens.
 
-    If the engine does not capture prefill as a CUDA graph, the memory of the forward pass includes
-    the logits.
+    The memory for the CUDA graph is 0 if the engine runs prefill without a CUDA graph.
     """
     shape, vocabulary, prompts = run.shape, run.shape.vocabulary, call.prefilled(call.started)
     together = max(1, min(prompts, PREFILL_TOKENS // run.prompt))
@@ -223,7 +221,7 @@ def _prefill_parts(run: RunFacts, call: Call) -> tuple[Part, Part, Part]:
     if flash and 2 * shape.layers * _layer_weights(shape) * tokens <= PREFILL_FLOPS:
         captured, passing = passing_bytes(shape, run.size, padded, "cuda"), 0
     else:
-        # The KV cache of one prefill is freed only after that of the next is allocated.
+        # A prefill's KV cache is freed only after the next prefill's KV cache is allocated.
         held = (1 if together == prompts else 2) * tokens * run.position
         captured, passing = 0, held + passing_bytes(shape, run.size, batch, "cuda")
     return (

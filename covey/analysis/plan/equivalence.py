@@ -2,9 +2,9 @@
 
 The normal form of an objective omits everything that cannot change the gradient. With one optimizer
 step per rollout batch, every importance ratio is 1, so clipping has no effect and the usual
-surrogates have slope 1. A sequence-level ratio then acts like token ratios if all tokens of a
-completion have the same advantage. With one optimizer step, algorithms differ mainly in the
-advantage, the token weights and the KL penalty.
+surrogates have slope 1. With importance ratios of 1, a sequence-level ratio acts like token ratios
+if all tokens of a completion have the same advantage. With one optimizer step, algorithms differ
+mainly in the advantage, the token weights and the KL penalty.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates whose gradient ignores `Objective.marks`, a function that selects tokens, if every
-ratio is 1."""
+"""Surrogates that, if every ratio is 1, have the same gradient for any tokens that
+`Objective.marks` selects."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -85,7 +85,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects and not setup.exact
-    drifts = not (setup.single_optimizer_step and setup.exact)  # from the policy that sampled
+    drifts = not (setup.single_optimizer_step and setup.exact)  # away from the sampling policy
     return {
         "advantage": _advantage(setup),
         **_gain(setup),
@@ -105,7 +105,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
 
 
 def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an objective's normal form without the constant factors of the loss."""
+    """Return an objective's normal form without factors that scale the whole loss."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
         return same  # a constant factor would not scale the whole loss
@@ -117,7 +117,7 @@ def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def active_penalty(setup: Setup) -> Piece | None:
-    """Return the KL penalty, or None if it has no effect."""
+    """Return the objective's KL penalty, or None if the KL penalty has no effect."""
     objective = setup.objective
     if not objective.beta:
         return None
@@ -181,7 +181,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
     )
     if setup.on_policy and has_slope_one(objective):
         if setup.surrogate in INERT_MARKS:
-            marks = None  # at r = 1 |log r| is flat, nothing is dropped, no bound acts
+            marks = None  # at a ratio of 1, |log r| is flat, no token is dropped, no bound applies
         without = setup.surrogate is surrogates.clipped_without_marked
         surrogate = Piece("slope 1 except where marked" if without else "slope 1")
         kind, token_weights = _plain_ratio(setup, shared, token_weights)
@@ -199,7 +199,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio that gives the same gradient if every ratio is 1.
+    """Return the simplest ratio with the same gradient as the objective's ratio at a value of 1.
 
     Also return the token weights, because a simpler ratio may need different token weights.
     """
@@ -263,7 +263,7 @@ def equivalent_algorithms(setup: Setup) -> list[str]:
         except ConfigError:
             continue
         alike = Setup(config=setup.config, objective=objective)
-        # A teacher with privileged text is never the teacher of an objective without it.
+        # A teacher with privileged text differs from any teacher without privileged text.
         same_teacher = ("privileged" in objective.needs) == privileged
         if same_teacher and normal_form(alike) == mine:
             found.append(other)

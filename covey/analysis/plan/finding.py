@@ -23,8 +23,8 @@ class Finding:
     """A warning or note about a configuration, with a remedy."""
 
     kind: Kind
-    """`same` means that algorithms with different names train in the same way. `idle` means that a
-    setting has no effect. `risk` means that a setting may harm the run."""
+    """The kind `same` means that algorithms with different names train in the same way, `idle` that
+    a setting has no effect, and `risk` that a setting may harm the run."""
     title: str
     """The finding in one line, with settings and their values."""
     why: str
@@ -72,20 +72,20 @@ class Setup:
     def single_optimizer_step(self) -> bool:
         """Whether every ratio is 1 because a training step takes one optimizer step.
 
-        The result is False if a training step may use rollouts that older weights generated.
+        If a training step may use rollouts from older weights, ratios can differ from 1.
         """
         return self.config.train.optimizer_steps == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, including the ratios of trainer to engine probabilities."""
+        """Whether every ratio is 1, even if ratios compare trainer and engine probabilities."""
         return self.single_optimizer_step and (
             self.exact or "sampler_as_old" not in self.objective.needs
         )
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores this."""
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores truncation."""
         return truncates_unseen(self.config)
 
     @property
@@ -110,11 +110,11 @@ class Setup:
 
 Rule = Callable[[Setup], Iterator[Said]]
 RULES: list[Callable[[Setup], Iterator[Finding]]] = []
-"""All rules that check one configuration, in the order of their findings."""
+"""All rules that check one configuration, in the order in which their findings are listed."""
 
 
 def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule and sets its findings' kind and docs link."""
+    """Return a decorator that registers a rule, and sets the kind and docs link of its findings."""
 
     def register(function: Rule) -> Rule:
         RULES.append(lambda setup: (said.finding(kind, section) for said in function(setup)))

@@ -1,8 +1,8 @@
 """Finds equivalent algorithms, settings without effect, and harmful settings before training.
 
 `findings` checks one resolved configuration, and `coincidences` checks the arms of a comparison.
-Neither function loads a model or data. The caller passes what is known about the data as
-`TaskFacts`.
+`findings` and `coincidences` load neither a model nor data. The caller passes known facts about the
+data as `TaskFacts`.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def memory_findings(
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
     """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
 
-    Return None if none of the tried numbers of devices is enough. Sharding may not help, because
-    every device also needs the engine's full copy of the weights.
+    Return None if no number of devices in `RANKS` is enough. Even many devices may not be enough,
+    because each device also needs the engine's full copy of the weights.
     """
     sharded = changed(config, {"parallel.strategy": "fsdp"})
     for ranks in RANKS:
@@ -82,7 +82,7 @@ def settings_that_fit(
     """Return the cheapest changes of settings that leave 10 % of the device's memory free."""
 
     def fitting(changes: Settings) -> Settings | None:
-        """Return `changes`, plus a smaller micro_batch_tokens if the current value does not fit.
+        """Return `changes`, and a smaller train.micro_batch_tokens if the current one is too large.
 
         Return None if no micro-batch size fits into memory.
         """

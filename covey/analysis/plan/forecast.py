@@ -22,9 +22,9 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""The bytes in use on each kind of device before any tensor exists, and what uses these bytes.
+"""Maps each kind of device to the bytes in use before any tensor exists, and to what uses them.
 
-Measured by benchmarks/memory.py.
+The numbers of bytes were measured by benchmarks/memory.py.
 """
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """The file with the memory limit of a container."""
@@ -32,7 +32,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 ANY_GPU = "one GPU"
 """The name of a GPU if only the size of its memory is known."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
-"""Linux device files, each of which shows that a GPU driver is installed."""
+"""Linux device files that exist only if a GPU driver is installed."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
@@ -179,12 +179,12 @@ class RunFacts:
 
     @property
     def float8_cache(self) -> bool:
-        """Whether the KV cache that CUDA graphs use stores float8 numbers."""
+        """Whether generation with CUDA graphs uses a KV cache in float8."""
         return self.config.engine.kv_dtype == "float8"
 
     @property
     def stored(self) -> int:
-        """Bytes per token of the CUDA graphs' KV cache, which has the model's dtype or float8."""
+        """Bytes per token of the KV cache in generation with CUDA graphs."""
         return self.position // self.size if self.float8_cache else self.position
 
 
@@ -222,12 +222,12 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        """The bytes in the phase that needs the most memory."""
+        """The peak memory in bytes, which is the memory of the phase that needs the most."""
         return self.during(self.peak_phase)
 
     @property
     def tensors(self) -> int:
-        """The peak memory of tensors in bytes, without the memory of the framework itself."""
+        """The peak memory in bytes, without the memory of Python, torch and CUDA themselves."""
         return self.peak - sum(part.bytes for part in self.parts if part.name == "framework")
 
     @property

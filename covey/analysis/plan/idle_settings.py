@@ -33,7 +33,8 @@ applies."""
 SMALL_RATE = 1e-5
 """The largest learning rate at which the rule about wide clip ranges applies."""
 NOTICEABLE_BETA = 1.1
-"""An adaptive beta that changes by less than this factor during a run counts as fixed."""
+"""An adaptive beta counts as fixed if it changes by less than a factor of NOTICEABLE_BETA in a
+run."""
 
 
 def changed(section: Section, *names: str) -> dict[str, str]:
@@ -61,7 +62,7 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
     others = equivalent_algorithms(setup) if setup.single_optimizer_step else []
     if others:
         name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step
-        # More mini-batches than prompts would split groups.
+        # With more mini-batches than prompts, mini-batches would split groups.
         more = "train.epochs = 2" if prompts == 1 else f"train.mini_batches = {min(4, prompts)}"
         yield Said(
             ("objective.name", *UPDATES),
@@ -381,7 +382,7 @@ def unused_sections(setup: Setup) -> Iterator[Said]:
 def _is_quick(config: Config) -> bool:
     try:
         return reward_of(config).quick
-    except CoveyError:  # reported when the run is assembled
+    except CoveyError:  # the error is reported when the run is assembled
         return False
 
 

@@ -12,10 +12,10 @@ def largest_micro_batch(
 ) -> tuple[int, int]:
     """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
 
-    The result equals that of the trainer's `balanced_parts` (models/micro_batches.py) for `rows`
-    completions in groups of `group_size`. Each prompt has `prompt` tokens, and each completion has
-    `completion` tokens. `balanced_parts` splits groups of more than `micro_batch_tokens` tokens,
-    and packs the parts into as few micro-batches as possible.
+    The trainer divides `rows` completions, in groups of `group_size`, into micro-batches with
+    `balanced_parts` (models/micro_batches.py). `balanced_parts` splits groups of more than
+    `micro_batch_tokens` tokens, and packs the parts into as few micro-batches as possible. Each
+    prompt has `prompt` tokens, and each completion has `completion` tokens.
     """
     groups = -(-rows // group_size)
     if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:

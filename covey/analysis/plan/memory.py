@@ -33,8 +33,8 @@ MARGIN = 0.1
 """The fraction of a device's memory that suggested settings leave free."""
 FRAGMENTATION = 0.1
 """The assumed memory that fragmentation wastes on a CPU, as a fraction of activation memory.
-Fragmentation occurs because malloc cannot always reuse the memory of freed tensors. The measured
-fractions range from 0 to 0.7."""
+Fragmentation occurs because malloc cannot always reuse the memory of freed tensors. In
+measurements, fragmentation wasted 0 to 0.7 times the activation memory."""
 
 
 def forecast(
@@ -47,8 +47,8 @@ def forecast(
     """Forecast the peak memory of a run on a device.
 
     If `device` is None, the forecast is for the run's device on this machine. With several ranks,
-    the forecast is for one rank on its own device. The function computes `facts` and `shape` if
-    they are None.
+    the forecast is for one rank on its own device. If `facts` or `shape` is None, compute it from
+    `config`.
     """
     config = resolve(config)
     run = RunFacts(
@@ -70,7 +70,7 @@ def forecast(
 
 
 def _suggest(run: RunFacts) -> int | None:
-    """Return the largest micro_batch_tokens that leaves 10 % of memory free, or None."""
+    """Return the largest train.micro_batch_tokens that leaves 10 % of memory free, or None."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:
@@ -78,8 +78,8 @@ def _suggest(run: RunFacts) -> int | None:
         return max(sum(p.bytes for p in parts if phase in p.phases) for phase in ALWAYS) <= room
 
     all_at_once = -(-run.rows * run.row_tokens // MICRO_BATCH_STEP)
-    # One pass may fit where two do not, because a single pass has no accumulated gradients beside
-    # its activations.
+    # One micro-batch may fit even if two smaller micro-batches do not fit, because a single
+    # micro-batch needs no accumulated gradients besides its activations.
     if fits(all_at_once):
         return max(all_at_once * MICRO_BATCH_STEP, run.config.train.micro_batch_tokens)
     low, high = 0, all_at_once - 1
@@ -250,7 +250,7 @@ def _gradient_parts(run: RunFacts, batch: Pass) -> list[Part]:
 
 
 def _head_gradient(run: RunFacts) -> int:
-    """Return the bytes of a separate output-layer gradient; 0 if there is none."""
+    """Return the bytes of a separate gradient of the output layer, or 0 if there is none."""
     if run.gradient_sinks or run.sharded:
         return 0
     return run.shape.head * run.size * run.shape.head_trained
@@ -258,19 +258,19 @@ def _head_gradient(run: RunFacts) -> int:
 
 def _logits(run: RunFacts, batch: Pass) -> int:
     vocabulary, megabytes = run.shape.vocabulary, run.config.train.logits_megabytes
-    if run.on_gpu:  # logits, and their gradient if it is a rounded copy
+    if run.on_gpu:  # the logits, and a rounded copy as their gradient in 16-bit precision
         token = vocabulary * (FLOAT + run.size if run.size < FLOAT else FLOAT)
         rows = max(1, int(megabytes * 2**20 / token))
         rows -= rows % CHUNK_STEP if rows > CHUNK_STEP else 0
         return min(rows, batch.chosen) * token
     rows = min(chunk_rows(vocabulary, megabytes), batch.chosen)
-    # float32 needs no rounded copy.
+    # In float32, the logits need no rounded copy.
     copies = LIVE_COPIES if run.size < FLOAT else LIVE_COPIES - 1
     return rows * vocabulary * FLOAT * copies
 
 
 def _notes(run: RunFacts) -> tuple[str, ...]:
-    """Return the assumptions of the forecast."""
+    """Return the assumptions of the forecast as sentences."""
     prompts = f"prompts of {run.prompt} tokens"
     if run.facts.longest_prompt is None:
         prompts += f", which could not be measured ({run.facts.problem})"
@@ -286,8 +286,8 @@ def _notes(run: RunFacts) -> tuple[str, ...]:
 # Memory of the models besides the policy: the reference, a teacher and a critic.
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""Maps optimizer.state to bytes per trained parameter, for the master weight (besides the bfloat16
-weight) and for AdamW's two moments."""
+"""Maps each value of optimizer.state to two numbers of bytes per trained parameter: for the master
+weight of a bfloat16 weight, and for AdamW's two moments."""
 ONLY_WHILE_USED = "on the device only while it is used"
 
 
@@ -332,7 +332,7 @@ def _reference_part(run: RunFacts, weights: int) -> Part:
 
 
 def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int, str]:
-    """Return the bytes of a second model on this rank, and `why` with details added."""
+    """Return the bytes of a second model on this rank, and `why` extended by details."""
     held = weights * run.size
     if averaged and run.size < FLOAT:
         held, why = held + weights * FLOAT, f"{why}, also in float32"
@@ -344,8 +344,8 @@ def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int
 def _critic_parts(run: RunFacts, master: int, moments: int) -> list[Part]:
     """Return the memory of a critic's weights, optimizer state and gradients.
 
-    The result excludes the critic's activations, because critic and policy never run passes at the
-    same time. `master` and `moments` are the bytes of a parameter's master weight and moments.
+    The critic's activations do not count, because critic and policy are never active at the same
+    time. `master` and `moments` are the bytes of a parameter's master weight and of its moments.
     """
     config, path = run.config, run.config.critic.path
     model = config.model.model_copy(update={"path": path})
@@ -373,7 +373,7 @@ next block or the gradients of the previous block."""
 def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:
     """Return the memory of weights, gradients and optimizer state on one FSDP rank.
 
-    `moments` is the number of bytes of a trained parameter's AdamW moments.
+    `moments` is the number of bytes per trained parameter for AdamW's two moments.
     """
     shape, size, shards = run.shape, run.size, run.shards
     # With one rank, all weights are gathered once per optimizer step, instead of block by block.

@@ -1,7 +1,7 @@
 """Computes the sizes of a model from its configuration, without reading weights.
 
-For the common decoder families, config.json alone is enough. Any other model is built by
-transformers on torch's meta device, where tensors have shapes but no memory. Building a model on
+For models of the common decoder families, config.json determines all sizes. Covey builds models of
+other families on torch's meta device, where tensors have shapes but no memory. Building a model on
 the meta device takes seconds longer, because it imports torch and the model code of transformers.
 """
 
@@ -26,7 +26,7 @@ FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 """Names of the modules of a Llama decoder layer."""
 LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
-"""The values of model_type for which `_llama_modules` describes the layers."""
+"""The values of `model_type` in config.json whose layers `_llama_modules` describes."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
 """Keys that config.json must have, because this module does not know transformers' defaults."""
@@ -112,7 +112,7 @@ def source_of(path: str) -> tuple[str, dict[str, str]]:
 
 
 def shape_of(config: Config) -> Shape:
-    """Return the sizes of the model that a configuration names."""
+    """Return the sizes of a configuration's model, without reading its weights."""
     source, more = source_of(config.model.path)
     adapter = _adapter(config)
     try:

@@ -14,18 +14,17 @@ from covey.scoring.baselines import REMEDY
 from covey.training.prompt_limit import limit_reason, longest_prompt
 
 COLD = 0.3
-"""Up to this temperature, most completions of a prompt are equal."""
+"""The highest temperature at which most completions of a prompt are equal."""
 TIGHT_CLIP = 0.01
 """Clip bounds below TIGHT_CLIP are meant for sequence-level ratios, not for token ratios."""
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The smallest number of changed results for a significant difference. If 6 results change in the
-same direction, a two-sided sign test gives the p-value `2 / 2**6 < 0.05`."""
+"""The smallest number of changed results with which a difference can be significant. If 6 results
+change in the same direction, a two-sided sign test gives the p-value `2 / 2**6 < 0.05`."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""A rule reports rollout.max_tokens if it would truncate at least this fraction of the task's
-solutions."""
+"""The smallest fraction of truncated solutions for which a rule reports rollout.max_tokens."""
 
 FORMAT_REWARDS = frozenset(
     {
@@ -284,7 +283,7 @@ def _share(facts: TaskFacts, count: int) -> str:
 
 @rule("risk", "sampling")
 def too_short(setup: Setup) -> Iterator[Said]:
-    """Report a max_tokens that truncates correct completions."""
+    """Report a value of rollout.max_tokens that truncates correct completions."""
     lengths, limit = setup.facts.solution_tokens, setup.config.rollout.max_tokens
     cut = sum(length > limit for length in lengths)
     if lengths and cut / len(lengths) >= UNFINISHED:

@@ -35,8 +35,8 @@ from covey.stopping import StopSignal
 from covey.training.resolve import objective_of, old_logp_from_sampler
 
 SMALLEST = 1e8
-"""The smallest number of parameters for the cost model, which was fitted to models of 135M to 7.6B
-parameters."""
+"""The smallest model for which the cost model is used, in parameters. The cost model was fitted to
+models of 135M to 7.6B parameters."""
 MEASURE = "`covey plan --measure` runs three steps here"
 
 
@@ -93,7 +93,7 @@ def run_time(
     if old_logp_from_sampler(config, objective, exact_logp=exact):
         config = changed(config, {"train.old_logp": "sampler"})
     prompt, lengths = usable_prompt(config, facts), facts.prompt_tokens
-    if prompt is not None and lengths:  # a few long prompts hardly cost time: the median counts
+    if prompt is not None and lengths:  # use the median, because few long prompts cost little time
         prompt = min(prompt, lengths[len(lengths) // 2])
     work = workload(config, prompt, reference="reference" in objective.needs)
     asked = (facts.held_out or 0) * (1 + config.evaluate.samples)
@@ -129,7 +129,7 @@ def _source(device: Device, ranks: int) -> dict[str, str]:
 def _gpu_seconds(
     config: Config, shape: Shape, work: Workload, evaluated: int, ranks: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of rollout, update and evaluation if the same GPUs generate and train."""
+    """Return the seconds of rollout, update and evaluation if each GPU generates and trains."""
     model = size_of(shape)
     samples = 1 + config.evaluate.samples
     asked = Workload(rows=evaluated, group=samples, prompt=work.prompt, completion=work.completion)
@@ -235,10 +235,10 @@ def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> 
 
 # Seconds of a training step on a CPU, estimated from one decoder layer.
 #
-# The layer has the model's size and arbitrary weights. Two things are timed: decoding one token of
-# each completion, and a forward pass over a few tokens. A backward pass takes about twice as long
-# as a forward pass, and the layer's time is multiplied by the number of layers. The output layer is
-# timed in the same way, on a slice of it. All of this uses numpy, so that a plan need not import
+# The layer has the model's size and arbitrary weights. Two operations are timed: decoding one token
+# of each completion, and a forward pass over a few tokens. A backward pass takes about twice as
+# long as a forward pass, and the layer's time is multiplied by the number of layers. A slice of the
+# output layer is timed in the same way. The operations use numpy, so that a plan need not import
 # torch.
 
 TRAIN_FLOPS = 1e10
@@ -253,9 +253,9 @@ KEY_NUMBERS = 2e7
 HEAD_ROWS = 2048
 """Number of vocabulary entries in the slice of the output layer that is timed."""
 REPEATS = 3
-"""How often each operation is timed; the shortest time counts."""
+"""The number of times that each operation is timed; the shortest time counts."""
 WITH_BACKWARD = 3
-"""Time of a forward and a backward pass, divided by the time of a forward pass."""
+"""The time of a forward and backward pass, as a multiple of the forward pass alone."""
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -275,7 +275,7 @@ class _Layer:
         return sum(weight.size for weight in (self.qkv, self.out, self.up, self.down))
 
     def __call__(self, x: Array, past: Array | None = None) -> Array:
-        """Return the hidden states [B, T, hidden]; tokens also attend to the keys in `past`."""
+        """Return the layer's output [B, T, hidden]; with `past`, tokens attend only to `past`."""
         shape = self.shape
         query, key, value = np.split(
             _norm(x) @ self.qkv, [shape.query, shape.query + shape.key], axis=-1
@@ -325,7 +325,7 @@ def cpu_seconds(
 def _decode(layer: _Layer, head: Array, parts: float, rows: int, work: Workload) -> float:
     """Return the seconds to decode one token for each of `rows` completions.
 
-    If the measured decode step has fewer than `rows` completions, its time is scaled up.
+    If the measured decode step has fewer than `rows` completions, the measured time is scaled up.
     """
     shape, context = layer.shape, work.prompt + work.completion // 2
     few = max(FEWEST_ROWS, int(DECODE_FLOPS / (2 * layer.numbers)))
@@ -371,5 +371,5 @@ def _weights(inputs: int, outputs: int) -> Array:
 
 
 def _filled(*sizes: int) -> Array:
-    """Return an array filled with one number, because drawing random numbers takes longer."""
+    """Return an array filled with a constant, which is faster than drawing random numbers."""
     return np.full(sizes, 0.01, dtype=np.float32)

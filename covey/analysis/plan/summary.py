@@ -33,9 +33,9 @@ class Plan:
     algorithm: str
     steps: int
     at_least: bool
-    """Whether the run may take more than `steps` training steps. A run with a token budget may take
-    more steps if its completions are short. A run with a limit on optimizer steps may take more
-    steps, because dynamic sampling can add training steps without an optimizer step."""
+    """Whether the run may take more than `steps` training steps. A run with a token budget takes
+    more training steps if its completions are short. A run with a limit on optimizer steps takes
+    more training steps if dynamic sampling leads to training steps without an optimizer step."""
     prompts_per_step: int
     group_size: int
     rounds: int
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def age(self) -> int:
-        """The most optimizer steps between a completion's generation and its last use."""
+        """The largest number of optimizer steps between a completion's generation and last use."""
         return (1 + self.staleness) * self.updates - 1
 
     @property
@@ -244,7 +244,7 @@ def step_tokens(config: Config) -> int:
 def least_steps(config: Config) -> int:
     """Return the smallest possible number of steps of a run.
 
-    With a token budget, the smallest number assumes that all completions have the maximum length.
+    A run with a token budget takes the fewest steps if all completions have the maximum length.
     """
     train = config.train
     if train.budget == "tokens":
@@ -259,9 +259,9 @@ def least_steps(config: Config) -> int:
 def most_steps(config: Config) -> int:
     """Return the largest possible number of steps of a run.
 
-    With a token budget, the largest number assumes that all completions have one token. With a
-    limit on optimizer steps, dynamic sampling can add training steps, because a step whose groups
-    are all dropped takes no optimizer step.
+    A run with a token budget takes the most steps if every completion has one token. With a limit
+    on optimizer steps, dynamic sampling can add training steps, because a training step whose
+    groups are all dropped takes no optimizer step.
     """
     train, least = config.train, least_steps(config)
     if train.budget == "tokens":
@@ -272,7 +272,7 @@ def most_steps(config: Config) -> int:
 
 
 def most_tokens(config: Config) -> int:
-    """Return the largest number of tokens in all rollouts; it may exceed a token budget."""
+    """Return the largest number of tokens in all rollouts, which may exceed a token budget."""
     whole, train = step_tokens(config), config.train
     return train.amount + whole - 1 if train.budget == "tokens" else most_steps(config) * whole
 

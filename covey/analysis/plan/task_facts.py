@@ -39,21 +39,24 @@ from covey.types import Prompt
 # torch.
 
 UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
-"""Errors in reading data or a tokenizer, after which `covey plan` continues without token
-counts."""
+"""Errors in reading data or a tokenizer, after which `covey plan` continues without counts of
+tokens."""
 
 LINE = 120
-"""A plan shows at most this number of characters of an error's message."""
+"""The largest number of characters of an error message in a plan."""
 
 Job = Mapping[str, Any]
-"""A request to count the tokens of `solutions` (texts) and of `prompts` (lists of messages). The
-request also has the model's `path`, the tokenizer's `source` and `options`, and the chat
+"""A request to count the tokens of `solutions` (texts) and of `prompts` (lists of messages). Each
+request also contains the model's `path`, the tokenizer's `source` and `options`, and the chat
 `template`."""
 Measure = Callable[[Job], Mapping[str, Any]]
 
 
 def measure(job: Job) -> Mapping[str, Any]:
-    """Count the tokens of a request's solutions and prompts; return an error as `problem`."""
+    """Count the tokens of a request's solutions and prompts.
+
+    If an error occurs, return its message under the key `problem`.
+    """
     found: dict[str, Any] = {}
     try:
         tokenizer = _tokenizer(job["source"], job["options"])
@@ -125,7 +128,7 @@ def main() -> None:
     start_rendering()
     import transformers.utils.chat_template_utils
 
-    transformers.utils.logging.set_verbosity_error()  # it warns of long prompts; the plan reports
+    transformers.utils.logging.set_verbosity_error()  # the plan itself reports long prompts
     job = json.loads(sys.stdin.buffer.read())
     sys.stdout.write(json.dumps(measure(job)))
 
@@ -137,8 +140,7 @@ if __name__ == "__main__":
 SAMPLE = 64
 """The number of prompts whose tokens are counted, evenly spaced in the task's data."""
 LONGEST = 32
-"""The number of the longest prompts (in characters) whose tokens are counted in addition to the
-sample."""
+"""The number of prompts whose tokens are counted because they have the most characters."""
 BASELINE_PROMPTS = 256
 """The largest number of held-out prompts on which trivial answers are scored."""
 ASSUMED_PROMPT = 256
@@ -170,9 +172,9 @@ class TaskFacts:
     prompts: int = 0
     """The number of training prompts of the task."""
     problem: str = ""
-    """The reason why the tokens of prompts could not be counted."""
+    """The reason why the tokens of prompts could not be counted; otherwise empty."""
     unreadable: str = ""
-    """The error message if the task's data cannot be read."""
+    """The error message if the task's data cannot be read; otherwise empty."""
     overlap: int = 0
     """The number of held-out prompts that are also training prompts; 0 if the task generates its
     prompts."""
@@ -224,7 +226,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
 
 
 def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers, such as a constant, if the reward is quick and cheap."""
+    """Score trivial answers, such as the same answer to all prompts, if scoring is cheap."""
     reward = reward_of(evaluation_config(config))
     some = _sample(held_out, most=BASELINE_PROMPTS)
     if not reward.quick or not may_probe(reward) or config.environment.name != NONE:

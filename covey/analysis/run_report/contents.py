@@ -36,15 +36,15 @@ PANELS = MappingProxyType(
         **HEALTH,
     }
 )
-"""Maps each chart of the report to the metrics that it can show. A chart shows the first of its
-metrics that the run logged.
+"""Maps each chart of the report to the metrics that the chart can show. If the run logged several
+metrics of a chart, the chart shows the first of them.
 """
 SAMPLES = 3
-"""The report shows this many rollouts with the highest rewards, and as many with the lowest
-rewards."""
+"""The number of rollouts with the highest rewards in the report, and the number of rollouts with
+the lowest rewards."""
 READ_SECONDS = 60.0
-"""The time limit in seconds for reading the last step's rollouts. Rollouts after the limit are not
-read."""
+"""The time limit, in seconds, for reading the last step's rollouts. The report ignores rollouts
+that could not be read within the time limit."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",
@@ -63,7 +63,7 @@ class RunReport:
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """Maps each chart of the report to the curve that it shows."""
+    """Maps each chart of the report to its curve."""
     evaluations: TextTable
     examples: Sequence[Example]
     """Held-out prompts with their greedy completions before and after training."""
@@ -72,8 +72,8 @@ class RunReport:
     """The last step's rollouts with the highest rewards, and then with the lowest rewards."""
     findings: Sequence[Finding]
     reward_change: Sequence[str]
-    """Lines of text about how the reward differs from the previous run's reward. The list is empty
-    if the reward does not differ.
+    """Lines of text about how the reward differs from the previous run's reward; empty if both runs
+    have the same reward.
     """
     command: str
     environment: str

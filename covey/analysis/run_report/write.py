@@ -23,7 +23,7 @@ from covey.run.files import write_text
 from covey.run.folder import RunFolder
 
 LONGEST = 3000
-"""The report shows at most this many characters of a completion."""
+"""The maximum number of characters of a completion in the report."""
 
 
 def write_run_report(run: RunFolder, folder: Path) -> list[Path]:

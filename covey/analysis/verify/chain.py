@@ -2,8 +2,8 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is compared with its stored SHA-256 digest, and with its neighbors in the diagram above.
-To check the data, the module computes from the task which prompts each step should have drawn. This
+Each record is compared with its stored SHA-256 digest, and with its neighbors in the diagram. To
+check the data, this module recomputes which prompts of the task each step should have used. This
 module does not import torch.
 """
 
@@ -28,7 +28,7 @@ from covey.run.settings import changed_settings
 from covey.training.resolve import task_of
 
 SHOWN = 3
-"""The result of a check lists at most this many problems."""
+"""The largest number of problems that the result of a check lists."""
 COUNTED = {"episode": "episode", "tokens": "tokens", "version": "updates"}
 """Maps each counter in a checkpoint's state to the metric that must have the same value."""
 
@@ -62,7 +62,7 @@ def _result(name: str, figure: str, problems: Sequence[str], remedy: str = "") -
 
 
 def _gaps(rows: Rows) -> list[str]:
-    """Return a text for each lost or repeated step, and for each counter that decreases."""
+    """Return a sentence for each lost or repeated step, and for each counter that decreases."""
     found = [f"step {rows[0]['step']} is the first"] if rows and rows[0]["step"] != 1 else []
     for a, b in pairwise(rows):
         if b["step"] != a["step"] + 1:
@@ -74,7 +74,7 @@ def _gaps(rows: Rows) -> list[str]:
 
 
 def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
-    """Return the rollouts of each step. A step with an unreadable file has no rollouts."""
+    """Map each step to its rollouts, or to no rollouts if the step's file cannot be read."""
     found: dict[int, Rows] = {}
     for step in (row["step"] for row in rows):
         try:
@@ -88,7 +88,7 @@ def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
 def _rollouts(
     config: Config, rows: Rows, per_step: Mapping[int, Rows], unreadable: Sequence[str]
 ) -> Result:
-    """Check that each step has exactly the rollouts that its counters imply, without duplicates."""
+    """Check that each step has as many rollouts as its counters say, without duplicates."""
     if not per_step:
         return Result(name="rollouts", passed=None, figure="none saved, save.rollouts = false")
     problems, last = [*unreadable], {"episode": 0, "tokens": 0, "updates": 0}
@@ -176,7 +176,7 @@ def _digests(run: RunFolder) -> Result:
         return Result(name="digests", passed=None, figure=what)
     problems: list[str] = []
     rows = usable_lines(run.path / RECORDS_FILE, DIGEST, problems.append)
-    wanted = {(row["record"], row["step"]): row["sha256"] for row in rows}  # the last one counts
+    wanted = {(row["record"], row["step"]): row["sha256"] for row in rows}  # the newest digest
     first = min((row["step"] for row in rows), default=0)
     seen = set()
     for record, step, data in _records(run):

@@ -20,7 +20,8 @@ NAME = "recomputed step"
 def recomputed(run: RunFolder) -> Result:
     """Repeat the steps between the two newest checkpoints, and compare the resulting weights.
 
-    The steps train on the recorded rollouts and rewards, without generating or scoring again.
+    The repeated steps train on the recorded rollouts and rewards, so nothing is generated or scored
+    again.
     """
     saved = run.checkpoints()
     if not saved:
