@@ -85,8 +85,8 @@ class EngineActor:
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
         """Load a version of the weights and start the generating thread. Return the version.
 
-        `held[0]` is Ray's object reference to the weights. The object reference is in a list
-        because Ray would fetch the weights for a plain argument.
+        `held[0]` is Ray's object reference to the weights. The object reference is in a list,
+        because Ray would resolve an object reference that is an argument itself.
         """
         if version != self.version:
             import ray

@@ -45,7 +45,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """The number of actors of one kind, such as engines, and the CPUs and GPUs of each."""
+    """The number of actors of one kind, such as engines, and the CPUs and GPUs of each actor."""
 
     name: str
     """The plural name of this kind of actor, such as `engines`."""

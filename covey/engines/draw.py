@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The sampling distribution, which the defaults do not truncate.
+    """The sampling distribution; by default, it is not truncated.
 
     Temperature 0 means greedy decoding.
     """
@@ -57,7 +57,7 @@ def _keep(logp: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return cumulative sums along each row of [S, V], which are bitwise reproducible."""
+    """Return bitwise reproducible cumulative sums along each row of `values` [S, V]."""
     if (
         values.is_cuda and len(values) == 1
     ):  # torch splits a single row into parts, whose order of addition varies

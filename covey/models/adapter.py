@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 NAME = "default"
-"""The name that peft gives to an adapter without a name."""
+"""The default name of an adapter in peft."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
 """Class name of GPT-2's linear layer, which stores its weight transposed."""

@@ -4,8 +4,7 @@ After a turn of the policy, the chat template renders the conversation, includin
 If the rendered text begins with the previous prompt and the sampled text, Covey tokenizes only the
 new text and keeps all earlier tokens. Some templates change earlier turns: they remove thinking,
 trim whitespace or change the end of a turn. If a template changes earlier turns, the rendered
-conversation becomes the prompt of a new segment. The trainer treats a new segment as a separate
-row.
+conversation becomes the prompt of a new segment. The trainer treats each segment as a separate row.
 
 The text of a message never becomes a special token. If a message contains the text of a special
 token, such as `<|im_end|>`, Covey splits this text into ordinary tokens. In tool results, Covey

@@ -34,7 +34,7 @@ def select(
     most: int | None = None,
     fewest: int = 2,
 ) -> Selected:
-    """Select the groups to train on; drop only whole groups, on which advantages depend.
+    """Select the groups to train on; drop whole groups, because advantages depend on all rollouts.
 
     A group is dropped if fewer than `fewest` of its rollouts are scored. If `max_age` is not 0, a
     group is dropped if one of its tokens was sampled more than `max_age` optimizer steps before

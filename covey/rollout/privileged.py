@@ -46,7 +46,7 @@ class Privileged:
         return replace(group, rollouts=tuple(rollouts))
 
     def text(self, group: Group, rollout: Rollout) -> str:
-        """Return the privileged text for a rollout; empty if there is none."""
+        """Return the privileged text for a rollout; empty if no source has a text."""
         said = ((form, _source(name, group, rollout)) for name, form in self.context.items())
         return "\n\n".join(form.replace("{text}", text) for form, text in said if text)
 

@@ -125,7 +125,7 @@ class PartRecord:
     fast: float
     """Running pass rate."""
     slow: float
-    """Running pass rate over `SLOWER` times as many groups."""
+    """Running pass rate over `SLOWER` times as many groups as `fast`."""
 
     @property
     def progress(self) -> float:
@@ -192,7 +192,7 @@ class PromptChoice:
     def picks(self, step: int, count: int) -> tuple[int, ...]:
         """Return the indices of a step's prompts, in order and without duplicates.
 
-        The result is empty if the curriculum is off. If the curriculum has dropped too many
+        The returned tuple is empty if the curriculum is off. If the curriculum has dropped too many
         prompts, the hardest dropped prompts are drawn again to fill the step.
         """
         if not self.settings.active:

@@ -77,7 +77,7 @@ class RolloutSource(Protocol):
         """
 
     def take(self, step: int) -> StepRollouts:
-        """Wait until a requested step's rollouts are generated and scored; return them."""
+        """Return the rollouts of a requested step, once they are generated and scored."""
 
     def pending(self, after: int) -> list[StepRollouts]:
         """Wait for the rollouts of all requested steps later than `after`, and return them.

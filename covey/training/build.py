@@ -82,7 +82,7 @@ class Components:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Facts about the run that its folder records in environment.json."""
+        """Facts about the run that are recorded in environment.json in the run folder."""
         raise NotImplementedError
 
     def close(self) -> None:

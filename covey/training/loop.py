@@ -57,7 +57,7 @@ class Trainer:
         raise NotImplementedError
 
     def save(self, folder: Path, step: int) -> None:
-        """Write additional files that a resumed run needs into the checkpoint of a step."""
+        """Add files that only a resumed run needs to the checkpoint of a step."""
 
     def close(self) -> None:
         """Stop all background work."""

@@ -139,7 +139,8 @@ def _check_architecture(path: str, setting: str) -> None:
 # A full copy of a sharded policy, for engines that have their own weights.
 #
 # Checkpoints of a sharded policy are written from an unsharded copy of its weights. The native
-# engine updates this copy, because it generates with it; for other engines, `WholeCopy` does.
+# engine generates with this copy and therefore updates it. For other engines, `WholeCopy` updates
+# the copy.
 
 
 @dataclass(slots=True)

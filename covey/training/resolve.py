@@ -82,7 +82,7 @@ def _is_user_code(config: Config, where: str) -> bool:
 
 
 def _check_engine(config: Config) -> None:
-    """Raise ConfigError if the settings of [engine] and [overlap] do not fit together.
+    """Raise ConfigError if the settings of [engine] and [overlap] contradict each other.
 
     The engine's device is checked later, when a run starts (`check_float8`).
     """
@@ -191,7 +191,7 @@ def _check_preferences(config: Config, objective: Objective) -> None:
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject settings that conflict with ratios to the engine's log-probs."""
+    """Reject settings that conflict with importance ratios to the engine's log-probs."""
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
@@ -207,7 +207,7 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether sampling uses a truncated distribution but training uses the full one."""
+    """Return whether sampling is from a truncated distribution that training does not see."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 
@@ -356,12 +356,12 @@ because resolving its options imports torch."""
 
 
 def task_of(config: Config) -> Task:
-    """Build the task."""
+    """Build the task that the configuration names."""
     return make_task(config.task.name, config.task.options)
 
 
 def reward_of(config: Config) -> RewardFunction:
-    """Build the reward."""
+    """Build the reward that the configuration names."""
     reward = make_reward(config.reward.name, config.reward.options)
     return check_alone(config.reward.name, reward)
 
@@ -375,7 +375,7 @@ def evaluation_config(config: Config) -> Config:
 
 
 def objective_of(config: Config) -> Objective:
-    """Build the objective."""
+    """Build the objective that the configuration names."""
     from covey.objective import build
 
     return build(config.objective.name, **config.objective.options)

@@ -87,8 +87,8 @@ class GradientBuffers:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add one gradient per parameter to the gradient sums.
 
-        A gradient is None if the parameter has none, or if the backward pass already added it to a
-        GradSink.
+        An entry of `grads` is None if the parameter has no gradient, or if the backward pass has
+        already added the gradient to a GradSink.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:

@@ -1,9 +1,9 @@
 """KV cache for CUDA graphs, which stores a prompt once per group, and completions in pages.
 
 The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
-saves memory, and lets attention read it once for several slots. Because completions are stored in
-pages, the pool of pages may be smaller than the memory that all completions would need at full
-length.
+saves memory, and lets attention read the prompt once for several slots. Because completions are
+stored in pages, the pool of pages may be smaller than the memory that all completions would need at
+full length.
 
 In tensor shapes, P stands for prompts, S for slots, K for key-value heads, C for positions, B for
 pages, T for pages per slot, and D for the head size.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 UNIT_MARGIN = 4.0
-"""Float8 keys and values may be up to this many times as large as in the first prompts."""
+"""How many times as large as in the first prompts a float8 key or value can be without clipping."""
 LEAST_UNIT = 1e-10
 PRODUCT_ROWS = 16
 """Number of rows of a matrix product on tensor cores, which attention fills with the query heads of
@@ -155,8 +155,8 @@ class SharedPromptCache(KVCache):
         """Set the float8 scales from the largest absolute keys and values [K] of prompts.
 
         The scales stay the same until the cache is emptied, because stored numbers depend on them.
-        So they are larger than the prompts need, in case later keys and values are larger; this
-        does not increase the relative error of a float8 number.
+        So the scales leave room for keys and values that are larger than in these prompts. This
+        room does not increase the relative error of a float8 number.
         """
         if not self.has_units:
             top = torch.finfo(torch.float8_e4m3fn).max
@@ -229,7 +229,7 @@ class SharedPromptCache(KVCache):
         self.sharing.copy_(to_device([rows], self.place.device)[0])
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Assign pages for `positions` tokens to each slot; return whether there were enough."""
+        """Assign pages for `positions[i]` tokens to `slots[i]`; return whether this succeeded."""
         changes = self.pages.reserve(slots, positions)
         if changes is None:
             return False
@@ -239,7 +239,8 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit; number i needs `positions[i]` positions."""
+        """Return how many of the next completions fit, given the `positions` that each one needs.
+        """
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -289,14 +290,14 @@ class Pages:
         self.free = list(range(pages))
 
     def needed(self, positions: np.ndarray) -> np.ndarray:
-        """Return for each entry of `positions` how many pages store this many positions."""
+        """Return the number of pages for each number of positions in `positions`."""
         return -(-positions // self.page)
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
-        """Assign enough pages to each of the given slots to store `positions` tokens.
+        """Assign enough pages to `slots[i]` to store `positions[i]` tokens, for every i.
 
-        Return the new pages [n, 3]: slot, index of the page within the slot, and page number. If
-        there are too few free pages, return None and change nothing.
+        Return the slot, the index within the slot and the page number of each new page, as [n, 3].
+        If there are too few free pages, return None and change nothing.
         """
         more = np.maximum(self.needed(positions) - self.owned[slots], 0)
         if more.sum() > len(self.free):
@@ -311,7 +312,7 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit; number i needs `positions[i]` positions.
+        """Return how many of the next completions fit, given the pages that each of them needs.
 
         One free page is reserved for each running completion, because completions grow.
         """

@@ -36,7 +36,7 @@ class Sync(Protocol):
         """Let a server load the weights; a `fresh` server was just started and has no weights."""
 
     def served(self, version: int) -> str:
-        """Return the adapter's name for requests; by default, no name: the server's own model."""
+        """Return the model name in requests: the adapter's name, or "" without an adapter."""
         return ""
 
 
@@ -150,7 +150,7 @@ class AdapterSync(Sync):
 class NcclSync(Sync):
     """Sends all weights by vLLM's NCCL transfer, from the trainer's GPU to the servers' GPUs.
 
-    The broadcast needs all servers, so it starts when `load` is called for the last one.
+    The broadcast needs all servers, so it starts when `load` is called for the last server.
     """
 
     model: LanguageModel
@@ -302,7 +302,7 @@ class HeadPadding:
         return self.padded // self.width
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight with padded attention heads; return other weights unchanged."""
+        """Return an attention weight with padded heads; return other weights unchanged."""
         match = PROJECTION.search(name)
         if match is None:
             return weight
