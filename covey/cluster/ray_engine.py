@@ -236,7 +236,7 @@ class _Share:
             self.out.put(error)
 
     def count_preemptions(self, end: Any) -> None:
-        """Add the new preemptions that the actor reports.
+        """Add the actor's preemptions since its last report to the engine's count.
 
         `end` is the pending result of the actor's `end` method.
         """

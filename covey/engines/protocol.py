@@ -1,7 +1,8 @@
 """The engine protocol: an engine pulls requests from a source and pushes completions back.
 
-The trainer builds its engine from the configuration in covey/training/make_engine.py. To add an
-engine, implement `Engine` and build it there.
+The function `make_engine` in covey/training/make_engine.py builds the engine that the configuration
+names. To add an engine, implement the protocol `Engine`, build the new engine in `make_engine`, and
+add its name to `Engine.kind` in covey/config/schema.py.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
 """A function that returns the trained weights with their names in `model.named_parameters()`. If
-the model has an adapter, it returns only the adapter's weights. The weights do not change while an
-engine reads them. An engine that shares the trainer's weights never calls it.
+the model has an adapter, the function returns only the adapter's weights. The weights do not change
+while an engine reads them. An engine that shares the trainer's weights never calls this function.
 """
 
 
@@ -74,7 +75,9 @@ class Request:
 
 
 Row = tuple[int, tuple[int, ...], tuple[float, ...], Finish, tuple[VersionSpan, ...], str]
-"""The fields of a completion to send between processes. The first is the number of its request."""
+"""The fields of a completion to send between processes. The first field is the number of the
+completion's request.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +123,13 @@ class Limits:
 
     sampling: Sampling
     requests: int
-    """The largest number of requests in flight at once."""
+    """Maximum number of requests in flight at once."""
     prompts: int
-    """The largest number of different prompts among the requests in flight."""
+    """Maximum number of different prompts among the requests in flight."""
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive at unpredictable times. An engine that supports this option then
+    """Whether requests arrive at unpredictable times. An engine that supports `steady` then
     computes each completion independently of the rest of the batch, so that arrival times do not
     change completions.
     """
@@ -168,7 +171,8 @@ class EngineInfo:
     """A text that tells the user which backend the engine uses, and why no faster one."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
-    trainer's up to float32 rounding. Log-probabilities of a truncated distribution never may.
+    trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
+    as `old_logp`.
     """
     shares_weights: bool
     """Whether the engine generates with the trainer's own weight tensors."""

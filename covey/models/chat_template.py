@@ -109,8 +109,8 @@ class Renderer:
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """True if the chat template drops or refuses system messages, so that Covey puts the system
-    message at the beginning of the first user message."""
+    """Whether Covey puts the system message at the beginning of the first user message, because the
+    chat template drops or refuses system messages."""
     turn_end: int | None = None
     """Id of the special token that ends the assistant's turn; None if no special token ends it."""
 

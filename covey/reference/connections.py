@@ -36,7 +36,7 @@ LINGER = 30.0
 """The seconds that a client has to read its reply before the server aborts the connection."""
 LOG_SECONDS = 10.0
 """Minimum number of seconds between two equal log lines. Repeats of a log line within this time are
-only counted."""
+counted, but not written."""
 
 
 @dataclass(slots=True, kw_only=True)

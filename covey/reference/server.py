@@ -46,7 +46,7 @@ DISCARD_FACTOR = 4
 """The server reads and discards a request body that is too large, up to this many times the size
 limit."""
 BODY_RATE = 2**18
-"""The lowest upload rate in bytes per second. A request body that arrives at this rate or faster
+"""The minimum upload rate in bytes per second. A request body that arrives at this rate or faster
 never times out."""
 
 
@@ -160,9 +160,9 @@ class Service:
     async def _body(self, request: Request, keep: int) -> bytes | None:
         """Read the body of a request. Return None if the body is larger than `keep` bytes.
 
-        The server still reads a body slightly above the size limit to its end, so that the client
-        gets an error message instead of a broken connection. The server stops reading if the body
-        is far above the limit or arrives too slowly.
+        If a body is slightly larger than the size limit, the server still reads the whole body, so
+        that the client gets an error message instead of a broken connection. The server stops
+        reading if the body is far above the limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds

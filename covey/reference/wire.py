@@ -162,7 +162,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the tensors of a batch that the model reads to a device."""
+    """Move the model inputs of a batch to a device."""
     moved: dict[str, Any] = {name: getattr(batch, name).to(device) for name in TYPES}
     host = None if device.type == "cpu" else HostRows.of(batch)
     return replace(batch, **moved, host=host)

@@ -216,9 +216,9 @@ def variety(answers: Sequence[str]) -> tuple[float, float]:
 def final_answer(text: str) -> str:
     r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
-    The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. Without any of
-    these markers, the final answer is the last number. Without markers and numbers, the final
-    answer is the last line.
+    The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. In a completion
+    without `<answer>`, `\boxed{}` and `####`, the final answer is the last number. In a completion
+    that also has no number, the final answer is the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')

@@ -6,9 +6,9 @@
     sum of gradients      4         4      float32
     moments               8         4      compact: bfloat16, rounded at random (`adamw`)
 
-Weights lose no precision, because the two 16-bit halves together store the exact float32 master
-weight. Float32 parameters, such as the shards of a sharded model, stay in float32, and only their
-moments are stored in bfloat16.
+Weights lose no precision, because parameter and master are the two 16-bit halves of the exact
+float32 weight. Float32 parameters, such as the shards of a sharded model, stay in float32, and only
+their moments are stored in bfloat16.
 
 The random bits for rounding depend only on the seed, the storage index, the optimizer step and the
 element index. A resumed run therefore rounds in the same way as an uninterrupted run. The element

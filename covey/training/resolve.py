@@ -1,8 +1,8 @@
 """Checks the names and options of a configuration, and builds objects that need no model.
 
-The objects are the task, the reward, the objective, the sampling settings and the prompt template.
-This module imports torch only to build an objective or a sampling distribution, so a misspelled
-name is reported within a second.
+The module builds the task, the reward, the objective, the sampling settings and the prompt
+template. The module imports torch only to build an objective or a sampling distribution, so a
+misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether sampling is from a truncated distribution that training does not see."""
+    """Return whether rollouts come from a truncated distribution that training does not know."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 

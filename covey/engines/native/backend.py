@@ -82,7 +82,7 @@ class EagerBackend:
     description: str = "one token at a time"
     steps: int = 1
     limits: Limits | None = field(init=False, default=None)
-    """The limits of the last call of `begin`."""
+    """The limits that the last call of `begin` received."""
     spare: SlotCache | None = field(init=False, default=None)
     """A small KV cache on the CPU, kept for the next call because allocating memory is slow."""
     capacity: int = field(init=False, default=0)
@@ -136,8 +136,8 @@ def advance_by(
     """Start min(steps, most) decode steps, without waiting for their results.
 
     The returned progress is the state before the last step, so that the CPU can look for ended
-    completions while the device runs that step. If `steps` >= `most`, every completion reaches its
-    length limit in these steps. The returned progress is then the state after the last step.
+    completions while the device runs that step. If `steps` >= `most`, the returned progress is the
+    state after the last step, because every completion has then reached its length limit.
     """
     one_more = steps < most
     for _ in range(min(steps, most) - one_more):

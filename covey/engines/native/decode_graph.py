@@ -1,7 +1,7 @@
 """CUDA graph backend, which replays several decode steps per call without Python in between.
 
 A decode step runs hundreds of small kernels, and launching them one by one takes longer than
-running them. A CUDA graph launches them all at once. The backend captures one graph for each
+running them. A CUDA graph launches all kernels at once. The backend captures one graph for each
 combination of slot count, maximum completion length and sampling distribution. A graph stays valid
 while slots, completions and weights change, because all tensors keep their addresses.
 """
@@ -47,8 +47,8 @@ FREE_SHARE = 0.8
 SLOTS = 4
 """Number of slots in `check_capture`, the check that a decode step can be captured."""
 TOLERANCE = 0.02
-"""Allowed relative difference between the results of a replayed and an eager decode step. The two
-steps may use different kernels, so their results may differ by rounding."""
+"""Allowed relative difference between the results of a replayed and an eager decode step. A
+replayed and an eager step may use different kernels, so their results may differ by rounding."""
 
 
 @dataclass(slots=True)

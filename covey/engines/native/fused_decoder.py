@@ -147,7 +147,7 @@ class Float8Linear:
 
 
 class _Products:
-    """The float8 matrix products of a transformer layer: QKV, output, gate-up and down."""
+    """The float8 matrix products (QKV, output, gate-up and down) of a transformer layer."""
 
     def __init__(self, block: Block) -> None:
         self.qkv = Float8Linear(block.qkv.layers)

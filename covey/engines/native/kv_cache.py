@@ -112,14 +112,13 @@ class KVCache:
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit, given the `positions` that each one needs.
-        """
+        """Return how many of the next completions fit, given the positions that each one needs."""
         return len(positions)
 
     def store_completions(
         self, slots: list[int], counts: list[int], rows: torch.Tensor, layers: list[torch.Tensor]
     ) -> None:
-        """Store keys and values of paused completions: `counts[i]` positions in `slots[i]`.
+        """Store keys and values of paused completions, with `counts[i]` positions in `slots[i]`.
 
         `layers` are keys and values [tokens, H, D], layer by layer. `rows` are the indices in
         `layers` of the tokens to store, slot after slot.
@@ -146,7 +145,7 @@ class KVCache:
 class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
     """A cache whose slots store a prompt followed by a completion.
 
-    For models without keys and values (`shape` is None) the cache stores token ids instead.
+    For models without keys and values (`shape` is None), the cache stores token ids instead.
     """
 
     def __init__(

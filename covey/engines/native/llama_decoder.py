@@ -31,7 +31,7 @@ from covey.models.language_model import LanguageModel
 
 
 class UnsupportedModel(Exception):
-    """Raised if a backend cannot run a model; the message is a reason, to follow "because"."""
+    """Raised if a backend cannot run a model; the message can follow the word "because"."""
 
     def __str__(self) -> str:
         return super().__str__() or "it does not have Llama's architecture"

@@ -157,7 +157,7 @@ class Scheduler:
     def _positions(self, counts: np.ndarray) -> np.ndarray:
         """Return how many cache positions completions of `counts` tokens need after the next steps.
 
-        The decode step after the step that sampled a token computes the token's key and value. So a
+        A token's key and value are computed one decode step after the token was sampled. So a
         completion's last token needs no cache position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
@@ -250,9 +250,10 @@ class Scheduler:
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
         """Return the prompts to prefill, beginning with the prompts of the given requests.
 
-        If all prompts of the given requests are prefilled already, the list is empty. Otherwise, it
-        also includes as many prompts from the front of the queue as fit. On a GPU, a prefill takes
-        as long for few prompts as for many, and decoding waits for it.
+        If all prompts of the given requests are prefilled already, the list is empty. If at least
+        one prompt must be prefilled, as many prompts from the front of the queue as fit join the
+        same prefill. On a GPU, a prefill takes as long for few prompts as for many, and decoding
+        waits for it.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 UNIT_MARGIN = 4.0
-"""How many times as large as in the first prompts a float8 key or value can be without clipping."""
+"""Factor by which float8 keys and values may exceed the largest of the first prompts before they
+are clipped.
+"""
 LEAST_UNIT = 1e-10
 PRODUCT_ROWS = 16
 """Number of rows of a matrix product on tensor cores, which attention fills with the query heads of
@@ -154,9 +156,9 @@ class SharedPromptCache(KVCache):
     def _set_units(self, largest: Iterable[torch.Tensor]) -> None:
         """Set the float8 scales from the largest absolute keys and values [K] of prompts.
 
-        The scales stay the same until the cache is emptied, because stored numbers depend on them.
-        So the scales leave room for keys and values that are larger than in these prompts. This
-        room does not increase the relative error of a float8 number.
+        The scales stay the same until the cache is emptied, because stored numbers depend on the
+        scales. So the scales leave room for later keys and values that are larger than those of the
+        prompts. A larger scale does not increase the relative error of a float8 number.
         """
         if not self.has_units:
             top = torch.finfo(torch.float8_e4m3fn).max
@@ -239,8 +241,7 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit, given the `positions` that each one needs.
-        """
+        """Return how many of the next completions fit, given the positions that each one needs."""
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -290,7 +291,7 @@ class Pages:
         self.free = list(range(pages))
 
     def needed(self, positions: np.ndarray) -> np.ndarray:
-        """Return the number of pages for each number of positions in `positions`."""
+        """Return the number of pages that store each given number of `positions`."""
         return -(-positions // self.page)
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:

@@ -197,8 +197,8 @@ class _Work:
         """Let the process generate the completions of all requests.
 
         After a restart, the new process also repeats the requests that had already finished.
-        Otherwise, the last bits of log-probabilities could change, because they may depend on which
-        completions are generated together.
+        Without this repetition, the last bits of log-probabilities could change, because these bits
+        depend on which completions are generated together.
         """
         self.progress, self.paused = False, 0
         if not self.taken:
@@ -220,7 +220,7 @@ class _Work:
         return more
 
     def _accept(self, rows: Sequence[Row]) -> set[int]:
-        """Pass new completions to the request source; return all received indices."""
+        """Pass new completions to the request source; return the request indices of `rows`."""
         self.progress = True
         fresh = [row for row in rows if row[0] not in self.complete]
         new = [Completion.of(row, self.taken[row[0]]) for row in fresh]

@@ -66,7 +66,7 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Let the next backward pass sum buckets over ranks as soon as they are complete."""
+        """Let the next backward pass sum each bucket over ranks once all its gradients exist."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True

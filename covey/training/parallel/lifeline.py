@@ -88,7 +88,7 @@ class Lifeline:
 
     @property
     def reports(self) -> bool:
-        """Whether it is this rank that prints the error: rank 0, or rank 1 if rank 0 has died."""
+        """Whether this rank prints the error: rank 0 does, or rank 1 if rank 0 has died."""
         silent = self.loss is not None and self.loss.rank == 0 and not self.loss.text
         return self.rank == (1 if silent else 0)
 

@@ -113,7 +113,7 @@ def in_passes(
 def put_rows(
     whole: Iterable[torch.Tensor], index: torch.Tensor, parts: Sequence[torch.Tensor]
 ) -> None:
-    """Write each tensor [b, t] in `parts` to rows `index` of its tensor [B, T] in `whole`."""
+    """Write the tensors [b, t] of `parts` to rows `index` of the tensors [B, T] of `whole`."""
     (rows,) = to_device([index], parts[0].device)
     for target, values in zip(whole, parts, strict=True):
         target[rows, : values.shape[1]] = values.float()
