@@ -154,9 +154,8 @@ class RequestSource(Protocol):
     def take(self) -> Sequence[Request]:
         """Return the requests that have become ready; requests of one prompt are returned together.
 
-        An engine stops when no request is in flight and `take` returns no requests. If the request
-        source still expects new requests while none is in flight, `take` must wait for new
-        requests.
+        An engine stops when no request is in flight and `take` returns no requests. If no request
+        is in flight and the request source still expects new requests, `take` must wait for them.
         """
 
     def done(self, completions: Sequence[Completion]) -> None:

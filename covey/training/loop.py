@@ -57,7 +57,7 @@ class Trainer:
         raise NotImplementedError
 
     def save(self, folder: Path, step: int) -> None:
-        """Add files that only a resumed run needs to the checkpoint of a step."""
+        """Add to the checkpoint of a step the files that only a resumed run needs."""
 
     def close(self) -> None:
         """Stop all background work."""

@@ -154,7 +154,8 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         Cache.__init__(self, layers=[])
         KVCache.__init__(self, slots, device)
         self.prompts: dict[int, tuple[list[torch.Tensor], int, int]] = {}
-        """Maps a prompt id to the prompt's tensors, its row in these tensors, and its length."""
+        """Maps a prompt id to the prompt's tensors, its row in these tensors, and its token count.
+        """
         self.layer_keys = [] if shape is None else shape.zeros(slots, capacity)
         self.layer_values = [] if shape is None else shape.zeros(slots, capacity)
         rows = slots if shape is None else 0

@@ -155,7 +155,7 @@ class Scheduler:
         return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
 
     def _positions(self, counts: np.ndarray) -> np.ndarray:
-        """Return how many cache positions completions of `counts` tokens need after the next steps.
+        """Return the cache positions that completions of `counts` tokens need for the next steps.
 
         A token's key and value are computed one decode step after the token was sampled. So a
         completion's last token needs no cache position.

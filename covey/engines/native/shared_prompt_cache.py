@@ -46,9 +46,10 @@ def slots_together(query_heads: int) -> int:
 
 
 def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
-    """Return slot indices [S, together]: slots in a row have the same prompt; -1 is padding.
+    """Return slot indices [S, together]; all slots in a row have the same prompt.
 
-    `prompt_rows` [S] contains the cache row of each slot's prompt, or -1 for a free slot.
+    Rows with fewer slots are padded with -1. `prompt_rows` [S] contains the cache row of each
+    slot's prompt, or -1 for a free slot.
     """
     order = np.argsort(prompt_rows, kind="stable")
     _, first, counts = np.unique(prompt_rows[order], return_index=True, return_counts=True)
@@ -269,7 +270,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one list with the keys and values of each layer in turn."""
+    """Return one list that contains the keys and the values of one layer after another."""
     return [tensor for layer in zip(keys, values, strict=True) for tensor in layer]
 
 

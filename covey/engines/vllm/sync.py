@@ -96,7 +96,7 @@ class FileSync(Sync):
 class AdapterSync(Sync):
     """Sends only the weights of the LoRA adapter.
 
-    Each version has its own name, because vLLM caches adapters by name.
+    Each version of the adapter has its own name, because vLLM caches adapters by name.
     """
 
     model: LanguageModel
@@ -322,7 +322,7 @@ class HeadPadding:
         return padded
 
     def _places(self, kind: str, device: torch.device) -> torch.Tensor:
-        """Return, for each dimension of a head, its index in the padded head."""
+        """Return the index of each dimension of a head in the padded head."""
         if kind in "vo":
             return torch.arange(self.width, device=device)
         half = torch.arange(self.width // 2, device=device) * self.times

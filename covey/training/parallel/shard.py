@@ -76,7 +76,7 @@ def shard_model(
 
 
 def _add_entries(model: LanguageModel) -> None:
-    """Give the model and its blocks methods that gather the weights before a pass."""
+    """Add methods to the model and to its blocks, which gather the weights before a pass."""
     root = model.model
     _add_entry(root, ENTRY, entry_method)
     enter = getattr(root, ENTRY)
