@@ -42,7 +42,8 @@ def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.
         logp = _keep(logp, logp >= least)
     if distribution.top_p < 1.0:
         ordered, index = logp.sort(dim=-1, descending=True)
-        # A token stays if the probability mass before it is below top_p; the first always stays.
+        # A token stays if the probability mass before it is below top_p; the first token always
+        # stays.
         before = _running_sum(ordered.exp()) - ordered.exp()
         stays = (before < distribution.top_p).scatter(-1, index, before < distribution.top_p)
         logp = _keep(logp, stays)

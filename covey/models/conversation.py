@@ -102,8 +102,8 @@ class Conversations:
         begun = next((n for n, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         inert = [
             # Tool results must not contain control tokens, but prompts and the policy's own text
-            # may contain those that are not special, such as <think>. Tool calls are already part
-            # of the content.
+            # may contain control tokens that are not special, such as <think>. Tool calls are
+            # already part of the content.
             {k: v for k, v in m.items() if k != "tool_calls"}
             | {"content": self._inert(m["content"], every=n > begun and m["role"] != "assistant")}
             for n, m in enumerate(messages)

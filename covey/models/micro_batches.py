@@ -84,7 +84,7 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     count = max(1, -(-sum(size for size, _ in pieces) // micro_batch_tokens))
     while True:
         parts = _spread(pieces, count)
-        # If every piece is already a micro-batch, one that is too large cannot be split
+        # If every piece is already a micro-batch, a micro-batch that is too large cannot be split
         # further.
         if count >= len(pieces) or max(size for size, _ in parts) <= micro_batch_tokens:
             return [torch.tensor(sorted(rows)) for _, rows in parts if rows]

@@ -180,7 +180,7 @@ class PromptChoice:
         names = dict.fromkeys(self.block)
         if self.settings.mixture == "fixed":
             return {name: self.block.count(name) / len(self.block) for name in names}
-        # A part without results is drawn as often as one whose pass rate changes by 0.1.
+        # A part without results is drawn as often as a part whose pass rate changes by 0.1.
         moves = {n: self.parts[n].progress if n in self.parts else 0.1 for n in names}
         found = {name: max(move, self.settings.floor) for name, move in moves.items()}
         return {name: value / sum(found.values()) for name, value in found.items()}

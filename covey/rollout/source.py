@@ -166,7 +166,7 @@ def _next_prompts(parts: Parts, rollouts: StepRollouts) -> list[Prompt]:
         usable = len(rollouts.selected.groups)
         if usable == wanted or rounds >= config.filter.rounds:
             return []
-        if usable:  # so many prompts are needed if as large a fraction of their groups is usable
+        if usable:  # as if the same fraction of the new groups will be usable
             count = min(wanted, math.ceil((wanted - usable) / (usable / len(done))))
     if ticket.picks:
         return [prompts[pick] for pick in ticket.picks[len(done) : len(done) + count]]

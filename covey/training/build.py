@@ -235,7 +235,8 @@ def teacher_of(
         return make_self_teacher(config, policy=model, load=own)
 
     def load(path: str) -> LanguageModel:
-        # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
+        # [adapter] describes the policy's adapter; a teacher has an adapter only if its own path
+        # contains one.
         alone = with_path(config, path).model_copy(update={"adapter": Adapter()})
         return load_frozen(alone, model, world, offload=offload)
 

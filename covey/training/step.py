@@ -237,7 +237,7 @@ def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Ba
     tokens, world = learner.settings.micro_batch_tokens, learner.world
     if batch.advantage is None or not learner.skips_rows:
         return whole_batch(batch, tokens, compute, world)
-    # These are not yet the rows of the optimizer steps: masks come after the advantages.
+    # The optimizer steps may have fewer rows, because masks are applied after the advantages.
     useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
     found = whole_batch(batch.rows(useful), tokens, compute, world)
     logp = batch.sampler_logp.float().clone()

@@ -169,8 +169,8 @@ class _Pass:
         """Add the gradients of all parameters to the gradient sums, and free the activations."""
         values, gradients = self.values, self.graphs.gradients
         assert values is not None
-        # All parameters are passed, because autograd would skip those whose gradient only a sink
-        # receives.
+        # All parameters are passed, because autograd would skip parameters whose gradient only a
+        # GradSink receives.
         grads = torch.autograd.grad(
             values, gradients.parameters, list(self.incoming), allow_unused=True
         )

@@ -194,7 +194,8 @@ class VllmEngine:
                 pending |= {pool.submit(self._complete, one, params) for one in ready}
                 if not pending:
                     break
-                # A tool may reply first, and the turn after it must not wait for these completions.
+                # If a tool replies first, the next turn of its episode must not wait for these
+                # completions.
                 ended, pending = wait(pending, limits.poll_seconds, return_when=FIRST_COMPLETED)
                 if ended:
                     requests.done([future.result() for future in ended])
