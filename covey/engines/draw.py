@@ -72,7 +72,7 @@ def pick_tokens(
     """Draw one token per row of `logits` by inverse-CDF sampling with `uniforms` [S].
 
     Returns token ids [S] and their log-probabilities [S]; greedy choices have log-probability 0. If
-    a row's logits are NaN, its log-probability is NaN.
+    the logits of a row are NaN, the log-probability of the row's token is NaN.
     """
     if distribution.temperature == 0.0:
         largest, tokens = logits.max(dim=-1)

@@ -53,7 +53,7 @@ class Sampling:
     def returns_kept(self) -> bool:
         """Whether completions include the tokens that top-k, top-p and min-p allowed.
 
-        With greedy decoding, completions never include these tokens.
+        This property is false with greedy decoding.
         """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
@@ -129,9 +129,9 @@ class Limits:
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive at unpredictable times. An engine that supports `steady` then
-    computes each completion independently of the rest of the batch, so that arrival times do not
-    change completions.
+    """Whether requests arrive at unpredictable times. An engine that supports `steady` computes
+    each completion independently of the rest of the batch, so that arrival times do not change
+    completions.
     """
 
     @property
@@ -203,9 +203,9 @@ class Engine(Protocol):
         """Use these weights from now on; `version` is the number of optimizer steps so far.
 
         When the method returns, the engine has the weights and the caller may change the tensors.
-        If `info.loads_in_flight` is true, another thread may call this method during `run`.
-        Completions in progress then continue with the new weights, and record which version
-        generated which tokens.
+        If `info.loads_in_flight` is true, another thread may call this method during `run`. If the
+        weights change during `run`, completions in progress continue with the new weights, and
+        record which version generated which tokens.
         """
 
     def events(self) -> list[str]:

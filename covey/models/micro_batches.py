@@ -14,8 +14,8 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` tokens.
 
     On a GPU, `micro_batch_tokens` counts packed tokens without padding if every rollout has one
-    row. In all other cases, `micro_batch_tokens` counts padded tokens. The rows of a rollout stay
-    together, because the loss may depend on all its tokens.
+    row. On a CPU, or if a rollout has several rows, `micro_batch_tokens` counts padded tokens. The
+    rows of a rollout stay together, because the loss may depend on all its tokens.
     """
     if not batch.one_row_each:
         return whole_rollouts(batch, micro_batch_tokens)

@@ -39,7 +39,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 
 
 def first_element(value: torch.Tensor) -> int:
-    """Return this rank's first flat index in a sharded tensor; return 0 for other tensors."""
+    """Return the flat index of this rank's first element in a sharded tensor, otherwise 0."""
     if not hasattr(value, "full_tensor"):
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]

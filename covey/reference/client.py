@@ -80,7 +80,9 @@ class ServerReference(Reference):
     address: Address
     temperature: float
     tokenizer: str
-    """The digest of the policy's tokenizer. The server's tokenizer must have the same digest."""
+    """The digest of the policy's tokenizer. The server's tokenizer must have the same digest as the
+    policy's tokenizer.
+    """
     weights: str = ""
     """The digest that the server's weights must have. If this digest is empty, the server's first
     reply sets it."""

@@ -70,7 +70,7 @@ class ServerSettings:
     """The time limit in seconds for receiving the head of a request."""
     body_seconds: float = 20.0
     """The time limit in seconds for receiving a request's body. Each BODY_RATE bytes of the body
-    add one second."""
+    extend the limit by one second."""
 
     @property
     def max_bytes(self) -> int:

@@ -190,7 +190,7 @@ class Interaction:
     """Whether the user was already notified that the chat template changes earlier turns."""
 
     def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Return notes for the user about these rollouts; each note is returned once in a run."""
+        """Return notes for the user about `rollouts`; each note is returned only once in a run."""
         if self.noted or all(len(rollout.segments) == 1 for rollout in rollouts):
             return []
         self.noted = True

@@ -217,8 +217,8 @@ def final_answer(text: str) -> str:
     r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
     The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. In a completion
-    without `<answer>`, `\boxed{}` and `####`, the final answer is the last number. In a completion
-    that also has no number, the final answer is the last line.
+    without `<answer>`, `\boxed{}` and `####`, the final answer is the last number. If a completion
+    has none of these markers and no number, its final answer is the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')

@@ -59,7 +59,7 @@ class Privileged:
 
 
 def _source(name: str, group: Group, rollout: Rollout) -> str:
-    """Return a rollout's privileged text from one source; empty if the source has none."""
+    """Return a rollout's privileged text from one source; empty if the source has no text."""
     if name == SUCCESS:
         # A teacher would agree with the rollout's own completion, whatever it is.
         others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]

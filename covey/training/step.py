@@ -4,8 +4,8 @@
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
 The row filter (filter.skip_zero_gradient) leaves out batch rows with advantage 0. If the row filter
-is on and the objective allows it, Covey computes advantages before old_logp. Rows that the filter
-leaves out then need no old_logp.
+is on and the objective allows it, Covey computes advantages before old_logp, so that left-out rows
+need no old_logp.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """Shape of the KV cache. None if the model has no KV cache; slots then store token ids."""
+    """Shape of the KV cache. If the model has no KV cache, the shape is None and slots store token
+    ids.
+    """
     description: str = "one token at a time"
     steps: int = 1
     limits: Limits | None = field(init=False, default=None)

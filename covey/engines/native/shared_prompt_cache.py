@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 UNIT_MARGIN = 4.0
-"""Factor by which float8 keys and values may exceed the largest of the first prompts before they
-are clipped.
+"""Factor by which later float8 keys and values may exceed the largest in the first prompts without
+being clipped.
 """
 LEAST_UNIT = 1e-10
 PRODUCT_ROWS = 16
@@ -104,7 +104,7 @@ class SharedPromptCache(KVCache):
         self.arrived = counters(slots, shape.heads)
         """[S, K]: counters that tell a kernel when all partial attention outputs exist."""
         self.slot_rows = np.full(slots, -1)
-        """[S]: `prompt_row` on the CPU, with -1 for free slots."""
+        """[S]: a copy of `prompt_row` on the CPU, with -1 for free slots."""
         self.rows: dict[int, tuple[int, int]] = {}
         """Maps a prompt id to the prompt's cache row and length."""
         self.free = list(range(prompts))

@@ -215,7 +215,10 @@ class Transcript:
     """The tokens of one completion that the CPU has read so far."""
 
     def __init__(self, pieces: Pieces | None) -> None:
-        """Start an empty transcript; `pieces` maps token ids to bytes, if these are known."""
+        """Start an empty transcript.
+
+        `pieces` maps token ids to bytes, or is None if the tokenizer is not byte-level.
+        """
         self.tokens: list[int] = []
         self.logp: list[float] = []
         self._pieces = pieces

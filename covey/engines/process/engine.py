@@ -196,9 +196,9 @@ class _Work:
     def run(self, connection: Connection) -> None:
         """Let the process generate the completions of all requests.
 
-        After a restart, the new process also repeats the requests that had already finished.
-        Without this repetition, the last bits of log-probabilities could change, because these bits
-        depend on which completions are generated together.
+        After a restart, the new process also repeats the requests that had already finished,
+        because the last bits of log-probabilities may depend on which completions are generated
+        together.
         """
         self.progress, self.paused = False, 0
         if not self.taken:

@@ -2,8 +2,8 @@
 
 Requests and completions consist of token ids, not text. All requests of a prompt go to the same
 server, which prefills the prompt once. If a server dies, the engine restarts it, sends it the
-current weights, and checks its log-probs on a test prompt. Then the engine sends the lost requests
-again with the same seeds.
+current weights, and checks its log-probs on a test prompt. After the restart, the engine sends the
+lost requests again with the same seeds.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def request_seed(request: Request) -> int:
 
 
 def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
-    """Return the vLLM sampling settings that are equivalent to the native engine's."""
+    """Return the vLLM sampling settings that are equivalent to the native engine's settings."""
     distribution = sampling.distribution
     if distribution.min_p > 0.0 and distribution.top_p < 1.0:
         raise ConfigError(
@@ -397,7 +397,7 @@ def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch
 
 
 def same_probe(client: Client, reply: Reply, before: Reply, dtype: torch.dtype) -> None:
-    """Raise an error if a restarted server's log-probs differ from an earlier reply's."""
+    """Raise an error if a restarted server's log-probs differ from those of an earlier reply."""
     pairs = zip(reply.tokens, before.tokens, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(before.tokens))
     # Rounding can change a sampled token, and the tokens after it cannot be compared.

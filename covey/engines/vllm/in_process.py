@@ -1,8 +1,8 @@
 """vLLM without a server: this process drives vLLM's engine on the trainer's own GPU.
 
-`LocalClient` has the same interface as `Client`, so callers need no special case. vLLM's scheduler
-and workers run in separate processes. Between rollouts, vLLM sleeps: its weights move to CPU
-memory, and its KV cache is freed for the trainer.
+`LocalClient` has the same interface as `Client`, so callers need no special case. The scheduler and
+the workers of vLLM run in separate processes. Between rollouts, vLLM sleeps: its weights move to
+CPU memory, and its KV cache is freed for the trainer.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """False for a placeholder pass, whose results are discarded. With placeholders, all ranks have
-    the same number of passes, as a sharded model requires.
+    """Whether the results are used; false for a placeholder pass, whose results are discarded. With
+    placeholders, all ranks have the same number of passes, as a sharded model requires.
     """
 
 
