@@ -66,7 +66,8 @@ class Scheduler:
         self.taken = np.zeros(self.width, dtype=bool)
         """Whether each slot has a request."""
         self.transcripts: dict[int, Transcript] = {}
-        """Maps each occupied slot to the transcript of its tokens so far."""
+        """Maps each occupied slot to the transcript of its tokens that were read from the device.
+        """
         self.counts, self.read, self.searched = np.zeros((3, self.width), dtype=np.int64)
         """Three token counts per slot: generated, read from the device, and searched for stop
         strings."""
