@@ -1,8 +1,8 @@
 """An engine in a Ray actor, which generates while the trainer adds requests and collects results.
 
-Each call of `begin` names the version of the weights to generate with. An actor that has not loaded
-the version, for example after a restart, first fetches the weights from Ray's object store. The
-actor therefore never generates with a wrong version of the weights.
+Each call of `begin` names the version of the weights to generate with. An actor without this
+version, for example after a restart, first fetches the weights from Ray's object store. The actor
+therefore never generates with a wrong version of the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Source:
-    """A request source between the methods of `EngineActor` and the thread that generates."""
+    """A request source that connects the methods of `EngineActor` with the generating thread."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -51,7 +51,7 @@ class _Source:
         self.error: BaseException | None = None
 
     def take(self) -> Sequence[Request]:
-        """Return new requests. If the engine is idle, wait for requests or for `end`."""
+        """Return new requests. If the engine is idle, wait for requests or for a call of `end`."""
         with self.changed:
             while not (self.ready or self.running or self.ended):
                 self.changed.wait()
@@ -85,8 +85,8 @@ class EngineActor:
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
         """Load a version of the weights and start the generating thread. Return the version.
 
-        `held[0]` is Ray's object reference to the weights. The object reference is in a list
-        because Ray would fetch the weights for a plain argument.
+        `held[0]` is Ray's object reference to the weights. A list contains the object reference,
+        because Ray replaces each argument that is an object reference by the object itself.
         """
         if version != self.version:
             import ray

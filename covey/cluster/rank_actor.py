@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in a process of its own because it handles signals itself. A process must choose its
-GPUs before it imports torch.
+The rank runs in its own process, because it handles signals itself, and because its GPUs must be
+chosen before it imports torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from covey.errors import ConfigError
 from covey.subprocesses import module_command
 
 LAST_OUTPUT_SECONDS = 2.0
-"""The most seconds to read output after a rank has ended, if its child processes keep the pipes
-open."""
+"""Maximum number of seconds to read output after a rank has ended, if its child processes keep the
+pipes open."""
 Output = tuple[str, bytes] | int
 """Either output of a rank, as a stream name and bytes, or the rank's exit code."""
 

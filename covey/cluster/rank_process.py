@@ -1,8 +1,6 @@
-"""Runs a trainer rank that ends with its Ray actor.
+"""The process of a trainer rank, which ends with its Ray actor.
 
-PARENT ARGUMENTS).
-
-The module takes the process id of the actor, followed by the arguments of the `covey` command.
+The module's arguments are the process id of the actor and the arguments of the `covey` command.
 """
 
 from __future__ import annotations

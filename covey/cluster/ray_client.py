@@ -35,7 +35,7 @@ class Need:
     def actor(self, kind: type, *arguments: Any, **options: Any) -> Any:
         """Start an actor of the class `kind`, and return its handle.
 
-        The `options` are options of Ray, such as `max_concurrency`.
+        The keyword arguments are Ray's options for actors, such as `max_concurrency`.
         """
         import ray
 
@@ -45,7 +45,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """The number of actors of one kind, such as engines, and the CPUs and GPUs of each."""
+    """The number of actors of one kind, such as engines, and the CPUs and GPUs of each actor."""
 
     name: str
     """The plural name of this kind of actor, such as `engines`."""
@@ -62,7 +62,7 @@ class Actors:
     def whole_gpus(self) -> float:
         """The number of whole GPUs that these actors occupy.
 
-        Several actors share one GPU if each of them needs only a part of it.
+        Several actors share one GPU if each actor needs only a part of a GPU.
         """
         share = self.need.gpus
         return math.ceil(self.count / (1 // share)) if 0 < share < 1 else self.count * share

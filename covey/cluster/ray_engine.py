@@ -53,7 +53,7 @@ class RayEngine:
     """A function that builds the engine inside an actor."""
     engines: int
     most: int
-    """The largest number of engines. Engines are added when the cluster has free resources."""
+    """Maximum number of engines. Engines are added when the cluster has free resources."""
     need: Need
     threads: int
     restarts: int
@@ -202,7 +202,7 @@ class RayEngine:
 
 
 class NoRoom(EngineError):
-    """An error for a cluster that has no free resources for an actor."""
+    """Raised if the cluster has no free resources for an actor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -236,7 +236,7 @@ class _Share:
             self.out.put(error)
 
     def count_preemptions(self, end: Any) -> None:
-        """Add the new preemptions that the actor reports.
+        """Add the actor's preemptions since its last report to the engine's count.
 
         `end` is the pending result of the actor's `end` method.
         """

@@ -18,7 +18,7 @@ from covey.scoring.job import Job, ScoreResult
 from covey.scoring.pool import Pool
 
 CALLS = 256
-"""The largest number of scoring jobs that an actor works on at the same time."""
+"""Maximum number of scoring jobs that an actor works on at the same time."""
 
 
 class ScoringActor:
@@ -67,7 +67,7 @@ class RayScorer:
         return bool(getattr(self.reward, "whole_groups", False))
 
     def submit(self, job: Job) -> RayScore:
-        """Send a scoring job to the actors in turn."""
+        """Send a scoring job to the next actor, in round-robin order."""
         with self.lock:
             place = self.sent % self.actors
             self.sent += 1

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The sampling distribution, which the defaults do not truncate.
+    """The sampling distribution; by default, it is not truncated.
 
     Temperature 0 means greedy decoding.
     """
@@ -42,7 +42,8 @@ def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.
         logp = _keep(logp, logp >= least)
     if distribution.top_p < 1.0:
         ordered, index = logp.sort(dim=-1, descending=True)
-        # A token stays if the probability mass before it is below top_p; the first always stays.
+        # A token stays if the probability mass before it is below top_p; the first token always
+        # stays.
         before = _running_sum(ordered.exp()) - ordered.exp()
         stays = (before < distribution.top_p).scatter(-1, index, before < distribution.top_p)
         logp = _keep(logp, stays)
@@ -57,7 +58,7 @@ def _keep(logp: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return cumulative sums along each row of [S, V], which are bitwise reproducible."""
+    """Return bitwise reproducible cumulative sums along each row of `values` [S, V]."""
     if (
         values.is_cuda and len(values) == 1
     ):  # torch splits a single row into parts, whose order of addition varies
@@ -71,7 +72,7 @@ def pick_tokens(
     """Draw one token per row of `logits` by inverse-CDF sampling with `uniforms` [S].
 
     Returns token ids [S] and their log-probabilities [S]; greedy choices have log-probability 0. If
-    a row's logits are NaN, its log-probability is NaN.
+    the logits of a row are NaN, the log-probability of the row's token is NaN.
     """
     if distribution.temperature == 0.0:
         largest, tokens = logits.max(dim=-1)

@@ -1,4 +1,9 @@
-"""The engine protocol: an engine pulls requests from a source and pushes completions back."""
+"""The engine protocol: an engine pulls requests from a source and pushes completions back.
+
+The function `make_engine` in covey/training/make_engine.py builds the engine that the configuration
+names. To add an engine, implement the protocol `Engine`, build the new engine in `make_engine`, and
+add its name to `Engine.kind` in covey/config/schema.py.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
-"""A function that returns the trained weights, named as in `model.named_parameters()`: the
-adapter's weights if the model has an adapter, otherwise all weights of the model. They do not
-change while an engine reads them. An engine that shares the trainer's weights never calls it.
+"""A function that returns the trained weights with their names in `model.named_parameters()`. If
+the model has an adapter, the function returns only the adapter's weights. The weights do not change
+while an engine reads them. An engine that shares the trainer's weights never calls this function.
 """
 
 
@@ -48,7 +53,7 @@ class Sampling:
     def returns_kept(self) -> bool:
         """Whether completions include the tokens that top-k, top-p and min-p allowed.
 
-        Greedy decoding never includes them.
+        This property is false with greedy decoding.
         """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
@@ -62,14 +67,17 @@ class Request:
     number: int
     """Index of the request within its request source."""
     prompt: int
-    """Index of the prompt; an engine prefills once for all requests with the same index."""
+    """Index of the prompt. An engine prefills a prompt only once for all requests with its index.
+    """
     tokens: tuple[int, ...]
     address: Address
     """The values that seed the request's random numbers: seed, step, prompt, sample, turn."""
 
 
 Row = tuple[int, tuple[int, ...], tuple[float, ...], Finish, tuple[VersionSpan, ...], str]
-"""A completion without text for another process, which knows the request by its number."""
+"""The fields of a completion to send between processes. The first field is the number of the
+completion's request.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +91,23 @@ class Completion:
     finish: Finish
     versions: tuple[VersionSpan, ...]
     """The version of the weights that generated each span of tokens. The spans are in order and
-    leave no gaps; there is only one, unless weights were loaded during generation.
+    leave no gaps. There is only one span, unless weights were loaded during generation.
     """
     kept: str = ""
     """Tokens that top-k, top-p and min-p allowed per position, encoded by kept_sets.py."""
     text: str | None = None
-    """The text that `LanguageModel.decode` gives; None if the engine has not decoded it."""
+    """The decoded text of `tokens`; None if the engine has not decoded them."""
 
     @property
     def row(self) -> Row:
-        """The completion for another process."""
+        """The completion's fields, to send to another process."""
         return (
             self.request.number, self.tokens, self.logp, self.finish, self.versions, self.kept,
         )  # fmt: skip
 
     @staticmethod
     def of(row: Row, request: Request) -> Completion:
-        """Return the completion of a request that another process generated."""
+        """Return the completion that another process generated for `request` and sent as `row`."""
         _, tokens, logp, finish, versions, kept = row
         return Completion(
             request=request, tokens=tokens, logp=logp, finish=finish, versions=versions, kept=kept
@@ -115,15 +123,15 @@ class Limits:
 
     sampling: Sampling
     requests: int
-    """The largest number of requests in flight at once."""
+    """Maximum number of requests in flight at once."""
     prompts: int
-    """The largest number of different prompts among the requests in flight."""
+    """Maximum number of different prompts among the requests in flight."""
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive at unpredictable times, which must not change the completions. An
-    engine that supports this option then makes each completion independent of the others in the
-    batch.
+    """Whether requests arrive at unpredictable times. An engine that supports `steady` computes
+    each completion independently of the rest of the batch, so that arrival times do not change
+    completions.
     """
 
     @property
@@ -146,8 +154,8 @@ class RequestSource(Protocol):
     def take(self) -> Sequence[Request]:
         """Return the requests that have become ready; requests of one prompt are returned together.
 
-        An engine stops when no request is in flight and `take` returns no requests. If the request
-        source still expects new requests while none is in flight, `take` must wait for them.
+        An engine stops when no request is in flight and `take` returns no requests. If no request
+        is in flight and the request source still expects new requests, `take` must wait for them.
         """
 
     def done(self, completions: Sequence[Completion]) -> None:
@@ -162,7 +170,8 @@ class EngineInfo:
     """A text that tells the user which backend the engine uses, and why no faster one."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
-    trainer's up to float32 rounding. Those of a truncated distribution never may.
+    trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
+    as `old_logp`.
     """
     shares_weights: bool
     """Whether the engine generates with the trainer's own weight tensors."""
@@ -194,9 +203,9 @@ class Engine(Protocol):
         """Use these weights from now on; `version` is the number of optimizer steps so far.
 
         When the method returns, the engine has the weights and the caller may change the tensors.
-        If `info.loads_in_flight` is true, another thread may call this method during `run`.
-        Completions in progress then continue with the new weights, and record which version
-        generated which tokens.
+        If `info.loads_in_flight` is true, another thread may call this method during `run`. If the
+        weights change during `run`, completions in progress continue with the new weights, and
+        record which version generated which tokens.
         """
 
     def events(self) -> list[str]:

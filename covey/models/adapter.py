@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
 NAME = "default"
-"""The name that peft gives to an adapter without a name."""
+"""The default name of an adapter in peft."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
 """Class name of GPT-2's linear layer, which stores its weight transposed."""
@@ -200,8 +200,8 @@ def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[st
 def _head(model: LanguageModel, on: bool) -> Any:
     """Return the output layer.
 
-    If the adapter has a trained copy of the output layer, return the trained copy if `on` is true,
-    and otherwise the original layer.
+    If the adapter contains a trained copy of the output layer, `on` chooses between the trained
+    copy and the original layer.
     """
     layer = model.model.get_output_embeddings()
     if not hasattr(layer, "modules_to_save"):

@@ -109,10 +109,10 @@ class Renderer:
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """True if the chat template drops or refuses system messages, so that Covey puts the system
-    message at the beginning of the first user message."""
+    """Whether Covey puts the system message at the beginning of the first user message, because the
+    chat template drops or refuses system messages."""
     turn_end: int | None = None
-    """Id of the special token that ends the assistant's turn; None if there is none."""
+    """Id of the special token that ends the assistant's turn; None if no special token ends it."""
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return the prompt's text, up to where the completion begins."""
@@ -300,7 +300,7 @@ class RenderProcess:
         return str(reply["text"])
 
     def start(self) -> None:
-        """Start the rendering process if it is not running, which takes a second."""
+        """Start the rendering process if it is not running; a start takes a second."""
         with self._lock:
             self._connected()
 

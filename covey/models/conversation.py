@@ -4,8 +4,7 @@ After a turn of the policy, the chat template renders the conversation, includin
 If the rendered text begins with the previous prompt and the sampled text, Covey tokenizes only the
 new text and keeps all earlier tokens. Some templates change earlier turns: they remove thinking,
 trim whitespace or change the end of a turn. If a template changes earlier turns, the rendered
-conversation becomes the prompt of a new segment. The trainer treats a new segment as a separate
-row.
+conversation becomes the prompt of a new segment. The trainer treats each segment as a separate row.
 
 The text of a message never becomes a special token. If a message contains the text of a special
 token, such as `<|im_end|>`, Covey splits this text into ordinary tokens. In tool results, Covey
@@ -103,8 +102,8 @@ class Conversations:
         begun = next((n for n, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         inert = [
             # Tool results must not contain control tokens, but prompts and the policy's own text
-            # may contain those that are not special, such as <think>. Tool calls are already part
-            # of the content.
+            # may contain control tokens that are not special, such as <think>. Tool calls are
+            # already part of the content.
             {k: v for k, v in m.items() if k != "tool_calls"}
             | {"content": self._inert(m["content"], every=n > begun and m["role"] != "assistant")}
             for n, m in enumerate(messages)

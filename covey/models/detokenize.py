@@ -35,7 +35,7 @@ def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of the first `size` tokens of the vocabulary; special tokens get b"".
+    """Return the bytes of the first `size` tokens of the vocabulary; special tokens have no bytes.
 
     Return None if the tokenizer is not byte-level, or if the bytes do not reproduce the tokenizer's
     text.

@@ -209,9 +209,9 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
 
     Return two flags. The first flag says whether packed rows give the same hidden states as the
     model's own attention. The second flag says whether packed rows with flash attention give the
-    same hidden states too. The parity check runs the model on three rows of different lengths. The
-    parity check is necessary because a model's configuration does not say whether its attention is
-    standard, or whether its other layers process each token separately.
+    same hidden states as the model's own attention. The parity check runs the model on three rows
+    of different lengths. The parity check is necessary because a model's configuration does not say
+    whether its attention is standard, or whether its other layers process each token separately.
     """
     original = model.config._attn_implementation
     if original == NAME:  # an earlier model used this configuration

@@ -14,8 +14,8 @@ def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tenso
     """Yield the row indices of each micro-batch of at most `micro_batch_tokens` tokens.
 
     On a GPU, `micro_batch_tokens` counts packed tokens without padding if every rollout has one
-    row. In all other cases, `micro_batch_tokens` counts padded tokens. The rows of a rollout stay
-    together, because the loss may depend on all its tokens.
+    row. On a CPU, or if a rollout has several rows, `micro_batch_tokens` counts padded tokens. The
+    rows of a rollout stay together, because the loss may depend on all its tokens.
     """
     if not batch.one_row_each:
         return whole_rollouts(batch, micro_batch_tokens)
@@ -84,7 +84,7 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     count = max(1, -(-sum(size for size, _ in pieces) // micro_batch_tokens))
     while True:
         parts = _spread(pieces, count)
-        # If every piece is already a micro-batch, one that is too large cannot be split
+        # If every piece is already a micro-batch, a micro-batch that is too large cannot be split
         # further.
         if count >= len(pieces) or max(size for size, _ in parts) <= micro_batch_tokens:
             return [torch.tensor(sorted(rows)) for _, rows in parts if rows]

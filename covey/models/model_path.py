@@ -26,7 +26,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def check_model_path(path: str) -> None:
-    """Raise ModelError for a local path that is not a model, or a model that cannot be found."""
+    """Raise ModelError if a local path is not a model, or if a model cannot be found."""
     place = Path(path)
     if not path:  # Path("") would be the working folder
         raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")

@@ -39,7 +39,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 
 
 def first_element(value: torch.Tensor) -> int:
-    """Return this rank's first flat index in a sharded tensor; return 0 for other tensors."""
+    """Return the flat index of this rank's first element in a sharded tensor, otherwise 0."""
     if not hasattr(value, "full_tensor"):
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def first_element(value: torch.Tensor) -> int:
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm over several tensors; for sharded tensors, all ranks must call it."""
+    """Return the norm of several tensors; for sharded tensors, all ranks must call `total_norm`."""
     norm = torch.nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
     if not tensors or not hasattr(tensors[0], "full_tensor"):
         return norm

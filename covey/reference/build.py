@@ -102,7 +102,7 @@ def make_teacher(
 ) -> Reference:
     """Build the teacher of distillation, which is a model with the policy's tokenizer.
 
-    `load` loads a model from a path, and for an adapter also the base model.
+    `load` loads the model at a path; for the path of an adapter, it also loads the base model.
     """
     section = config.teacher
     check_teacher(section, privileged=False)

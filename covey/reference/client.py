@@ -39,7 +39,7 @@ from covey.types import Batch
 UNAVAILABLE = frozenset({502, 503, 504})
 """The HTTP statuses of a server or proxy that is temporarily unavailable."""
 LARGEST_TEXT = 65_536
-"""The largest size in bytes of a reply without tensors, which is the health report or an error."""
+"""Maximum size in bytes of a reply without tensors, that is, of a health report or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 RECORD_FILE = "reference.json"
 
@@ -80,13 +80,15 @@ class ServerReference(Reference):
     address: Address
     temperature: float
     tokenizer: str
-    """The digest of the policy's tokenizer. The server's tokenizer must have the same digest."""
+    """The digest of the policy's tokenizer. The server's tokenizer must have the same digest as the
+    policy's tokenizer.
+    """
     weights: str = ""
     """The digest that the server's weights must have. If this digest is empty, the server's first
     reply sets it."""
     note: Callable[[str], None] = notice
     budget: int = field(init=False)
-    """The most padded tokens that the server accepts in one request."""
+    """Maximum number of padded tokens that the server accepts in one request."""
 
     def __post_init__(self) -> None:
         health = self._health()
@@ -133,7 +135,7 @@ class ServerReference(Reference):
         (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Raise ModelError if the checkpoint has another digest than the server's weights."""
+        """Raise ModelError if the server's weights do not have the digest in the checkpoint."""
         try:
             before = json.loads((folder / RECORD_FILE).read_text())["weights"]
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -35,8 +35,8 @@ CONNECTION = "covey.connection"
 LINGER = 30.0
 """The seconds that a client has to read its reply before the server aborts the connection."""
 LOG_SECONDS = 10.0
-"""The fewest seconds between two equal log lines. Repeats of a log line within this time are only
-counted."""
+"""Minimum number of seconds between two equal log lines. Repeats of a log line within this time are
+counted, but not written."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ConnectionLimiter:
     """Tracks all open connections, and closes connections that exceed a limit."""
 
     most: int
-    """The largest number of open connections."""
+    """Maximum number of open connections."""
     head_seconds: float
     """The time limit for receiving a request's head. The time limit starts when the connection
     opens, and again after each reply."""
@@ -56,10 +56,11 @@ class ConnectionLimiter:
     )
 
     def opened(self, connection: Connection) -> None:
-        """Add a connection. If there are too many connections, close one.
+        """Add a connection. If there are too many connections, close one of them.
 
         The oldest connection that waits for a request is closed first. If no connection waits for a
-        request, the oldest with an incomplete request body is closed, and otherwise the new one.
+        request, the oldest connection with an incomplete request body is closed. If all requests
+        are complete, the new connection is closed.
         """
         if sum(map(len, self.phases.values())) >= self.most:
             # A complete request is never dropped, and the newest client is the most likely to send

@@ -1,4 +1,4 @@
-"""A reference that follows the policy, as a moving average or a periodic copy of its weights.
+"""A reference that follows the policy: a moving average or a periodic copy of its weights.
 
     every n optimizer steps:  reference = alpha * policy + (1 - alpha) * reference
 
@@ -25,7 +25,7 @@ REFERENCE_FILE = "reference.safetensors"
 
 @dataclass(slots=True, kw_only=True)
 class MovingReference(FrozenReference):
-    """A reference whose weights move toward those of the policy every few optimizer steps."""
+    """A reference whose weights move toward the policy's weights every few optimizer steps."""
 
     alpha: float
     every: int

@@ -46,8 +46,8 @@ DISCARD_FACTOR = 4
 """The server reads and discards a request body that is too large, up to this many times the size
 limit."""
 BODY_RATE = 2**18
-"""The lowest upload rate in bytes per second. A request body that arrives at this rate never times
-out."""
+"""The minimum upload rate in bytes per second. A request body that arrives at this rate or faster
+never times out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +63,18 @@ class ServerSettings:
     timeout: float = 120.0
     """The time limit for a request in seconds, including its upload and its wait in the queue."""
     waiting: int = 64
-    """The largest number of requests in the queue."""
+    """Maximum number of requests in the queue."""
     connections: int = 256
-    """The largest number of open connections."""
+    """Maximum number of open connections."""
     head_seconds: float = 10.0
     """The time limit in seconds for receiving the head of a request."""
     body_seconds: float = 20.0
     """The time limit in seconds for receiving a request's body. Each BODY_RATE bytes of the body
-    add one second."""
+    extend the limit by one second."""
 
     @property
     def max_bytes(self) -> int:
-        """The largest size of a request's body in bytes."""
+        """Maximum size of a request's body in bytes."""
         return int(self.max_megabytes * 2**20)
 
 
@@ -158,11 +158,11 @@ class Service:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request, keep: int) -> bytes | None:
-        """Read the body of a request. Return None if it is larger than `keep` bytes.
+        """Read the body of a request. Return None if the body is larger than `keep` bytes.
 
-        The server still reads a body slightly above the size limit to its end, so that the client
-        gets an error message instead of a broken connection. The server stops reading if the body
-        is far above the limit or arrives too slowly.
+        If a body is slightly larger than the size limit, the server still reads the whole body, so
+        that the client gets an error message instead of a broken connection. The server stops
+        reading if the body is far above the limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds

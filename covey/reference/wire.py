@@ -32,9 +32,9 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
 """The dtype and the number of dimensions of each tensor in a request."""
 
 BYTES_PER_TOKEN = 17
-"""The most bytes of a request per padded token, including the tensors of lengths."""
+"""Maximum number of bytes per padded token in a request, including the tensors of lengths."""
 HEADER_BYTES = 4096
-"""The most bytes of a request's tensor names, shapes and metadata."""
+"""Maximum number of bytes for tensor names, shapes and metadata in a request."""
 SLACK = 1e-4
 """Because of rounding, a log-probability may be this much above 0, and an entropy this much below
 0.
@@ -46,7 +46,7 @@ about 3e-5. At a temperature below 1, logits are larger, so the allowed error is
 
 
 class WireError(ValueError):
-    """An error for received data that is invalid, with a one-line message for the sender."""
+    """Raised for invalid received data, with a one-line message for the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class Bounds:
 
     vocabulary: int
     context: int
-    """The largest number of tokens in one row."""
+    """Maximum number of tokens in one row."""
     tokens: int
-    """The largest number of padded tokens in one request."""
+    """Maximum number of padded tokens in one request."""
 
 
 def padded_tokens(batch: Batch) -> int:
@@ -126,7 +126,7 @@ def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[Lo
 
 
 def reply_bytes(shape: torch.Size) -> int:
-    """Return the largest size in bytes of the reply for a batch of the given shape."""
+    """Return the maximum size in bytes of the reply for a batch of the given shape."""
     return HEADER_BYTES + len(LogProbs._fields) * shape.numel() * torch.float32.itemsize
 
 
@@ -162,7 +162,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the tensors of a batch that the model reads to a device."""
+    """Move the model inputs of a batch to a device."""
     moved: dict[str, Any] = {name: getattr(batch, name).to(device) for name in TYPES}
     host = None if device.type == "cpu" else HostRows.of(batch)
     return replace(batch, **moved, host=host)

@@ -18,7 +18,7 @@ from covey.world import ALONE, World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Scored groups, with their scoring errors and the seconds of sampling and scoring."""
+    """Scored groups, with scoring errors and the durations of sampling and scoring in seconds."""
 
     groups: tuple[Group, ...] = ()
     errors: tuple[tuple[str, ...], ...] = ()
@@ -125,7 +125,7 @@ class Collector:
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
-            # The other ranks have probably finished about as many.
+            # The other ranks have probably finished about as many completions.
             self.progress(self.ranks.size)
 
         started = time.perf_counter()

@@ -47,7 +47,10 @@ class EncodedPrompt:
 def encode_prompts(
     model: LanguageModel, prompts: Iterable[Prompt], interaction: Interaction | None = None
 ) -> list[EncodedPrompt]:
-    """Tokenize the messages of each prompt; with an environment, the episode tokenizes them."""
+    """Tokenize the messages of each prompt.
+
+    With an environment, the tokens stay empty, because the episode tokenizes the messages.
+    """
     if interaction is not None:
         return [EncodedPrompt(prompt=p, tokens=()) for p in prompts]
     return [EncodedPrompt(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
@@ -79,14 +82,15 @@ def generate(
 
 @dataclass(slots=True, kw_only=True)
 class Episodes:
-    """Base class of the request sources for the engine, with a group of episodes per prompt."""
+    """Base class of the engine's request sources, which run a group of episodes per prompt."""
 
     prompts: Sequence[EncodedPrompt]
     model: LanguageModel
     sampling: Sampling
     step: int
     finished: Callable[[int, Rollout], None]
-    """A function that is called with a prompt's index and its rollout when the rollout ends."""
+    """A function that is called when a rollout ends, with the index of its prompt and the rollout.
+    """
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     """Finished rollouts; the key is (prompt index, sample index)."""
 
@@ -186,7 +190,7 @@ class Interaction:
     """Whether the user was already notified that the chat template changes earlier turns."""
 
     def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Return notes for the user about these rollouts; each note is returned once in a run."""
+        """Return notes for the user about `rollouts`; each note is returned only once in a run."""
         if self.noted or all(len(rollout.segments) == 1 for rollout in rollouts):
             return []
         self.noted = True
@@ -363,7 +367,7 @@ class MultiTurnEpisodes(Episodes):
         return max(1, most - self.sampling.max_tokens)
 
     def take(self) -> Sequence[Request]:
-        """Return requests for the next turns; if the engine is idle, wait for at least one."""
+        """Return requests for the next turns. If the engine is idle, wait for a request."""
         ready: list[Request] = []
         while self.waiting and not ready:
             idle = not self.running

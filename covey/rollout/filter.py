@@ -34,15 +34,15 @@ def select(
     most: int | None = None,
     fewest: int = 2,
 ) -> Selected:
-    """Select the groups to train on; drop only whole groups, on which advantages depend.
+    """Select the groups to train on; drop whole groups, because advantages depend on all rollouts.
 
-    A group is dropped if fewer than `fewest` of its rollouts are scored. If `max_age` is not 0, a
-    group is dropped if one of its tokens was sampled more than `max_age` optimizer steps before
-    `version`. `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not
-    all of its rollouts are correct. DAPO's rule compares success, not reward, because a length
-    penalty makes rewards differ even if all completions are correct. `drop_flat` is ScaleRL's rule
-    (arXiv 2510.13786): keep a group if its rewards are not all equal. Of the remaining groups, the
-    first `most` groups are kept, or all groups if `most` is None.
+    A group is dropped if fewer than `fewest` of its rollouts are scored. With a `max_age` other
+    than 0, a group is dropped if one of its tokens was sampled more than `max_age` optimizer steps
+    before `version`. `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some
+    but not all of its rollouts are correct. DAPO's rule compares success, not reward, because a
+    length penalty makes rewards differ even if all completions are correct. `drop_flat` is
+    ScaleRL's rule (arXiv 2510.13786): keep a group if its rewards are not all equal. Of the
+    remaining groups, the first `most` groups are kept, or all groups if `most` is None.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
     fresh = [g for g in scored if not max_age or age(g, version) <= max_age]

@@ -203,7 +203,7 @@ def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def variety(answers: Sequence[str]) -> tuple[float, float]:
-    """Return the effective number of different answers, and the share of the most frequent one.
+    """Return the effective number of different answers, and the share of the most frequent answer.
 
     The effective number is `exp(H)`, where H is the entropy of the answers' frequencies.
     """
@@ -216,8 +216,9 @@ def variety(answers: Sequence[str]) -> tuple[float, float]:
 def final_answer(text: str) -> str:
     r"""Return the final answer of a completion, for statistics of answers and not for rewards.
 
-    The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. Without such a
-    text, the final answer is the last number. Without a number, the final answer is the last line.
+    The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. In a completion
+    without `<answer>`, `\boxed{}` and `####`, the final answer is the last number. If a completion
+    has none of these markers and no number, its final answer is the last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')

@@ -55,8 +55,8 @@ class CopySource:
 
     The thread processes requests for rollouts, called tickets, one by one. A ticket requests the
     rollouts of one step. A step's rollouts are generated with the trainer's weights at the time
-    when the step's ticket was queued. A snapshot stores these weights until the engine loads the
-    snapshot. At most `overlap.staleness` + 1 snapshots exist at a time.
+    when the step's ticket was queued. A snapshot stores the weights for a ticket until the engine
+    loads the snapshot. At most `overlap.staleness` + 1 snapshots exist at a time.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -77,7 +77,7 @@ class CopySource:
     def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
         """Queue requests for rollouts; all requests use one copy of the current weights.
 
-        With `in_flight`, the engine loads the weights at once, during generation.
+        With `in_flight`, the engine loads the weights immediately, even during generation.
         """
         snapshot: Snapshot = {}
         if self.in_flight:
@@ -106,7 +106,7 @@ class CopySource:
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Process queued requests for rollouts until one fails or the source is closed."""
+        """Process queued requests for rollouts until a request fails or the source is closed."""
         idle = time.perf_counter()
         while (asked := self.queue.get()) is not None and not self.closed:
             ticket, snapshot = asked
@@ -135,7 +135,7 @@ class RolloutQueue:
     parts: Parts
     source: RolloutSource
     choice: PromptChoice
-    """Chooses prompts by a curriculum, if the run has one."""
+    """Chooses prompts by a curriculum, if the run has a curriculum."""
     held: dict[int, StepRollouts] = field(default_factory=dict)
     """Rollouts of the current step, and rollouts restored from a checkpoint, by step."""
     newest: int = 0

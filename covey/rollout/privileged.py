@@ -46,7 +46,7 @@ class Privileged:
         return replace(group, rollouts=tuple(rollouts))
 
     def text(self, group: Group, rollout: Rollout) -> str:
-        """Return the privileged text for a rollout; empty if there is none."""
+        """Return the privileged text for a rollout; empty if no source has a text."""
         said = ((form, _source(name, group, rollout)) for name, form in self.context.items())
         return "\n\n".join(form.replace("{text}", text) for form, text in said if text)
 
@@ -59,7 +59,7 @@ class Privileged:
 
 
 def _source(name: str, group: Group, rollout: Rollout) -> str:
-    """Return a rollout's privileged text from one source; empty if the source has none."""
+    """Return a rollout's privileged text from one source; empty if the source has no text."""
     if name == SUCCESS:
         # A teacher would agree with the rollout's own completion, whatever it is.
         others = [r for r in group.rollouts if r.success and r.sample != rollout.sample]

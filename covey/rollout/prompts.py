@@ -125,7 +125,7 @@ class PartRecord:
     fast: float
     """Running pass rate."""
     slow: float
-    """Running pass rate over `SLOWER` times as many groups."""
+    """Running pass rate over `SLOWER` times as many groups as `fast`."""
 
     @property
     def progress(self) -> float:
@@ -180,7 +180,7 @@ class PromptChoice:
         names = dict.fromkeys(self.block)
         if self.settings.mixture == "fixed":
             return {name: self.block.count(name) / len(self.block) for name in names}
-        # A part without results is drawn as often as one whose pass rate changes by 0.1.
+        # A part without results is drawn as often as a part whose pass rate changes by 0.1.
         moves = {n: self.parts[n].progress if n in self.parts else 0.1 for n in names}
         found = {name: max(move, self.settings.floor) for name, move in moves.items()}
         return {name: value / sum(found.values()) for name, value in found.items()}
@@ -192,7 +192,7 @@ class PromptChoice:
     def picks(self, step: int, count: int) -> tuple[int, ...]:
         """Return the indices of a step's prompts, in order and without duplicates.
 
-        The result is empty if the curriculum is off. If the curriculum has dropped too many
+        The returned tuple is empty if the curriculum is off. If the curriculum has dropped too many
         prompts, the hardest dropped prompts are drawn again to fill the step.
         """
         if not self.settings.active:

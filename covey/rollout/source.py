@@ -77,7 +77,7 @@ class RolloutSource(Protocol):
         """
 
     def take(self, step: int) -> StepRollouts:
-        """Wait until a requested step's rollouts are generated and scored; return them."""
+        """Return the rollouts of a requested step, once they are generated and scored."""
 
     def pending(self, after: int) -> list[StepRollouts]:
         """Wait for the rollouts of all requested steps later than `after`, and return them.
@@ -166,7 +166,7 @@ def _next_prompts(parts: Parts, rollouts: StepRollouts) -> list[Prompt]:
         usable = len(rollouts.selected.groups)
         if usable == wanted or rounds >= config.filter.rounds:
             return []
-        if usable:  # so many prompts are needed if as large a fraction of their groups is usable
+        if usable:  # as if the same fraction of the new groups will be usable
             count = min(wanted, math.ceil((wanted - usable) / (usable / len(done))))
     if ticket.picks:
         return [prompts[pick] for pick in ticket.picks[len(done) : len(done) + count]]

@@ -82,7 +82,7 @@ class Components:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Facts about the run that its folder records in environment.json."""
+        """Facts about the run that are recorded in environment.json in the run folder."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -235,7 +235,8 @@ def teacher_of(
         return make_self_teacher(config, policy=model, load=own)
 
     def load(path: str) -> LanguageModel:
-        # [adapter] describes the policy's adapter; a teacher has one only if its own path has one.
+        # [adapter] describes the policy's adapter; a teacher has an adapter only if its own path
+        # contains one.
         alone = with_path(config, path).model_copy(update={"adapter": Adapter()})
         return load_frozen(alone, model, world, offload=offload)
 

@@ -48,7 +48,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class Saved(Protocol):
-    """A model other than the policy that a checkpoint saves, such as a critic."""
+    """A model that a checkpoint saves in addition to the policy, such as a critic."""
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
         """Add files to a checkpoint; all ranks must call this method, but only one rank writes."""

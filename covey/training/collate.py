@@ -34,7 +34,7 @@ def collate(
 ) -> Batch:
     """Turn groups into a batch with one row per segment, in the order of groups and rollouts.
 
-    `parts` names the components of the reward that the batch contains. An empty list selects all
+    `parts` names the reward components to include in the batch. An empty list selects all
     components, and None selects no components.
     """
     numbered = enumerate(
@@ -134,8 +134,8 @@ def _teacher_prompts(prompts: Sequence[Sequence[int]]) -> TeacherPrompts | None:
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
     """Return, for each sampled token, the tokens that top-k, top-p and min-p allowed.
 
-    The result is None if no rollout has recorded the allowed tokens. Raise ModelError if a sampled
-    token is not among the allowed tokens.
+    Return None if no rollout has recorded the allowed tokens. Raise ModelError if a sampled token
+    is not among the allowed tokens.
     """
     if not any(row.segment.kept for row in rows):
         return None

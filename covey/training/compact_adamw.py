@@ -6,9 +6,9 @@
     sum of gradients      4         4      float32
     moments               8         4      compact: bfloat16, rounded at random (`adamw`)
 
-Weights lose no precision, because the two 16-bit halves together store the exact float32 master
-weight. Float32 parameters, such as the shards of a sharded model, stay in float32, and only their
-moments are stored in bfloat16.
+Weights lose no precision, because parameter and master are the two 16-bit halves of the exact
+float32 weight. Float32 parameters, such as the shards of a sharded model, stay in float32, and only
+their moments are stored in bfloat16.
 
 The random bits for rounding depend only on the seed, the storage index, the optimizer step and the
 element index. A resumed run therefore rounds in the same way as an uninterrupted run. The element
@@ -39,8 +39,8 @@ from covey.models.sharded_tensors import first_element, local_part, sharded_like
 from covey.training.optimizer import AdamWSettings, Stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of the moments in torch's AdamW, which MasterAdamW and CompactAdamW use too. Each of
-the two optimizers can therefore load the state of the other."""
+"""The names of the moments in torch's AdamW, which MasterAdamW and CompactAdamW use too. So
+MasterAdamW and CompactAdamW can load each other's state."""
 
 
 class CompactAdamW:

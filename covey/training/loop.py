@@ -57,7 +57,7 @@ class Trainer:
         raise NotImplementedError
 
     def save(self, folder: Path, step: int) -> None:
-        """Write additional files that a resumed run needs into the checkpoint of a step."""
+        """Add to the checkpoint of a step the files that only a resumed run needs."""
 
     def close(self) -> None:
         """Stop all background work."""
@@ -122,8 +122,8 @@ class _Loop:
     saved: int
     """Number of the training step that was last saved as a checkpoint."""
     complete: State | None = None
-    """The run's state after the last complete step. If the policy has changed since that step, the
-    step can no longer be saved, and `complete` is None.
+    """The run's state after the last complete step. If the policy has changed since the last
+    complete step, that step can no longer be saved, and `complete` is None.
     """
 
     def run_steps(self, stop: StopSignal) -> None:

@@ -98,7 +98,7 @@ LEAST_CAPABILITY = (8, 9)
 def check_float8(config: Config) -> None:
     """Raise ConfigError if the engine's device or model does not support float8."""
     setting = f"config: engine.{config.engine.rounds} = 'float8'"
-    if not config.cluster.engine_actors:  # whose devices are not those of this machine
+    if not config.cluster.engine_actors:  # actors may run on other machines
         _check_device(config, setting)
     _check_architecture(config.model.path, setting)
 
@@ -139,7 +139,8 @@ def _check_architecture(path: str, setting: str) -> None:
 # A full copy of a sharded policy, for engines that have their own weights.
 #
 # Checkpoints of a sharded policy are written from an unsharded copy of its weights. The native
-# engine updates this copy, because it generates with it; for other engines, `WholeCopy` does.
+# engine generates with this copy and therefore updates it. For other engines, `WholeCopy` updates
+# the copy.
 
 
 @dataclass(slots=True)

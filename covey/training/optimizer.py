@@ -5,7 +5,7 @@ This module contains MasterAdamW. CompactAdamW (compact_adamw.py) needs less mem
 If the model computes in bfloat16, each of its parameters has a float32 copy, called its master.
 Gradients are summed in float32 as soon as they are computed, so accumulation over micro-batches
 loses no precision. An optimizer step updates the masters, and writes the rounded masters into the
-bfloat16 parameters in place. An engine that shares these parameters needs no weight transfer.
+bfloat16 parameters in place. An engine that shares the parameters needs no weight transfer.
 """
 
 from __future__ import annotations

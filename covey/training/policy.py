@@ -25,8 +25,8 @@ class Policy:
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature, by which training divides the logits too. The log-probs of training
-    are therefore those of the sampled distribution."""
+    """The sampling temperature, by which training divides the logits too. Training therefore
+    computes log-probs under the sampled distribution."""
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken so far."""

@@ -87,7 +87,7 @@ class PairSource:
         )
 
     def _group(self, prompt: Prompt, version: int) -> Group:
-        """Return a pair as a group: the chosen completion has reward 1, the rejected has 0."""
+        """Return a pair as a group; the rewards are 1 (chosen) and 0 (rejected)."""
         rollouts = [
             encode_example(
                 self.parts.policy.model,

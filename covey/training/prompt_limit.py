@@ -1,8 +1,8 @@
 """Limits the length of prompts: refuses, leaves out or truncates prompts that are too long.
 
-The lengths are checked before a run begins. A task that generates its prompts on demand may have
-millions of prompts. Only the prompts of the first steps of such a task are checked, unless
-rollout.long_prompts = 'skip'.
+Prompt lengths are checked before a run begins. A task that generates its prompts on demand may have
+millions of prompts. If a task generates its prompts on demand, only the prompts of the first steps
+are checked, unless rollout.long_prompts = 'skip'.
 """
 
 from __future__ import annotations

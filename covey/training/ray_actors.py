@@ -99,7 +99,7 @@ def run_in_ranks(config: Config, arguments: Sequence[str]) -> int:
     )
 
 
-# What runs in an actor.
+# Engines, scorers and references in Ray actors.
 
 
 def ray_engine(config: Config, model: LanguageModel) -> Engine:

@@ -1,8 +1,8 @@
 """Checks the names and options of a configuration, and builds objects that need no model.
 
-The objects are the task, the reward, the objective, the sampling settings and the prompt template.
-This module imports torch only to build an objective or a sampling distribution, so a misspelled
-name is reported within a second.
+The module builds the task, the reward, the objective, the sampling settings and the prompt
+template. The module imports torch only to build an objective or a sampling distribution, so a
+misspelled name is reported within a second.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     All names are checked before anything imports torch. If `imports` is false, no user code is
     loaded, and the options of user-defined tasks, rewards, objectives and environments stay
     unchanged. `passed` lists the config sections, such as task and reward, for which the caller
-    passed a Python object. The names in these sections are not looked up.
+    passed a Python object. Names in the sections that `passed` lists are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -82,7 +82,7 @@ def _is_user_code(config: Config, where: str) -> bool:
 
 
 def _check_engine(config: Config) -> None:
-    """Raise ConfigError if the settings of [engine] and [overlap] do not fit together.
+    """Raise ConfigError if the settings of [engine] and [overlap] contradict each other.
 
     The engine's device is checked later, when a run starts (`check_float8`).
     """
@@ -191,7 +191,7 @@ def _check_preferences(config: Config, objective: Objective) -> None:
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject settings that conflict with ratios to the engine's log-probs."""
+    """Reject settings that conflict with importance ratios to the engine's log-probs."""
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
@@ -207,7 +207,7 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether sampling uses a truncated distribution but training uses the full one."""
+    """Return whether rollouts come from a truncated distribution that training does not know."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 
@@ -356,12 +356,12 @@ because resolving its options imports torch."""
 
 
 def task_of(config: Config) -> Task:
-    """Build the task."""
+    """Build the task that the configuration names."""
     return make_task(config.task.name, config.task.options)
 
 
 def reward_of(config: Config) -> RewardFunction:
-    """Build the reward."""
+    """Build the reward that the configuration names."""
     reward = make_reward(config.reward.name, config.reward.options)
     return check_alone(config.reward.name, reward)
 
@@ -375,7 +375,7 @@ def evaluation_config(config: Config) -> Config:
 
 
 def objective_of(config: Config) -> Objective:
-    """Build the objective."""
+    """Build the objective that the configuration names."""
     from covey.objective import build
 
     return build(config.objective.name, **config.objective.options)

@@ -20,7 +20,7 @@ from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16
 """Baselines are scored on at most MOST_PROBED held-out prompts if the reward is quick to compute,
-and otherwise on at most FEW_PROBED."""
+and otherwise on at most FEW_PROBED prompts."""
 
 
 class Scorers(TypedDict):
@@ -63,10 +63,10 @@ def baselines_of(
 ) -> Baselines:
     """Return the scores of simple baselines on the held-out prompts.
 
-    Some runs have an environment, or a reward that calls an LLM or user code. The only baseline of
-    such a run answers every prompt with the most frequent target, because its success rate needs no
-    scoring. `scorer` scores the completions of evaluations, and `passed` is the reward object that
-    was passed from Python, if any.
+    If the run has an environment, or a reward that calls an LLM or user code, the only baseline
+    answers every prompt with the most frequent target. The success rate of such a constant answer
+    needs no scoring. `scorer` scores the completions of evaluations, and `passed` is the reward
+    object that was passed from Python, if any.
     """
     if not held_out:
         return Baselines()

@@ -73,7 +73,7 @@ class SftParts(Components):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps. The last step may be smaller than the other steps."""
+        """Number of optimizer steps, of which the last may train on fewer solutions."""
         return math.ceil(self.total / self.config.sft.solutions)
 
 

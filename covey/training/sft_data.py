@@ -49,8 +49,8 @@ class Solutions:
 def write_solution(prompt: Prompt, template: str) -> str:
     """Fill in a template's fields {worked} (reasoning), {solution} and {answer} (target).
 
-    {solution} is a correct answer from the dataset, or the target if the dataset has none. A
-    template with {worked} raises DataError if the dataset has no reasoning.
+    {solution} is a correct answer from the dataset, or the target if the dataset has no such
+    answer. A template with {worked} raises DataError if the dataset has no reasoning.
     """
 
     def filled(match: re.Match[str]) -> str:

@@ -4,8 +4,8 @@
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
 The row filter (filter.skip_zero_gradient) leaves out batch rows with advantage 0. If the row filter
-is on and the objective allows it, Covey computes advantages before old_logp. Rows that the filter
-leaves out then need no old_logp.
+is on and the objective allows it, Covey computes advantages before old_logp, so that left-out rows
+need no old_logp.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Ba
     tokens, world = learner.settings.micro_batch_tokens, learner.world
     if batch.advantage is None or not learner.skips_rows:
         return whole_batch(batch, tokens, compute, world)
-    # These are not yet the rows of the optimizer steps: masks come after the advantages.
+    # The optimizer steps may have fewer rows, because masks are applied after the advantages.
     useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
     found = whole_batch(batch.rows(useful), tokens, compute, world)
     logp = batch.sampler_logp.float().clone()
@@ -255,7 +255,7 @@ def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Ba
 def _self_teacher_logp(teacher: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
     """Return the log-probs under the teacher, given the teacher prompts.
 
-    Rows without a teacher prompt get old_logp, so the teacher has no effect there.
+    Rows without a teacher prompt get the policy's old_logp, so the teacher has no effect on them.
     """
     assert batch.old_logp is not None, "a self-teacher is compared with old_logp"
     logp = batch.old_logp.float().clone()
@@ -354,10 +354,10 @@ def _train_policy(
     meter: Meter,
     observer: Observer | None,
 ) -> dict[str, float]:
-    """Take the policy's optimizer steps; return the learning rate and the number skipped."""
+    """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
     losses, skipped = list[list[torch.Tensor]](), 0
-    # What all ranks observe alike is counted on one of them.
+    # Observations that are equal on all ranks are counted only on rank 0.
     once = meter if learner.world.is_main else Meter()
     if not policy.model.model.training:  # `train` takes 2 ms for 30 layers
         policy.model.model.train()
@@ -417,8 +417,8 @@ def backward_passes(
 def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
     """Accumulate the gradient of a micro-batch; return its detached loss and log-probabilities.
 
-    Detaching frees the autograd graph. While an autograd graph exists, no CUDA graph can be
-    captured on another stream.
+    Detaching frees the autograd graph. While an autograd graph exists, PyTorch cannot capture a
+    CUDA graph on a stream other than the stream of the autograd graph.
     """
     now = policy.logp(micro)
     output = policy_loss(objective, micro, now.logp, now.entropy)
@@ -450,7 +450,7 @@ def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """Values for each row of a batch, such as the number of trained tokens, on the CPU.
+    """Per-row values of a batch on the CPU, such as the number of trained tokens.
 
     Reading a value from a GPU waits for all work that is queued on the GPU. Covey copies the
     per-row values to the CPU once, before the first optimizer step, and then chooses the rows of

@@ -87,8 +87,8 @@ class GradientBuffers:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add one gradient per parameter to the gradient sums.
 
-        A gradient is None if the parameter has none, or if the backward pass already added it to a
-        GradSink.
+        An entry of `grads` is None if the parameter has no gradient, or if the backward pass has
+        already added the gradient to a GradSink.
         """
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
@@ -169,8 +169,8 @@ class _Pass:
         """Add the gradients of all parameters to the gradient sums, and free the activations."""
         values, gradients = self.values, self.graphs.gradients
         assert values is not None
-        # All parameters are passed, because autograd would skip those whose gradient only a sink
-        # receives.
+        # All parameters are passed, because autograd would skip parameters whose gradient only a
+        # GradSink receives.
         grads = torch.autograd.grad(
             values, gradients.parameters, list(self.incoming), allow_unused=True
         )

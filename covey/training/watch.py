@@ -39,7 +39,7 @@ class Watch(Tracker):
             self.best = Best(metric=self.config.save.best, mode=self.config.save.best_is)
 
     def replay(self, run: RunFolder, until: int) -> None:
-        """Add the recorded steps and evaluations up to step `until`, when a run is resumed."""
+        """When a run is resumed, add its recorded steps and evaluations up to step `until`."""
         rows = [row for row in run.steps() if row["step"] <= until]
         for row in rows:
             self.health.add(row)
@@ -75,7 +75,7 @@ class Watch(Tracker):
         return every > 0 and step % every == 0
 
     def report(self, log: Tracker, stop: StopSignal) -> None:
-        """Log new health problems; stop the run if train.stop_on or train.patience says so."""
+        """Log new health problems; stop the run if train.stop_on or train.patience requires it."""
         for finding in self.new:
             log.note(f"health: {finding.line()}")
         self.new.clear()

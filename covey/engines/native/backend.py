@@ -1,8 +1,8 @@
 """The eager decode backend, and the choice of the fastest backend for a model.
 
-The eager backend runs one decode step per call of `advance`, from Python; the backend in
+The eager backend runs one decode step per call of `advance`, from Python. The backend in
 decode_graph.py replays the CUDA graph of a decode step several times per call. The engine uses a
-decoder only if its hidden states pass a parity check against the model's (`checked_decoder`).
+decoder only if the decoder's hidden states match the model's in a parity check (`checked_decoder`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODEL_PRECISION = Precision()
 
 
 class DecodeBackend(Protocol):
-    """A decode backend, which generates tokens in slots of one completion each."""
+    """The interface of decode backends. A backend generates one completion in each slot."""
 
     description: str
     """A message for the user: the backend's name, and why no faster backend is used."""
@@ -62,7 +62,7 @@ class DecodeBackend(Protocol):
         """Return the number of slots to allocate, at least one per concurrent completion."""
 
     def begin(self, limits: Limits, width: int) -> Slots:
-        """Return `width` empty slots for requests within these limits; use the current weights."""
+        """Return `width` empty slots for requests within `limits`; read the current weights."""
 
     def refresh(self) -> None:
         """Switch to the model's current weights, which have changed since `begin`."""
@@ -78,13 +78,15 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """Shape of the KV cache; None if the model has none, so that slots store token ids."""
+    """Shape of the KV cache. If the model has no KV cache, the shape is None and slots store token
+    ids.
+    """
     description: str = "one token at a time"
     steps: int = 1
     limits: Limits | None = field(init=False, default=None)
-    """The limits of the last call of `begin`."""
+    """The limits that the last call of `begin` received."""
     spare: SlotCache | None = field(init=False, default=None)
-    """A small KV cache on the CPU, kept for the next call because new memory is slow."""
+    """A small KV cache on the CPU, kept for the next call because allocating memory is slow."""
     capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
@@ -133,11 +135,11 @@ class EagerBackend:
 def advance_by(
     step: Callable[[], object], slots: Slots, width: int, *, steps: int, most: int
 ) -> Progress:
-    """Start min(steps, most) decode steps, without waiting for their result.
+    """Start min(steps, most) decode steps, without waiting for their results.
 
     The returned progress is the state before the last step, so that the CPU can look for ended
-    completions while the device runs that step. If `steps` >= `most`, every completion reaches its
-    length limit, and the progress is the state after the last step.
+    completions while the device runs that step. If `steps` >= `most`, the returned progress is the
+    state after the last step, because every completion has then reached its length limit.
     """
     one_more = steps < most
     for _ in range(min(steps, most) - one_more):
@@ -150,7 +152,7 @@ def advance_by(
 
 @torch.inference_mode()
 def choose_backend(model: LanguageModel, precision: Precision = MODEL_PRECISION) -> DecodeBackend:
-    """Return the fastest backend that passes the parity check with the model.
+    """Return the fastest backend that passes the parity check against the model.
 
     With float8 precision, raise ModelError if the CUDA graph backend does not support the model.
     """
@@ -170,7 +172,7 @@ def choose_backend(model: LanguageModel, precision: Precision = MODEL_PRECISION)
 
 
 def _cached_backend(model: LanguageModel, shape: KVShape, precision: Precision) -> DecodeBackend:
-    """Return the fastest backend with a KV cache; only the CUDA graph backend has float8."""
+    """Return the fastest backend with a KV cache; only the CUDA graph backend supports float8."""
     description = "one token at a time"
     if model.device.type == "cuda" or not precision.exact:
         from covey.engines.native.decode_graph import graph_backend  # needs triton
@@ -262,7 +264,7 @@ def _tokens(model: LanguageModel) -> torch.Tensor:
 def decode_with_cache(
     model: LanguageModel, decoder: Decoder, make_cache: MakeCache = _slot_cache
 ) -> torch.Tensor:
-    """Run two decode steps of `decoder` after cached prompts; return the hidden states."""
+    """Run two decode steps of `decoder` on top of cached prompts; return the hidden states."""
     ids, prompts = _tokens(model), DynamicCache()
     model.backbone(input_ids=ids, past_key_values=prompts, use_cache=True)
     cache = make_cache(3, KVShape.of(prompts))

@@ -1,7 +1,7 @@
-"""CUDA graph backend: replays several decode steps per call without waiting for Python in between.
+"""CUDA graph backend, which replays several decode steps per call without Python in between.
 
 A decode step runs hundreds of small kernels, and launching them one by one takes longer than
-running them; a CUDA graph launches them all at once. The backend captures one graph for each
+running them. A CUDA graph launches all kernels at once. The backend captures one graph for each
 combination of slot count, maximum completion length and sampling distribution. A graph stays valid
 while slots, completions and weights change, because all tensors keep their addresses.
 """
@@ -41,19 +41,19 @@ from covey.engines.protocol import Limits
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
-"""Number of tokens that each completion gets before the CPU looks for finished completions."""
+"""Number of decode steps in a row, after which the CPU looks for finished completions."""
 FREE_SHARE = 0.8
 """Maximum fraction of free GPU memory for the KV cache; training uses the remainder."""
 SLOTS = 4
-"""Number of slots in the check that a decode step can be captured (`check_capture`)."""
+"""Number of slots in `check_capture`, the check that a decode step can be captured."""
 TOLERANCE = 0.02
-"""Allowed relative difference between the results of a replayed and an eager decode step. They may
-use different kernels, so their results may differ by rounding."""
+"""Allowed relative difference between the results of a replayed and an eager decode step. A
+replayed and an eager step may use different kernels, so their results may differ by rounding."""
 
 
 @dataclass(slots=True)
 class GraphBackend:
-    """Generates several tokens per call by replaying a CUDA graph."""
+    """The CUDA graph backend, which generates several tokens per slot in each call of `advance`."""
 
     model: LanguageModel
     decoder: Decoder
@@ -76,7 +76,7 @@ class GraphBackend:
     def begin(self, limits: Limits, width: int) -> Slots:
         """Return empty slots; reuse the KV cache of earlier calls if it is large enough."""
         sampling = limits.sampling
-        # One more prompt, for one whose last completions are still queued without a slot.
+        # One row more than slots, for a prompt whose last requests are still queued without a slot.
         sizes = {
             "slots": width,
             "capacity": sampling.max_tokens,
@@ -111,7 +111,7 @@ class GraphBackend:
         return max(longest, int(min(self.sizes["slots"] * longest, room // shape.bytes(page))))
 
     def _free_bytes(self) -> float:
-        """Return how many bytes completions may use if engine.cache_gigabytes is not set."""
+        """Return the default size in bytes of the KV cache for completions."""
         if self.shape.device.type != "cuda":
             return math.inf
         free, _ = torch.cuda.mem_get_info(self.shape.device)
@@ -125,8 +125,8 @@ class GraphBackend:
 
     def advance(self, slots: Slots, width: int, most: int) -> Progress:
         """Start to generate tokens in every unfinished slot, without waiting for the result."""
-        # No graph without CUDA, where the kernels run in Triton's interpreter; and none with kept
-        # sets, which are copied to main memory in every step.
+        # Without CUDA, kernels run in Triton's interpreter, so there are no graphs. A graph also
+        # cannot record kept sets, which are copied to main memory in every step.
         if self.shape.device.type != "cuda" or slots.kept is not None:
             self._step(slots, width)
             return slots.progress(width)

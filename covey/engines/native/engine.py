@@ -45,7 +45,7 @@ class NativeEngine:
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Record the version of the weights; the engine shares the trainer's tensors.
+        """Record the version of the weights, which trainer and engine share.
 
         If the request source calls this method during `run`, completions continue with the new
         weights.
@@ -93,7 +93,7 @@ class NativeCopy(NativeEngine):
     shares_weights = False
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Copy the weights."""
+        """Copy the weights into the engine's own model."""
         own = dict(self.model.model.named_parameters())
         with torch.no_grad():
             for name, weight in weights():

@@ -1,7 +1,7 @@
-"""Decode step of Llama-like models on a GPU: the arithmetic of `LlamaDecoder` in a few kernels.
+"""Decode step of Llama-like models on a GPU: the arithmetic of `LlamaDecoder` in fused kernels.
 
 The residual stream is float32, as in the trainer's fused forward pass, so that engine and trainer
-agree; the inputs of matrix products have the dtype of the weights. A decode step can be captured as
+agree. The inputs of matrix products have the dtype of the weights. A decode step can be captured as
 a CUDA graph, because it never synchronizes with the CPU and its kernels do not depend on the
 lengths of completions.
 """
@@ -83,7 +83,7 @@ class FusedDecoder(LlamaDecoder):
 
 
 def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    """Return weights and epsilon of a layer's query and key norms; None if there are none."""
+    """Return weights and epsilon of a layer's query and key norms; None if it has no such norms."""
     if block.query_norm is None or block.key_norm is None:
         return None
     weight, eps = gain(block.query_norm)
@@ -93,9 +93,9 @@ def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
 # Decode step of Llama-like models with float8 matrix products.
 #
 # Float8 numbers take half the memory of 16-bit numbers, and tensor cores multiply them twice as
-# fast. Whenever the engine gets new weights, it quantizes those of the layers, with one scale (a
-# power of two) per output. The kernel that computes the input of a product also quantizes it, with
-# one scale per token. Embedding, norms, residual stream, attention and head are not rounded to
+# fast. Whenever the engine gets new weights, it quantizes the weights of the layers, with one scale
+# (a power of two) per output. The kernel that computes the input of a product also quantizes it,
+# with one scale per token. Embedding, norms, residual stream, attention and head are not rounded to
 # float8.
 #
 # An engine with float8 products samples from a slightly different policy than the trainer's, so a
@@ -115,7 +115,7 @@ index, changes the hidden states by more than this tolerance.
 
 
 class Float8Linear:
-    """Several linear layers with the same input, fused into one float8 product."""
+    """Several linear layers with the same input, fused into one float8 matrix product."""
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         self.layers = [each.layer for each in layers]
@@ -147,7 +147,7 @@ class Float8Linear:
 
 
 class _Products:
-    """The float8 matrix products of a transformer layer: QKV, output, gate-up and down."""
+    """The float8 matrix products (QKV, output, gate-up and down) of a transformer layer."""
 
     def __init__(self, block: Block) -> None:
         self.qkv = Float8Linear(block.qkv.layers)

@@ -4,9 +4,9 @@
 completion together in a slot; the cache in shared_prompt_cache.py stores a prompt once for its
 whole group.
 
-transformers passes each layer's new keys and values to a `Cache`, and attends to those that the
-`Cache` returns. So a subclass of `Cache` can have slots of different lengths, and works with any
-model without a change of the model's code.
+transformers passes each layer's new keys and values to a `Cache`, and attends to the keys and
+values that the `Cache` returns. So `SlotCache`, a subclass of `Cache`, can have slots of different
+lengths, and works with any model without changes to the model's code.
 
 In tensor shapes, S stands for slots, H for key-value heads, L for positions and D for the head
 size.
@@ -69,7 +69,7 @@ class KVShape:
 
 
 class KVCache:
-    """Base class of KV caches, which store prompts, and one completion per slot.
+    """Base class of KV caches, which store prompts and one completion per slot.
 
     The scheduler chooses the id of each stored prompt.
     """
@@ -97,7 +97,7 @@ class KVCache:
         raise NotImplementedError
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
-        """Store prompts after their prefill; row i of every tensor in `states` is prompt i.
+        """Store prompts after their prefill; row i of every tensor in `states` is `prompts[i]`.
 
         `states` are keys and values [prompts, H, L, D], layer by layer.
         """
@@ -108,20 +108,20 @@ class KVCache:
         raise NotImplementedError
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Reserve memory for `positions` tokens in each slot; return whether it succeeded."""
+        """Reserve memory for `positions[i]` tokens in `slots[i]`; return whether this succeeded."""
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit; number i needs `positions[i]` positions."""
+        """Return how many of the next completions fit, given the positions that each one needs."""
         return len(positions)
 
     def store_completions(
         self, slots: list[int], counts: list[int], rows: torch.Tensor, layers: list[torch.Tensor]
     ) -> None:
-        """Store keys and values of paused completions; `slots[i]` gets `counts[i]` positions.
+        """Store keys and values of paused completions, with `counts[i]` positions in `slots[i]`.
 
-        `layers` are keys and values [tokens, H, D], layer by layer. `rows` lists which tokens of
-        `layers` to store, slot after slot.
+        `layers` are keys and values [tokens, H, D], layer by layer. `rows` are the indices in
+        `layers` of the tokens to store, slot after slot.
         """
         raise NotImplementedError
 
@@ -145,7 +145,7 @@ class KVCache:
 class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
     """A cache whose slots store a prompt followed by a completion.
 
-    For models without keys and values (`shape` is None) the cache stores token ids instead.
+    For models without keys and values (`shape` is None), the cache stores token ids instead.
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         Cache.__init__(self, layers=[])
         KVCache.__init__(self, slots, device)
         self.prompts: dict[int, tuple[list[torch.Tensor], int, int]] = {}
-        """Maps a prompt id to the prompt's tensors, its row in these tensors, and its length."""
+        """Maps a prompt id to the prompt's tensors, its row in these tensors, and its token count.
+        """
         self.layer_keys = [] if shape is None else shape.zeros(slots, capacity)
         self.layer_values = [] if shape is None else shape.zeros(slots, capacity)
         rows = slots if shape is None else 0
@@ -166,7 +167,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         self.capacity = capacity
         """The number of token positions of a slot."""
         self.width = slots
-        """The next decode step processes slots 0 to width - 1."""
+        """Number of slots, counted from slot 0, that the next decode step processes."""
         self.reach = 0
         """Number of positions that the next decode step reads, at least max(place) + 1."""
 
@@ -210,7 +211,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         del self.prompts[prompt]
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Renumber the given slots from 0; the next steps run only these slots."""
+        """Renumber the given slots from 0; the next decode steps process only these slots."""
         super().keep(slots)
         self.width = len(slots)
 
@@ -231,7 +232,7 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         return keys[:, :, : self.reach], values[:, :, : self.reach]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of cached positions, for models that do not receive position ids."""
+        """Return the number of positions that attention reads, for models without position ids."""
         return self.reach
 
 

@@ -2,7 +2,7 @@
 
 For any model, a decode step can run the model's forward pass in transformers
 (transformers_decoder.py). But with one token per slot, the Python code of transformers takes longer
-than the arithmetic, so this module does the same arithmetic with less Python code for models with
+than the arithmetic. This module does the same arithmetic with less Python code for models with
 Llama's architecture, which most models have. When the engine is built, the parity check in
 backend.py compares the decoder with the model.
 
@@ -31,7 +31,7 @@ from covey.models.language_model import LanguageModel
 
 
 class UnsupportedModel(Exception):
-    """Raised if a backend cannot run a model; the text is a reason that can follow "because"."""
+    """Raised if a backend cannot run a model; the message can follow the word "because"."""
 
     def __str__(self) -> str:
         return super().__str__() or "it does not have Llama's architecture"
@@ -52,7 +52,7 @@ class Decoder(Protocol):
 
 
 class Linear:
-    """A linear layer of the model, optionally with LoRA's two matrices."""
+    """A linear layer of the model, optionally with two LoRA matrices."""
 
     def __init__(self, module: Any) -> None:
         adapted = hasattr(module, "lora_A")
@@ -89,7 +89,7 @@ class LinearGroup:
         """The memory addresses of the weights and biases in the last call of `fuse`."""
 
     def fuse(self) -> None:
-        """Fuse the current weights: use views if the model stores them fused, or else copy them."""
+        """Fuse the current weights, as views if the model stores them fused, or else as copies."""
         layers = [each.layer for each in self.layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         parts = [[layer.weight.detach() for layer in layers], *([biases] if biases else [])]
@@ -162,7 +162,7 @@ class LlamaDecoder(Decoder):
         self.final_norm: nn.Module = backbone.norm
         self.rotary: nn.Module = backbone.rotary_emb
         self.rope = torch.empty(0), torch.empty(0)
-        """Cosine and sine of all positions, which `begin` computes."""
+        """Cosine and sine of the RoPE angles at all positions, which `begin` computes."""
         fusible = [m.layer.weight for b in self.blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
         self.fuses = (
             sum(weight.nbytes for weight in fusible) <= FUSED_BYTES

@@ -1,4 +1,4 @@
-"""Prefill: one forward pass over several prompts. A group's prompt is prefilled only once."""
+"""Prefill of several prompts in one forward pass. A group's prompt is prefilled only once."""
 
 from __future__ import annotations
 

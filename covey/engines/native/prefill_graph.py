@@ -2,9 +2,9 @@
 
 For a small model, Python takes longer to launch the kernels of a forward pass than the device takes
 to run them, and no slot generates tokens meanwhile. Prompts are padded to the size of a bucket
-(accel/static_buffers.py). The first pass of a bucket runs eagerly, the second is captured, and
-later ones replay the graph. They all run the same kernels on tensors of the same shapes, so results
-do not depend on which passes came before.
+(accel/static_buffers.py). The first pass of a bucket runs eagerly, the second pass is captured, and
+later passes replay the graph. All passes of a bucket run the same kernels on tensors of the same
+shapes, so their results do not depend on which passes came before.
 
 In tensor shapes, N is the number of packed tokens of a bucket, and n is the number of prompts.
 """
@@ -32,7 +32,7 @@ MAX_BUCKETS = 16
 
 
 class PrefillGraphs:
-    """The captured prefill passes of one KV cache; the graphs contain the cache's addresses."""
+    """The captured prefill passes of one KV cache, whose addresses the graphs contain."""
 
     def __init__(self) -> None:
         self.passes: dict[Size, _Pass] = {}
@@ -45,7 +45,7 @@ class PrefillGraphs:
     def suits(self, model: LanguageModel, cache: SharedPromptCache, tokens: int) -> bool:
         """Return whether to use a CUDA graph for a prefill pass over this many tokens.
 
-        A float8 cache gets no graph, because its scales depend on the first prompts.
+        A float8 cache does not use graphs, because its scales depend on the first prompts.
         """
         if not self._weights:
             layers: Any = model.backbone.layers
@@ -101,7 +101,7 @@ class _Pass:
     def __init__(self, size: Size, device: torch.device) -> None:
         self.buffers = StaticBuffers(size, device, shared=False)
         self.stored = torch.zeros(3, size.tokens, dtype=torch.long, device=device)
-        """[3, N]: index, cache row and position in the row of each packed token."""
+        """[3, N]: each packed token's index, its cache row, and its position in this row."""
         self.last: torch.Tensor | None = None
         """The hidden state of each prompt's last token, from the newest pass."""
         self.graph: torch.cuda.CUDAGraph | None = None

@@ -22,7 +22,8 @@ from covey.rng import completion_uniforms
 from covey.types import VersionSpan
 
 REFILL_SHARE = 8
-"""Slots are refilled once 1 / REFILL_SHARE are free, because many small prefills are slow."""
+"""Slots are refilled once 1 / REFILL_SHARE of them are free, because many small prefills are slow.
+"""
 READ_TOKENS = 16
 """A completion's tokens are read from the device once this many new tokens were generated."""
 
@@ -65,10 +66,11 @@ class Scheduler:
         self.taken = np.zeros(self.width, dtype=bool)
         """Whether each slot has a request."""
         self.transcripts: dict[int, Transcript] = {}
-        """Maps each occupied slot to its tokens that were already read from the device."""
+        """Maps each occupied slot to the transcript of its tokens that were read from the device.
+        """
         self.counts, self.read, self.searched = np.zeros((3, self.width), dtype=np.int64)
-        """For each slot, the number of tokens generated, already read from the device, and already
-        searched for stop strings."""
+        """Three token counts per slot: generated, read from the device, and searched for stop
+        strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = special_tokens(model, sampling.stop_strings)
         """Token ids of stop strings that are special tokens, which decoded text omits."""
@@ -108,7 +110,7 @@ class Scheduler:
     def run(self) -> Iterator[list[Completion]]:
         """Yield completions as they end, in batches.
 
-        The caller processes a batch while the device decodes the next tokens of the others.
+        The caller processes a batch while the device generates tokens of the other completions.
         """
         ended: tuple[list[Ending], Written] | None = None
         while self.queue or self.running or ended:
@@ -154,9 +156,9 @@ class Scheduler:
         return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
 
     def _positions(self, counts: np.ndarray) -> np.ndarray:
-        """Return the cache positions that completions of `counts` tokens need after the next steps.
+        """Return the cache positions that completions of `counts` tokens need for the next steps.
 
-        A token's key and value are computed in the decode step after the one that drew it, so a
+        A token's key and value are computed one decode step after the token was sampled. So a
         completion's last token needs no cache position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
@@ -247,11 +249,11 @@ class Scheduler:
                 self.slots.kept[slot] = each.kept
 
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
-        """Return the prompts to prefill, with those of the given requests first.
+        """Return the prompts to prefill, beginning with the prompts of the given requests.
 
-        If all prompts of the given requests are prefilled already, there are none. Otherwise, the
-        pass also includes prompts from the front of the queue, as many as fit, because on a GPU it
-        takes as long for few prompts as for many, and decoding waits for it.
+        If all prompts of the given requests are prefilled already, the list is empty. If any prompt
+        must be prefilled, prompts from the front of the queue are added until the prefill is full.
+        On a GPU, a prefill takes as long for few prompts as for many, and decoding waits for it.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}
@@ -327,7 +329,7 @@ class Scheduler:
         return Ending(request, self.transcripts.pop(slot), cut, versions, kept)
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return for each slot with a stop string the token count up to the string's end."""
+        """Map each slot with a stop string to the number of tokens up to the end of this string."""
         found: dict[int, int] = {}
         slots = np.flatnonzero(self.taken).tolist()
         # A stop string of n bytes spans at most n tokens, unless they decode to nothing.
@@ -353,7 +355,7 @@ class Scheduler:
         return len(tail)
 
     def _stops(self, tokens: list[int], text: str) -> bool:
-        """Return whether tokens or their text contain a stop string."""
+        """Return whether `tokens` or their `text` contain a stop string."""
         found = any(stop in text for stop in self.sampling.stop_strings)
         return found or not self.stop_tokens.isdisjoint(tokens)
 

@@ -1,9 +1,9 @@
 """KV cache for CUDA graphs, which stores a prompt once per group, and completions in pages.
 
 The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
-saves memory, and lets attention read it once for several slots. Because completions are stored in
-pages, the pool of pages may be smaller than the memory that all completions would need at full
-length.
+saves memory, and lets attention read the prompt once for several slots. Because completions are
+stored in pages, the pool of pages may be smaller than the memory that all completions would need at
+full length.
 
 In tensor shapes, P stands for prompts, S for slots, K for key-value heads, C for positions, B for
 pages, T for pages per slot, and D for the head size.
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 UNIT_MARGIN = 4.0
-"""Float8 keys and values may be up to this many times as large as in the first prompts."""
+"""Factor by which later float8 keys and values may exceed the largest in the first prompts without
+being clipped.
+"""
 LEAST_UNIT = 1e-10
 PRODUCT_ROWS = 16
 """Number of rows of a matrix product on tensor cores, which attention fills with the query heads of
@@ -44,9 +46,10 @@ def slots_together(query_heads: int) -> int:
 
 
 def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
-    """Return slot indices [S, together]: slots in a row have the same prompt; -1 is padding.
+    """Return slot indices [S, together]; all slots in a row have the same prompt.
 
-    `prompt_rows` [S] contains the cache row of each slot's prompt, or -1 for a free slot.
+    Rows with fewer slots are padded with -1. `prompt_rows` [S] contains the cache row of each
+    slot's prompt, or -1 for a free slot.
     """
     order = np.argsort(prompt_rows, kind="stable")
     _, first, counts = np.unique(prompt_rows[order], return_index=True, return_counts=True)
@@ -101,7 +104,7 @@ class SharedPromptCache(KVCache):
         self.arrived = counters(slots, shape.heads)
         """[S, K]: counters that tell a kernel when all partial attention outputs exist."""
         self.slot_rows = np.full(slots, -1)
-        """[S]: `prompt_row` on the CPU, with -1 for free slots."""
+        """[S]: a copy of `prompt_row` on the CPU, with -1 for free slots."""
         self.rows: dict[int, tuple[int, int]] = {}
         """Maps a prompt id to the prompt's cache row and length."""
         self.free = list(range(prompts))
@@ -154,9 +157,9 @@ class SharedPromptCache(KVCache):
     def _set_units(self, largest: Iterable[torch.Tensor]) -> None:
         """Set the float8 scales from the largest absolute keys and values [K] of prompts.
 
-        The scales stay the same until the cache is emptied, because stored numbers depend on them.
-        So they are larger than the prompts need, in case later keys and values are larger; this
-        does not increase the relative error of a float8 number.
+        The scales stay the same until the cache is emptied, because stored numbers depend on the
+        scales. So the scales leave room for later keys and values that are larger than those of the
+        prompts. A larger scale does not increase the relative error of a float8 number.
         """
         if not self.has_units:
             top = torch.finfo(torch.float8_e4m3fn).max
@@ -229,7 +232,7 @@ class SharedPromptCache(KVCache):
         self.sharing.copy_(to_device([rows], self.place.device)[0])
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Assign pages for `positions` tokens to each slot; return whether there were enough."""
+        """Assign pages for `positions[i]` tokens to `slots[i]`; return whether this succeeded."""
         changes = self.pages.reserve(slots, positions)
         if changes is None:
             return False
@@ -239,7 +242,7 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit; number i needs `positions[i]` positions."""
+        """Return how many of the next completions fit, given the positions that each one needs."""
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -267,7 +270,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one list with the keys and values of each layer in turn."""
+    """Return one list that contains the keys and the values of one layer after another."""
     return [tensor for layer in zip(keys, values, strict=True) for tensor in layer]
 
 
@@ -289,14 +292,14 @@ class Pages:
         self.free = list(range(pages))
 
     def needed(self, positions: np.ndarray) -> np.ndarray:
-        """Return for each entry of `positions` how many pages store this many positions."""
+        """Return the number of pages that store each given number of `positions`."""
         return -(-positions // self.page)
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
-        """Assign enough pages to each of the given slots to store `positions` tokens.
+        """Assign enough pages to `slots[i]` to store `positions[i]` tokens, for every i.
 
-        Return the new pages [n, 3]: slot, index of the page within the slot, and page number. If
-        there are too few free pages, return None and change nothing.
+        Return the slot, the index within the slot and the page number of each new page, as [n, 3].
+        If there are too few free pages, return None and change nothing.
         """
         more = np.maximum(self.needed(positions) - self.owned[slots], 0)
         if more.sum() > len(self.free):
@@ -311,7 +314,7 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit; number i needs `positions[i]` positions.
+        """Return how many of the next completions fit, given the pages that each of them needs.
 
         One free page is reserved for each running completion, because completions grow.
         """

@@ -6,7 +6,8 @@ The memory forecast (covey/analysis/plan) also reads these sizes, and torch take
 from __future__ import annotations
 
 CAPACITY_STEP = 32
-"""Slot capacity is rounded up to a multiple of this, so later calls can reuse a cache."""
+"""Slot capacity is rounded up to a multiple of this number, so that later calls can reuse a cache.
+"""
 SPARE_BYTES = 64 * 2**20
 """Maximum size in bytes of a KV cache that the eager backend keeps for the next call."""
 FUSED_BYTES = 64 * 2**20
@@ -20,8 +21,8 @@ PREFILL_FLOPS = 1.2e13
 the device is slower than Python's kernel launches, so a graph would take memory and save no time.
 """
 PROMPT_STEP = 128
-"""The capacity for prompt tokens is rounded up to a multiple of this, so later calls can reuse a
-cache."""
+"""The capacity for prompt tokens is rounded up to a multiple of this number, so that later calls
+can reuse a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 PAGE = 128

@@ -33,7 +33,7 @@ class HostCopy:
             self._event.record()
 
     def numpy(self) -> np.ndarray:
-        """Wait until the copy is complete, but not for later device work, and return it."""
+        """Return the copy once it is complete, without waiting for later device work."""
         if self._event is not None:
             self._event.synchronize()
         found: np.ndarray = self._host.numpy()
@@ -48,7 +48,7 @@ class Progress(NamedTuple):
     """Whether one more decode step was started after the copy."""
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the copy; return which slots were unfinished, and their current token counts.
+        """Wait for the copy; return which slots were unfinished, and the token count of each slot.
 
         A decode step appends one token to each unfinished slot, even if this token ends the
         completion.
@@ -76,7 +76,7 @@ class Slots:
 
     cache: KVCache
     uniforms: torch.Tensor
-    """[S, R]: the random number in [0, 1) that draws each token."""
+    """[S, R]: the random number in [0, 1) with which each token is drawn."""
     tokens: torch.Tensor
     """[S, R]: the tokens generated so far."""
     logps: torch.Tensor
@@ -167,8 +167,8 @@ class Slots:
     ) -> None:
         """Continue paused completions in the slots `index`, which `open` has prepared.
 
-        Some may already have ended, because their newest token may be a stop token or reach the
-        length limit.
+        A paused completion may already have ended, because its newest token may be a stop token or
+        reach the length limit.
         """
         counts = torch.tensor([len(row) for row in tokens])
         which = row_of_each(counts)
@@ -189,7 +189,7 @@ class Slots:
         return Progress(HostCopy(both), one_more)
 
     def written(self, slots: Sequence[int], starts: np.ndarray, stops: np.ndarray) -> Written:
-        """Start to copy tokens `starts` to `stops` of some slots to the CPU, with log-probs."""
+        """Start to copy tokens `starts[i]:stops[i]` of `slots[i]` to the CPU, with log-probs."""
         lengths = stops - starts
         table = torch.from_numpy(np.stack([np.asarray(slots), starts]))
         ((index, begin),) = to_device([table], self.count.device)
@@ -200,7 +200,7 @@ class Slots:
 
 
 def empty_kept(slots: int, sampling: Sampling) -> list[list[np.ndarray]] | None:
-    """Return the field `kept` of empty slots."""
+    """Return the value of the field `kept` for empty slots."""
     return [[] for _ in range(slots)] if sampling.returns_kept else None
 
 
@@ -215,7 +215,10 @@ class Transcript:
     """The tokens of one completion that the CPU has read so far."""
 
     def __init__(self, pieces: Pieces | None) -> None:
-        """Start an empty transcript; `pieces` maps token ids to bytes, and is None if unknown."""
+        """Start an empty transcript.
+
+        `pieces` maps token ids to bytes, or is None if the tokenizer is not byte-level.
+        """
         self.tokens: list[int] = []
         self.logp: list[float] = []
         self._pieces = pieces

@@ -87,7 +87,7 @@ class SharedPromptDecoder(Decoder):
 
 
 class _CacheView(Cache):  # type: ignore[misc] # transformers is untyped
-    """Wraps a shared-prompt cache as cache and attention function of a transformers model."""
+    """A shared-prompt cache in the form of a transformers cache with an attention function."""
 
     def __init__(
         self, cache: SharedPromptCache, windows: Sequence[int | None] | int | None

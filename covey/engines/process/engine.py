@@ -1,9 +1,9 @@
 """The native engine in a separate process: the trainer's side, which controls the process.
 
-The process has its own copy of the model. It receives new weights through shared memory, and
-exchanges requests and completions with the trainer through a pipe. If it dies, a new process loads
-the same weights and generates the completions of the same requests again, so the run continues with
-the same results.
+The process has its own copy of the model. The process receives new weights through shared memory,
+and exchanges requests and completions with the trainer through a pipe. If the process dies, a new
+process loads the same weights and generates the completions of the same requests again, so the run
+continues with the same results.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ProcessEngine:
         return self.told
 
     def _running(self) -> _Process:
-        """Wait until the process has loaded its model and weights; return it."""
+        """Return the process once it has loaded its model and weights."""
         with self.lock:
             while True:
                 if self.process is None:
@@ -196,8 +196,9 @@ class _Work:
     def run(self, connection: Connection) -> None:
         """Let the process generate the completions of all requests.
 
-        After a restart, it also repeats the requests that had already finished, because the last
-        bits of log-probabilities may depend on which completions are generated together.
+        After a restart, the new process also repeats the requests that had already finished,
+        because the last bits of log-probabilities may depend on which completions are generated
+        together.
         """
         self.progress, self.paused = False, 0
         if not self.taken:
@@ -219,7 +220,7 @@ class _Work:
         return more
 
     def _accept(self, rows: Sequence[Row]) -> set[int]:
-        """Pass new completions to the request source; return the indices of all received ones."""
+        """Pass new completions to the request source; return the request indices of `rows`."""
         self.progress = True
         fresh = [row for row in rows if row[0] not in self.complete]
         new = [Completion.of(row, self.taken[row[0]]) for row in fresh]

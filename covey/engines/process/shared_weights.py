@@ -44,7 +44,7 @@ class Handle(NamedTuple):
     descriptor: int = -1
     """File descriptor of the memory, inherited by the engine's process; -1 for GPU memory."""
     cuda: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] | None = None
-    """A function and its arguments; the call opens the GPU tensor in another process."""
+    """A function and its arguments; calling it in another process opens the GPU tensor there."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class SharedWeights:
 
 
 def _anonymous_file(size: int) -> int:
-    """Return the descriptor of an unnamed file, freed when all processes using it end."""
+    """Return the descriptor of an unnamed file, which is freed when all processes using it end."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("covey-weights")
     else:

@@ -22,7 +22,7 @@ from covey.errors import CoveyError
 
 
 def main(build: Callable[[Any], NativeCopy]) -> None:
-    """Run the engine from `build`; sys.argv gives the two pipes that lead to the trainer."""
+    """Run the engine that `build` returns; `sys.argv` contains two pipes to the trainer."""
     work, control = (Connection(int(number)) for number in sys.argv[1:3])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         setup, handle, threads = control.recv()
@@ -88,7 +88,7 @@ class _Remote:
     def take(self) -> Sequence[Request]:
         """Return the requests that have arrived; load new weights if the trainer has sent any.
 
-        Wait if no completion is in progress and the trainer may have more requests.
+        Wait if no completion is in progress and the trainer may send more requests.
         """
         work, control = self.worker.work, self.worker.control
         while True:

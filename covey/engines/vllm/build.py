@@ -41,8 +41,8 @@ def vllm_engine(
 ) -> VllmEngine:
     """Start the servers, or connect to running servers, and return the engine.
 
-    If `cuda` is true, servers use consecutive GPUs from index `first_gpu` on; None means the
-    setting engine.vllm.first_gpu.
+    If `cuda` is true, servers use consecutive GPUs, beginning with the GPU of index `first_gpu`. If
+    `first_gpu` is None, the setting engine.vllm.first_gpu applies.
     """
     section = config.engine.vllm
     _check_adapter(model)
@@ -122,7 +122,7 @@ def _running(section: Vllm, model: LanguageModel, backend: str) -> list[Replica]
 def _started(
     section: Vllm, settings: ServerSettings, folder: Path, first_gpu: int
 ) -> list[Replica]:
-    """Start servers, on consecutive GPUs from `first_gpu` on or on the CPU."""
+    """Start servers on the CPU, or on consecutive GPUs from GPU `first_gpu` on."""
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
     replicas = []
     for number in range(section.servers):

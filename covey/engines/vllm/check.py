@@ -89,7 +89,7 @@ def check_memory(config: Config) -> None:
 def available_memory(table: Path = Path("/proc/meminfo")) -> int:
     """Return the CPU memory in bytes that new processes can allocate.
 
-    It includes the file cache, which Linux frees on demand.
+    The returned size includes the file cache, which Linux frees on demand.
     """
     if table.exists():
         rows = dict(line.split(":", 1) for line in table.read_text().splitlines())

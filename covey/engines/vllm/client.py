@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server, for generation, weight updates and server information.
 
-The client checks the token ids and log-probabilities that the server sends. It raises `Unavailable`
-if the server cannot be reached, fails or does not reply, where a restart may help; if the server
-rejects a request or sends invalid data, it raises `EngineError`, which ends the run with a one-line
-message.
+The client checks the token ids and log-probabilities that the server sends. The client raises
+`Unavailable` if the server cannot be reached, fails or does not reply; a restart may then help. If
+the server rejects a request or sends invalid data, the client raises `EngineError`, which ends the
+run with a one-line message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from covey.types import Finish, VersionSpan
 
 HEALTH_SECONDS = 30.0
 PREEMPTIONS = "vllm:num_preemptions_total{"
-"""The start of the lines of a server's metrics that count preemptions, one for each engine core."""
+"""The start of the lines with preemption counts in a server's metrics, one line per engine core."""
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -54,7 +54,7 @@ class Client:
 
     @staticmethod
     def at(url: str, timeout: float) -> Client:
-        """Return the client of a server that the user gave; reject a malformed address."""
+        """Return a client of the server at `url`; reject a malformed address."""
         check_url(url, "config: engine.vllm.urls", "http://127.0.0.1:8000")
         return Client(url.rstrip("/"), timeout)
 
@@ -104,7 +104,7 @@ class Client:
         return text
 
     def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Send one request on this thread's connection; reconnect if it was closed."""
+        """Send one request on this thread's connection; reconnect if this connection was closed."""
         sent = headers("application/json")
         kept = getattr(self.local, "connection", None)
         for connection in ([kept] if kept is not None else []) + [None]:
@@ -165,13 +165,13 @@ class Client:
         return found
 
     def generate(self, tokens: tuple[int, ...], params: Mapping[str, Any], model: str) -> Reply:
-        """Generate one completion; `model` names an adapter, or is empty if there is none."""
+        """Generate one completion; `model` is the adapter's name, or empty without an adapter."""
         body: dict[str, Any] = {"token_ids": list(tokens), "sampling_params": params}
         body |= {"model": model} if model else {}
         return self._reply(self.post("/inference/v1/generate", body))
 
     def preemptions(self) -> int:
-        """Return how often the server paused a completion since it started, for lack of cache."""
+        """Return the number of times that a full KV cache made the server pause a completion."""
         lines = self.send("GET", "/metrics").decode("utf-8", "replace").splitlines()
         counts = (line.rpartition(" ")[2] for line in lines if line.startswith(PREEMPTIONS))
         try:
@@ -203,7 +203,7 @@ class Client:
 
 
 def value_at(data: Any, *keys: str) -> Any:
-    """Return the value at nested keys of parsed JSON; None if there is none."""
+    """Return the value at nested keys of parsed JSON; None if a key is missing."""
     for key in keys:
         data = data.get(key) if isinstance(data, dict) else None
     return data

@@ -1,9 +1,9 @@
 """The vLLM engine: completions from one or more vLLM servers, which have a copy of the weights.
 
 Requests and completions consist of token ids, not text. All requests of a prompt go to the same
-server, which prefills it once. If a server dies, the engine restarts it, sends it the current
-weights, and checks its log-probs on a test prompt; then it sends the lost requests again with the
-same seeds.
+server, which prefills the prompt once. If a server dies, the engine restarts it, sends it the
+current weights, and checks its log-probs on a test prompt. After the restart, the engine sends the
+lost requests again with the same seeds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Replica:
 
     client: Client
     process: ServerProcess | None = None
-    """The server's process; None if the user started the server and has to restart it."""
+    """The server's process; None if the user, not Covey, starts and restarts the server."""
     started: int = 0
     """The number of times that the server was restarted, by Covey or by the user."""
     alive: bool = True
@@ -84,7 +84,7 @@ class VllmEngine:
     closed: bool = field(default=False, init=False)
     probe: Reply | None = field(default=None, init=False)
     gap: float = field(default=0.0, init=False)
-    """How much the log-probs of servers and trainer differed in the last check."""
+    """The largest difference between the log-probs of servers and trainer in the last check."""
     repaired: list[str] = field(default_factory=list, init=False)
     preemptions: int = field(default=0, init=False)
     """Number of times so far that a completion was paused because the KV cache was full."""
@@ -194,14 +194,15 @@ class VllmEngine:
                 pending |= {pool.submit(self._complete, one, params) for one in ready}
                 if not pending:
                     break
-                # A tool may reply first, and the turn after it must not wait for these completions.
+                # If a tool replies first, the next turn of its episode must not wait for these
+                # completions.
                 ended, pending = wait(pending, limits.poll_seconds, return_when=FIRST_COMPLETED)
                 if ended:
                     requests.done([future.result() for future in ended])
         finally:
             pool.shutdown(wait=not pending, cancel_futures=True)
         paused = self._paused()
-        # A server that was restarted in between counts from 0 again.
+        # The count of a server that was restarted in between begins at 0 again.
         self.preemptions += sum(max(0, paused[n] - paused_before.get(n, paused[n])) for n in paused)
         if self.sleeps:
             self._all("/sleep", {"level": 1})
@@ -304,7 +305,7 @@ def request_seed(request: Request) -> int:
 
 
 def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
-    """Return the vLLM sampling settings that are equivalent to the native engine's."""
+    """Return the vLLM sampling settings that are equivalent to the native engine's settings."""
     distribution = sampling.distribution
     if distribution.min_p > 0.0 and distribution.top_p < 1.0:
         raise ConfigError(
@@ -346,7 +347,9 @@ PARAMS: dict[str, Any] = {
     "detokenize": False,
 }
 EXACT, ROUNDED = 1e-4, 0.1
-"""Limits on log-prob differences: on the maximum in float32, on the mean in 16 bits."""
+"""Limits on log-prob differences: the first on the largest difference in float32, the second on the
+mean difference in 16-bit dtypes.
+"""
 
 
 def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
@@ -394,7 +397,7 @@ def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch
 
 
 def same_probe(client: Client, reply: Reply, before: Reply, dtype: torch.dtype) -> None:
-    """Raise an error if a restarted server's log-probs differ from an earlier reply's."""
+    """Raise an error if a restarted server's log-probs differ from those of an earlier reply."""
     pairs = zip(reply.tokens, before.tokens, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(before.tokens))
     # Rounding can change a sampled token, and the tokens after it cannot be compared.

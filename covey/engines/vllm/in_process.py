@@ -1,8 +1,8 @@
 """vLLM without a server: this process drives vLLM's engine on the trainer's own GPU.
 
-`LocalClient` has the same interface as `Client`, so callers need no special case. vLLM's scheduler
-and workers run in separate processes. Between rollouts, vLLM sleeps: its weights move to CPU
-memory, and its KV cache is freed for the trainer.
+`LocalClient` has the same interface as `Client`, so callers need no special case. The scheduler and
+the workers of vLLM run in separate processes. Between rollouts, vLLM sleeps: its weights move to
+CPU memory, and its KV cache is freed for the trainer.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LocalClient(Client):
         return self.llm is not None and not self.llm.errored
 
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Do what a server does at this path, and return the body of its reply."""
+        """Handle a request as a vLLM server does, and return the body of the reply."""
         work = self._work(path, dict(body or {}))
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -104,7 +104,7 @@ class LocalClient(Client):
             raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
 
     def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        """Return a coroutine that does what a vLLM server does at this endpoint."""
+        """Return a coroutine that handles a request to an endpoint as a vLLM server does."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self.llm
@@ -133,7 +133,7 @@ class LocalClient(Client):
         return {name: found if isinstance(found, bool) else True}
 
     def preemptions(self) -> int:
-        """Return how often vLLM paused a completion since it started, for lack of cache."""
+        """Return the number of times that a full KV cache made vLLM pause a completion."""
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
         found = get_metrics_snapshot()

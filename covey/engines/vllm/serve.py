@@ -1,6 +1,8 @@
-"""A vLLM server that ends when its parent process ends (module arguments: PARENT FOLDER ARGUMENTS).
+"""Entry point of a vLLM server that ends when its parent process, the trainer, ends.
 
-FOLDER contains the weights that the trainer sends; the server removes it when the trainer ends.
+The module's arguments are PARENT FOLDER ARGUMENTS. PARENT is the trainer's process id. FOLDER
+contains the weights that the trainer sends, and is deleted when the trainer ends. ARGUMENTS are
+passed to vLLM.
 """
 
 from __future__ import annotations

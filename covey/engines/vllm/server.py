@@ -20,7 +20,7 @@ from covey.escape import printable
 from covey.subprocesses import module_command
 
 HOST = "127.0.0.1"
-"""The server accepts only local clients, because vLLM's weight updates need no login."""
+"""Servers listen only on this machine, because anybody who can connect can change the weights."""
 POLL_SECONDS = 0.5
 END_SECONDS = 5.0
 CPU_ENVIRONMENT = {

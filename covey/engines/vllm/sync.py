@@ -36,7 +36,7 @@ class Sync(Protocol):
         """Let a server load the weights; a `fresh` server was just started and has no weights."""
 
     def served(self, version: int) -> str:
-        """Return the adapter's name for requests; by default, no name: the server's own model."""
+        """Return the model name in requests: the adapter's name, or "" without an adapter."""
         return ""
 
 
@@ -96,7 +96,7 @@ class FileSync(Sync):
 class AdapterSync(Sync):
     """Sends only the weights of the LoRA adapter.
 
-    Each version has its own name, because vLLM caches adapters by name.
+    Each version of the adapter has its own name, because vLLM caches adapters by name.
     """
 
     model: LanguageModel
@@ -150,7 +150,7 @@ class AdapterSync(Sync):
 class NcclSync(Sync):
     """Sends all weights by vLLM's NCCL transfer, from the trainer's GPU to the servers' GPUs.
 
-    The broadcast needs all servers, so it starts when `load` is called for the last one.
+    The broadcast needs all servers, so it starts when `load` is called for the last server.
     """
 
     model: LanguageModel
@@ -302,7 +302,7 @@ class HeadPadding:
         return self.padded // self.width
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight with padded attention heads; return other weights unchanged."""
+        """Return an attention weight with padded heads; return other weights unchanged."""
         match = PROJECTION.search(name)
         if match is None:
             return weight
@@ -322,7 +322,7 @@ class HeadPadding:
         return padded
 
     def _places(self, kind: str, device: torch.device) -> torch.Tensor:
-        """Return, for each dimension of a head, its index in the padded head."""
+        """Return the index of each dimension of a head in the padded head."""
         if kind in "vo":
             return torch.arange(self.width, device=device)
         half = torch.arange(self.width // 2, device=device) * self.times

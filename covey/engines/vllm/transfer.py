@@ -1,8 +1,8 @@
 """A weight transfer engine that runs in vLLM's workers and loads weights from a file.
 
-vLLM's own transfer engines move weights between GPUs. This one works on any device: it reads a
-safetensors file in shared memory, or on a file system that trainer and servers share. plugin.py
-registers it with vLLM.
+vLLM's own transfer engines move weights between GPUs. The transfer engine in this module works on
+any device. The engine reads a safetensors file in shared memory, or on a file system that trainer
+and servers share. The plugin in plugin.py registers the engine with vLLM.
 """
 
 from __future__ import annotations

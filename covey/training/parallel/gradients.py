@@ -66,7 +66,7 @@ class GradientSums:
         return hook
 
     def expect(self) -> None:
-        """Let the next backward pass sum buckets over ranks as soon as they are complete."""
+        """Let the next backward pass sum each bucket over ranks once all its gradients exist."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
         self._overlaps = True
@@ -102,7 +102,7 @@ class GradientSums:
         bucket.work = bucket.flat = None
 
     def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
-        """Return a bucket's gradients, except those of parameters without a gradient."""
+        """Return the gradients of a bucket's parameters; skip parameters without a gradient."""
         found = self.optimizer.gradients()
         return [grad for name in bucket.names if (grad := found[name]) is not None]
 

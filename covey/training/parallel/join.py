@@ -28,7 +28,7 @@ from covey.world import ALONE, World
 
 Say = Callable[[str], None]
 TELL_SECONDS = 10.0
-"""Number of seconds that a rank that failed before joining waits for rank 0 to respond."""
+"""Seconds to wait for a response of rank 0 if this rank failed before it joined."""
 
 
 @contextmanager

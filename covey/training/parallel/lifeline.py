@@ -43,11 +43,11 @@ class Reported(CoveyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Which rank failed or died first, and why."""
+    """The rank that failed or died first, and the reason."""
 
     rank: int
     text: str
-    """Why the rank failed, in one line; empty if it died without a message."""
+    """Why the rank failed, in one line; empty if the rank died without a message."""
     code: int = 1
 
     def error(self, reporter: bool) -> CoveyError:
@@ -88,7 +88,7 @@ class Lifeline:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank prints the error: rank 0, or rank 1 if rank 0 has died."""
+        """Whether this rank prints the error: rank 0 does, or rank 1 if rank 0 has died."""
         silent = self.loss is not None and self.loss.rank == 0 and not self.loss.text
         return self.rank == (1 if silent else 0)
 

@@ -24,8 +24,8 @@ class Pass(NamedTuple):
 
     rows: torch.Tensor
     counts: bool
-    """False for a placeholder pass, whose results are discarded. With placeholders, all ranks have
-    the same number of passes, as a sharded model requires.
+    """Whether the results are used; false for a placeholder pass, whose results are discarded. With
+    placeholders, all ranks have the same number of passes, as a sharded model requires.
     """
 
 
@@ -113,7 +113,7 @@ def in_passes(
 def put_rows(
     whole: Iterable[torch.Tensor], index: torch.Tensor, parts: Sequence[torch.Tensor]
 ) -> None:
-    """Write each tensor [b, t] of `parts` into the rows `index` of a tensor [B, T] of `whole`."""
+    """Write the tensors [b, t] of `parts` to rows `index` of the tensors [B, T] of `whole`."""
     (rows,) = to_device([index], parts[0].device)
     for target, values in zip(whole, parts, strict=True):
         target[rows, : values.shape[1]] = values.float()

@@ -76,7 +76,7 @@ def shard_model(
 
 
 def _add_entries(model: LanguageModel) -> None:
-    """Give the model and its blocks methods that gather the weights before a pass."""
+    """Add methods to the model and to its blocks; the methods gather the weights before a pass."""
     root = model.model
     _add_entry(root, ENTRY, entry_method)
     enter = getattr(root, ENTRY)
@@ -106,9 +106,9 @@ def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
 def _stays_gathered(model: LanguageModel) -> bool:
     """Return whether the weights of a trained model stay gathered for a whole optimizer step.
 
-    The weights stay gathered if each rank has a complete copy of the model (a single shard). The
-    gradients of gathered weights then take no more memory than sharded gradients, so only the
-    gathered weights need additional memory.
+    The weights stay gathered if each rank has a complete copy of the model (a single shard). With a
+    single shard, the gradients of gathered weights take no more memory than sharded gradients, so
+    only the gathered weights need additional memory.
     """
     parameters = list(model.model.parameters())
     mesh = parameters[0].device_mesh
@@ -130,7 +130,9 @@ class GatheredSteps:
         self.whole: dict[str, nn.Parameter] = {}
         """The gathered weights by name; empty before the first pass."""
         self.fused: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pairs (fused, gathered): FSDP2 fills `gathered`, which is copied to `fused`."""
+        """Pairs of tensors (fused, gathered). FSDP2 fills the gathered tensor, which is then copied
+        into the fused tensor.
+        """
         self.sums: dict[str, torch.Tensor] = {}
         """Sharded gradients by name; they share memory with the float32 gradient sums."""
         setattr(model.model, ENTRY, self.logp)
