@@ -48,8 +48,8 @@ def last_number(text: str) -> str | None:
     """Return the last number in a text as it is written, without currency and unit.
 
     Return None if the text has no number that can be an answer. Digits in names (`CO2`), units
-    (`cm^2`) and ordinals are skipped. A number inside an expression is not an answer, so the result
-    for `5**2` and `sqrt(2)` is None.
+    (`cm^2`) and ordinals are skipped. A number inside an expression is not an answer, so `5**2` and
+    `sqrt(2)` return None.
 
     >>> last_number("So 5 + 3 = 8 cm^2, or $1,008."), last_number("that is 5**2")
     ('1,008', None)

@@ -145,7 +145,8 @@ class AgentExampleForm(Reward):
     | parentheses in the first call | 0.2 |
     | each call above 5 | -0.1, with a total of at least 0 |
 
-    Unlike the published code of this reward, Covey accepts no closing tag before its opening tag.
+    Unlike the published code of this reward, Covey rejects a closing tag without an opening tag
+    before it.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)

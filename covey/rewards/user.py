@@ -64,8 +64,8 @@ class UserFunction(_GroupReward):
       `trainer_state` has `global_step` and `max_steps`. Without `**columns`, the function gets only
       the columns that are among its parameters.
 
-    Both kinds of functions may be async. The function `is_trl_style` distinguishes the two kinds of
-    reward functions.
+    Plain functions and TRL-style functions may be async. `is_trl_style` tells TRL-style functions
+    from plain functions.
 
     If a function returns `None` instead of a number, the completion cannot be scored. With
     `skips_none`, `None` means that the function does not apply to the completion. A completion with
@@ -107,7 +107,7 @@ class UserFunction(_GroupReward):
         work = partial(self.score_group_async, prompt, texts, call)
         if not _in_event_loop():
             return asyncio.run(work())
-        # In a notebook this thread already runs an event loop, and it can have only one.
+        # In a notebook, this thread already runs an event loop, and a thread can have only one.
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(lambda: asyncio.run(work())).result()
 
@@ -160,7 +160,7 @@ class UserFunction(_GroupReward):
             messages = [dict(message) for message in prompt.messages]
         usual = {"target": prompt.target, "answer": prompt.target}
         row = {**usual, **prompt.info, **prompt.columns, "prompts": messages}
-        steps = max(1, call.max_steps)  # functions divide by it
+        steps = max(1, call.max_steps)  # reward functions divide by max_steps
         # In evaluations, the run has ended.
         done = steps if call.global_step is None else call.global_step
         return {
@@ -202,7 +202,7 @@ def _in_event_loop() -> bool:
 
 
 def _messages(text: str) -> list[Message]:
-    """Return a completion as messages. An episode has all messages from its first turn on."""
+    """Return a completion as messages. For an episode, return all messages of all its turns."""
     episode = episode_of(text)
     return [{"role": "assistant", "content": text}] if episode is None else list(episode.reply)
 
@@ -347,7 +347,7 @@ NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
 
 
 def is_trl_style(function: Callable[..., Any]) -> bool:
-    """Return whether a function scores a list of completions, as in TRL, or one completion.
+    """Return whether a function scores a list of completions, as in TRL, and not one completion.
 
     A function with one of TRL's parameter names is a TRL function, because TRL passes every
     argument by name. A function with `**kwargs` is also a TRL function if its other parameters are

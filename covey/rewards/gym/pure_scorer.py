@@ -6,13 +6,13 @@ module's lists allow everything that the scorer uses. The lists contain bytecode
 builtins, functions of `math` and `json`, regex patterns, and names of methods. Any other scorer is
 impure, and runs in the sandbox.
 
-A pure scorer also finishes quickly, because it has no `while` loops, powers or shifts. A pure
-scorer also never combines `range` with a function that parses whole numbers from text. A pure
-scorer keeps no state between completions, because it sets no attributes and cannot change values
-that it shares with other calls.
+A pure scorer also finishes quickly, because it has no `while` loops, powers or shifts, and never
+combines `range` with a function that parses whole numbers from text. A pure scorer keeps no state
+between completions, because it sets no attributes and cannot change values that it shares with
+other calls.
 
-The check assumes that the dataset's entry and options are plain data, such as numbers, strings and
-lists.
+The inspection assumes that the dataset's entry and options are plain data, such as numbers, strings
+and lists.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Mo
 from typing import Any
 
 MOST_CHARACTERS = 4_000
-"""Maximum number of characters of an answer for a pure scorer, because some scorers take quadratic
-time."""
+"""Maximum length of an answer for a pure scorer, in characters. The time of some scorers grows with
+the square of this length."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -170,8 +170,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that a scorer uses. Raise ImpureError if the lists do not allow the
-        value."""
+        """Check a value that a scorer uses, or raise ImpureError if the lists do not allow it."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:

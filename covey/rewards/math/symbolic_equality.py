@@ -54,8 +54,7 @@ def require_math_verify(unsafe: bool) -> None:
 
 @lru_cache(maxsize=1 << 14)
 def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
-    """Return whether math-verify finds that two formulas are equal. The result after a timeout is
-    False."""
+    """Return whether math-verify finds two formulas equal. A timeout counts as unequal."""
     scorer = sandboxed("covey.rewards.math.math_verify_scorer", unsafe=unsafe)
     return scorer.score(target, answer) == 1.0
 
@@ -63,7 +62,7 @@ def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
 def _exponent(formula: str, at: int) -> str:
     """Return the exponent that starts at index `at`, after a `^`.
 
-    If another power or a factorial follows the exponent, the result ends with `^`.
+    The returned text ends with `^` if another power or a factorial follows the exponent.
     """
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
@@ -78,7 +77,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracketed text that ends before index `at`, or an empty text if there is none."""
+    """Return the bracketed text that ends before index `at`, or "" without such a bracket."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):
