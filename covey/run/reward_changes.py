@@ -51,7 +51,7 @@ class RewardChange:
 
 
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
-    """Compare the rewards of a new run and the previous run; record and return a change."""
+    """Compare the rewards of a new run and the previous run; record and return any change."""
     mine = run.environment(unsaid)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):
