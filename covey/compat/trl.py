@@ -1,7 +1,7 @@
-"""Converts the GRPOConfig options of a TRL script to settings; lists unsupported options.
+"""Converts GRPOConfig options of a TRL script to settings of Covey; lists unsupported options.
 
-If TRL's default of an option differs from Covey's, the converted settings include TRL's default. On
-one device, the ported run trains in the same way as the TRL script.
+If TRL and Covey have different defaults for an option, the converted settings contain TRL's
+default. On one device, the ported run trains in the same way as the TRL script.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def from_grpo_config(config: Any) -> Ported:
 
 
 def from_script(text: str, name: str = "script.py") -> Ported:
-    """Port the GRPOConfig and the GRPOTrainer of a script, without running it."""
+    """Port the GRPOConfig and the GRPOTrainer of a script, without running the script."""
     tree = parsed(text, name)
     values, calls = Values.of(tree), [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     config, trainer, adapter = (
@@ -133,8 +133,8 @@ def from_script(text: str, name: str = "script.py") -> Ported:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The result always includes the option's first setting. Each further setting is included only if
-    its value in `settings` is nonzero.
+    The option's first setting is always returned. Each further setting is returned only if its
+    value in `settings` is nonzero.
     """
     depends = _depends(option)
     further = (*depends[1:], *COMPUTED.get(option, ()))

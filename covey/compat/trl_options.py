@@ -198,7 +198,7 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "logging_steps": (),  # a note; used only if eval_steps is missing
     "max_prompt_length": ("rollout.long_prompts",),
 }  # fmt: skip
-"""Maps a TRL option to the settings that are computed from this and other options."""
+"""Maps a TRL option to the settings that are computed from this option and other options."""
 
 _STEPS = ("train.steps", "save.every", "evaluate.every")
 COMPUTED: Mapping[str, tuple[str, ...]] = {

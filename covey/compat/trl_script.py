@@ -41,9 +41,9 @@ class _Edits:
 def covey_script(text: str, config: str, name: str = "script.py") -> str:
     """Return a script that trains with Covey on the data and the reward functions of a TRL script.
 
-    `config` is the configuration file that `covey port` wrote. The result keeps all lines of the
-    script, except lines that import or create objects of TRL and peft. `trainer.train()` becomes a
-    call of `covey.train`.
+    `config` is the configuration file that `covey port` wrote. The returned script keeps all lines
+    of the TRL script, except lines that import or create objects of TRL and peft. `trainer.train()`
+    becomes a call of `covey.train`.
     """
     tree = parsed(text, name)
     trainer = next((c for c in ast.walk(tree) if _is_call(c, ("GRPOTrainer",))), None)

@@ -150,7 +150,7 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return a reward in the upper half of the range if correct, otherwise in the lower half."""
+        """Return a reward in the upper half of the range for success, in the lower for failure."""
         low, high = self._ends(self.weights)
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]

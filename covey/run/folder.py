@@ -208,7 +208,7 @@ class RunFolder:
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step; raise RunError if a line is damaged or the step has none."""
+        """Return the rollouts of a step; raise RunError if a line is damaged or none was saved."""
         rows = self.rollouts(step)
         if rows:
             return rows

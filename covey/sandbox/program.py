@@ -90,7 +90,7 @@ def require_isolation() -> None:
 
 @cache
 def isolation_problem() -> str:
-    """Return why this machine cannot isolate programs, or an empty text if it can."""
+    """Return why this machine cannot isolate programs, or "" if it can isolate programs."""
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}, not Linux"
     if not shutil.which("bwrap"):

@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
-A policy that only learns the best constant answer reaches that answer's accuracy, and its reward
-curve rises as if it learned the task.
+A policy that learns only the best constant answer reaches the accuracy of this answer. The reward
+curve of such a policy rises as if the policy learned the task.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Baseline:
     reward: float | None = None
     """Mean reward, or None if the success rate was computed from the targets without scoring."""
     answer: str = ""
-    """The answer of the constant-answer baseline, or an empty text for other baselines."""
+    """The answer of the constant-answer baseline, or an empty string for other baselines."""
     prompts: int
     """Number of prompts on which the baseline was scored."""
 

@@ -27,7 +27,7 @@ GRACE_SECONDS = 1.0
 """Seconds that a worker process has after the time limit to cancel its concurrent jobs."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""Desired seconds per batch of jobs. A batch has many quick jobs or one slow job."""
+"""Target duration of a batch of jobs in seconds. A batch has many quick jobs or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
@@ -96,7 +96,7 @@ class Pool:
         return self._again()
 
     def start(self) -> None:
-        """Start the worker processes, and wait until the first one has loaded the reward.
+        """Start the worker processes, and wait until the first process has loaded the reward.
 
         Raises RewardError if the first process cannot load the reward.
         """
@@ -168,14 +168,13 @@ class Pool:
         worker.kill()
 
     def _take(self, most: int) -> list[QueuedJob]:
-        """Wait for jobs, and return a fair share of the queue. The result is [] if the pool is
-        closed."""
+        """Wait for jobs, and return a fair share of the queue, or [] if the pool is closed."""
         with self._changed:
             while not (self._queue or self._suspects or self._closed):
                 self._changed.wait()
             if self._suspects:
                 return [self._suspects.popleft()]
-            # Concurrent jobs mostly wait, so take a full share; of others, leave some for idle
+            # Concurrent jobs mostly wait, so take a full share. Of other jobs, leave some for idle
             # workers.
             shares = self._workers if self._concurrent else 2 * self._workers
             fair = -(-len(self._queue) // shares)

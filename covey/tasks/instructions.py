@@ -57,7 +57,7 @@ def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable
 
 
 def _limited(low: int, high: int, unit: str) -> Callable[[Random], Made]:
-    """Return a function that makes a random limit, lower or upper, on words or sentences."""
+    """Return a function that makes a random lower or upper limit on words or sentences."""
 
     def make(chance: Random) -> Made:
         relation, number = chance.choice(["at least", "less than"]), chance.randint(low, high)
@@ -161,9 +161,9 @@ MAKERS: Mapping[str, Callable[[Random], Made]] = MappingProxyType(
         "punctuation:no_comma": _plain("Use no commas."),
     }
 )
-"""Maps the IFEval name of an instruction to the function that makes the instruction. The
-instructions fit any writing request. The three other instructions of IFEval need a special request:
-a choice between answers, another language, or a repetition of the request."""
+"""Maps the IFEval name of an instruction to the function that makes the instruction. All
+instructions in this mapping fit any writing request. The three other instructions of IFEval need a
+special request: a choice between answers, another language, or a repetition of the request."""
 
 APART: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
