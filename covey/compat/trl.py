@@ -39,7 +39,7 @@ HEAD = (
     "rewards=...)",
 )
 FROM_PYTHON = {"task.name": DATASET, "reward.name": FUNCTIONS}
-"""Placeholder names for the script's dataset and rewards, which covey.train replaces."""
+"""Placeholders that covey.train replaces with the script's dataset and rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Ported:
         return "\n".join(lines) + "\n"
 
     def _mark(self, key: str) -> str:
-        """Return the comment that follows a setting in the file."""
+        """Return the comment that follows a setting in the configuration file."""
         if key in self.computed:
             return f"  # {self.computed[key]} is computed in the script; set it yourself"
         if key in self.given:
@@ -133,8 +133,8 @@ def from_script(text: str, name: str = "script.py") -> Ported:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The option's first setting is always returned. Each further setting is returned only if its
-    value in `settings` is nonzero.
+    The first of these settings is always returned. The other settings that depend on the option are
+    returned only if their value in `settings` is nonzero.
     """
     depends = _depends(option)
     further = (*depends[1:], *COMPUTED.get(option, ()))

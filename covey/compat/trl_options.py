@@ -76,8 +76,8 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "seed": ("seed", _same),
     "report_to": ("trackers", _trackers),
 }
-"""Maps a TRL option to Covey's setting and a function that converts the option's value. If the
-function returns None, the setting is omitted."""
+"""Maps a TRL option to Covey's setting and to a function that converts the option's value. A
+setting is left out if its conversion function returns None."""
 
 _NOT_NEEDED = "not needed"
 _HUB = "use `covey export`, and upload the folder"

@@ -22,7 +22,7 @@ class _Edits:
     trains: bool = False
 
     def replace(self, node: ast.stmt, *lines: str) -> None:
-        """Replace a statement by the given lines, with the statement's indentation."""
+        """Replace a statement by the given lines, indented like the statement."""
         indented = [f"{' ' * node.col_offset}{line}" for line in lines]
         self.lines[node.lineno] = (node.end_lineno or node.lineno, indented)
 

@@ -142,8 +142,8 @@ class RateLimit:
     def wait(self, tokens: int, until: float) -> float:
         """Wait until the limits allow a request of `tokens` tokens, and return the seconds waited.
 
-        Raises RewardError if the limits do not allow the request before `until`, a time of the
-        clock `time.monotonic`. All processes of a machine share this clock.
+        Raises RewardError if the limits do not allow the request before `until`. `until` is a time
+        of the clock `time.monotonic`, which all processes of a machine share.
         """
         waited = 0.0
         if not self.requests and not self.tokens:

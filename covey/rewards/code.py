@@ -30,7 +30,7 @@ _PYTHON = ("python", "python3", "py")
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the content of every closed fenced block.
 
-    A fenced block in a Markdown list is indented. The common indent of the block's lines is
+    Fenced blocks in Markdown lists are indented, so the common indent of a block's lines is
     removed.
 
     >>> fenced_blocks("So:\\n```python\\nx = 1\\n```\\n```\\nopen")
@@ -120,7 +120,7 @@ class CodeTests(TargetReward):
     """Time limit of each test, in seconds."""
     total_seconds: float = 20.0
     """Time limit of all tests of a completion together, in seconds. A test that does not start
-    within this limit fails."""
+    within `total_seconds` fails."""
     memory_mb: int = 512
     unsafe: bool = False
     """Whether to run programs as ordinary processes of this user, without the sandbox."""

@@ -1,9 +1,9 @@
 """The coherence measure: how much a text looks like language, mathematics or code.
 
 The coherence measure uses only statistics: frequent pairs of Latin letters, common characters of
-other scripts, and symbol pairs that are typical of formulas and programs. Keyboard mashing and
-random characters differ from real text in these statistics. The coherence measure does not detect
-nonsense that consists of real words.
+other scripts, and symbol pairs that are typical of formulas and programs. The statistics of
+keyboard mashing and random characters differ from the statistics of real text. The coherence
+measure does not detect nonsense that consists of real words.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RARE, RARE_COSTS = 1, 5.0
 common), hardly occur in text. Each letter pair of level RARE or below lowers the sum of a word's
 levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""Each text is treated as if it had PRIOR_PAIRS more letter pairs, all of level PRIOR. Without this
-prior, the mean level of a short text would be unreliable."""
+"""Each text is treated as if it had PRIOR_PAIRS more letter pairs, all of level PRIOR. Without the
+added pairs, the mean level of a short text would be unreliable."""
 LOW, HIGH = 3.0, 4.1
 """A mean level of letter pairs below LOW indicates noise, and a mean level above HIGH indicates
 language."""

@@ -11,7 +11,7 @@ THINKING = (
     "through it one step at a time, check each step against the question, and only after that "
     "write down the result."
 )
-"""A generic thinking text that suits every problem and is long enough for every format."""
+"""Generic text for the thinking, which suits every problem and is long enough for every format."""
 FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 

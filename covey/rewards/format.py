@@ -18,7 +18,7 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswerForm(Reward):
-    """1 if the completion is a non-empty thinking part and a non-empty answer part, otherwise 0.
+    """1 for a non-empty thinking part followed by a non-empty answer part, otherwise 0.
 
     The format is wrong if a tag is repeated, nested or not closed, or if there is text outside the
     tags. With `graded`, a completion with a wrong format still gets 0.25 for the thinking part and

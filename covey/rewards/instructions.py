@@ -65,7 +65,7 @@ _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-).*$", re.MULTILINE)
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 MOST_CHARACTERS = 200_000
-"""Maximum length of a text, in characters. A longer text fails every instruction."""
+"""A text with more than MOST_CHARACTERS characters fails every instruction."""
 
 
 def counts(number: int, relation: str, wanted: int) -> bool:
@@ -225,7 +225,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "punctuation:no_comma": lambda text, given: "," not in text,
     }
 )
-"""Maps the IFEval name of each instruction to the function that checks a text."""
+"""Maps the IFEval name of each instruction to a function that returns whether a text follows it."""
 
 OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -277,8 +277,8 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""Maps the open-instruct name of each instruction to its IFEval name, and to a table of the
-arguments that have another name in IFEval."""
+"""Maps the open-instruct name of each instruction to its IFEval name, and to a table {argument name
+in open-instruct: argument name in IFEval}."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 A completion may try to manipulate the judge. The request to the judge separates data from
 instructions with delimiters that contain an unpredictable code. Covey breaks up chat-template
 tokens, removes invisible characters, and replaces each sentence that addresses the judge with a
-placeholder. Even so, an LLM judge is not safe as the only reward.
+placeholder. Despite these measures, an LLM judge is not safe as the only reward.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Judge(Reward):
     """The grade that an LLM gives, divided by `scale`.
 
     A completion with a reward of at least `threshold` is a success. If the LLM gives no grade, this
-    reward function raises an error. A completion without a grade is not scored, instead of getting
-    a reward of 0.
+    reward function raises an error. A completion without a grade has no reward, which is not the
+    same as a reward of 0.
     """
 
     base_url: str

@@ -57,9 +57,9 @@ class Soft:
 class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
-    A completion of at most L tokens gets no penalty. From L to 2 L tokens, the penalty falls
-    linearly from 0 to -`size`. L is the larger of two lengths: the mean completion length, and the
-    midpoint between the shortest and the longest completion.
+    Let L be the larger of two lengths: the mean completion length, and the midpoint between the
+    shortest and the longest completion. A completion of at most L tokens gets no penalty. From L to
+    2 L tokens, the penalty falls linearly from 0 to -`size`.
 
     - In an easy group (accuracy of at least `easy`), L is computed from the correct rollouts, and
       only correct rollouts are penalised.

@@ -42,8 +42,8 @@ class MathAnswer(TargetReward):
     only if the target is not a whole number. If a tolerance of 1 % applied to the target 1000,
     every guess from 990 to 1010 would be correct, and the policy would learn to guess roughly.
 
-    With `symbolic`, formulas are evaluated at a few points. If the values at these points do not
-    decide whether two formulas are equal, the library math-verify compares the formulas. Covey
+    With `symbolic`, formulas are evaluated numerically at a few points. If numeric evaluation does
+    not decide whether two formulas are equal, the library math-verify compares the formulas. Covey
     passes only the final answer to math-verify. From a whole completion, math-verify would pick the
     part that matches the target. A completion must mark a formula as the final answer, for example
     with `\\boxed`. In a completion without a marked answer, Covey finds only numbers.

@@ -25,9 +25,9 @@ class Mix(Reward):
     the accuracy counts only if the format is correct. A wrong format sets the accuracy to its lower
     bound. If the accuracy has no lower bound, a wrong format sets a positive accuracy to 0.
 
-    During the first `early_until` (a fraction) of a run, the weights change linearly from `early`
-    to `weights`. With `robust`, the difference between the reward and its lower bound is multiplied
-    by `robust_factor`.
+    Until the fraction `early_until` of the run is over, the weights change linearly from `early` to
+    `weights`. With `robust`, the difference between the reward and its lower bound is multiplied by
+    `robust_factor`.
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, whatever
     the weights are:
@@ -150,7 +150,11 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return a reward in the upper half of the range for success, in the lower for failure."""
+        """Return the reward of a completion with `correct_first`.
+
+        A success gets a reward in the upper half of the reward range, and a failure gets a reward
+        in the lower half.
+        """
         low, high = self._ends(self.weights)
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]

@@ -6,7 +6,8 @@ numbers exactly. The rewards never raise an error, whatever the completion is.
 
 Covey does not fix known hacks of the published rewards, because published models were trained with
 these rewards. The command `covey rewards lab` tries known hacks. The docstring of each reward lists
-the hacks that work. For your own runs, use the reward `think_answer` or a reward template.
+the hacks that work on the reward. For your own runs, use the reward `think_answer` or a reward
+template.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _single_number(text: str) -> Fraction | None:
 class LmBook(Reward):
     """A GSM8K reward from 0 to 2.8 for completions with `<reasoning>` and `<answer>` tags.
 
-    The reward comes from theLMbook and from code that is based on it.
+    The reward comes from theLMbook and from code that is based on theLMbook.
 
     | part | value |
     |---|---|
@@ -210,8 +211,8 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The regex in the published code reads -5 as 5 and `1,000` as 0. Covey reads these texts as -5
-    and 1000.
+    The regex in the published code reads `-5` as 5 and `1,000` as 0. Covey reads `-5` as -5 and
+    `1,000` as 1000.
 
     Hacks that work on this reward are `empty think`, `blank think`, `repeated padding`,
     `3,000 words of filler`, `gibberish thinking`, `50 useless calls`,
@@ -275,7 +276,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward. `additive` raises the highest by the format reward."""
+        """The lowest and the highest reward, including the format reward if `additive` is true."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

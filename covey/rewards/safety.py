@@ -33,7 +33,8 @@ Test = Callable[[re.Match[str]], bool]
 SENTENCE = 200
 """Number of characters before a dangerous command that are searched for a warning."""
 MAX_WARNINGS = 1000
-"""Maximum number of harmless matches of a pattern in a text. Any further match is penalised."""
+"""Maximum number of harmless matches of a pattern in a text. Later matches are penalised, even if
+they are harmless."""
 
 _NEGATION = re.compile(
     r"\b(?:never|avoid(?:ing)?|refuse(?:s|d)? to|instead of|rather than|forbidden to|prohibited to|"

@@ -33,7 +33,7 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Number of optimizer steps that the run schedules before this training step. In evaluations,
+    """Number of optimizer steps scheduled before the current training step. In evaluations,
     `global_step` is None, and TRL-style reward functions get `max_steps` in its place."""
     max_steps: int = 0
     """Number of optimizer steps of the run, or 0 if the reward is called outside a run."""

@@ -49,7 +49,7 @@ def nesting(text: str) -> int:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Return whether a completion gives different answers, so that rewards accept none of them.
+    """Return whether the answers differ. Rewards accept no answer if a completion's answers differ.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)
@@ -107,7 +107,9 @@ def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] 
 
 
 def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
-    """Return the contents of the tags; None if a tag is missing or empty, or text is outside tags.
+    """Return the contents of the given tags, or None if the text contains anything else.
+
+    Each tag must occur exactly once, in the given order, and must not be empty.
 
     >>> only_tags("<a>1</a> <b>2</b>", ("a", "b")), only_tags("<a>1</a>.", ("a",))
     (['1', '2'], None)

@@ -36,7 +36,7 @@ class _GroupReward(Reward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt. None marks a completion that cannot be scored."""
+        """Score the completions of one prompt. A completion that cannot be scored gets None."""
         raise NotImplementedError
 
 
@@ -103,7 +103,7 @@ class UserFunction(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt. None marks a completion that cannot be scored."""
+        """Score the completions of one prompt. A completion that cannot be scored gets None."""
         work = partial(self.score_group_async, prompt, texts, call)
         if not _in_event_loop():
             return asyncio.run(work())
@@ -231,7 +231,7 @@ class WeightedFunctions(_GroupReward):
     """The weighted sum of reward functions, each of which is recorded as a reward part.
 
     A completion is a success if the first function gives it a reward of at least 1. The functions
-    run in this process, as in TRL, so a function that hangs blocks the run.
+    run in the training process, as in TRL, so a function that hangs blocks the run.
     """
 
     functions: Mapping[str, UserFunction]
@@ -245,7 +245,7 @@ class WeightedFunctions(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of a prompt. None marks a completion that cannot be scored."""
+        """Score the completions of a prompt. A completion that cannot be scored gets None."""
         columns = [f.score_group(prompt, texts, call) for f in self.functions.values()]
         return [self._total(row) for row in zip(*columns, strict=True)]
 
@@ -343,7 +343,7 @@ TRL = frozenset(
 )
 """The keyword arguments that TRL passes in addition to the columns of the data."""
 NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
-"""Arguments that TRL passes to a reward function, but Covey does not."""
+"""Arguments that TRL passes to a reward function, but Covey does not pass."""
 
 
 def is_trl_style(function: Callable[..., Any]) -> bool:

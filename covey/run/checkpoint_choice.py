@@ -14,7 +14,7 @@ ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.js
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run folder of a run or of a checkpoint, or None if the path is neither."""
+    """Return the run folder of `path`, a run or a checkpoint, or None for any other path."""
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
 
@@ -23,8 +23,8 @@ def weights_of(target: Path, command: str, step: int | None = None) -> Path:
 
     For a run folder, return the checkpoint of `step`, or the newest checkpoint if `step` is None.
 
-    Raises RunError if the checkpoint is damaged. The message suggests to run `command`, in which
-    the path of an intact checkpoint replaces {}.
+    Raises RunError if the checkpoint is damaged. The error message suggests `command`, with the
+    path of an intact checkpoint in place of {}.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

@@ -57,7 +57,7 @@ from covey.run.records import (
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup"."""
+"""Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup", not "sft"."""
 CHANGES = "changes.jsonl"
 """Name of the file with one line for each resume that changed settings. A line contains the step,
 the old and new value of each changed setting, and the facts of environment.json that the new
@@ -208,7 +208,10 @@ class RunFolder:
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step; raise RunError if a line is damaged or none was saved."""
+        """Return the rollouts of a step.
+
+        Raises RunError if a line is damaged, or if the step has no saved rollouts.
+        """
         rows = self.rollouts(step)
         if rows:
             return rows
@@ -254,7 +257,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write the details of the error that ended the run to failure.txt, unless empty."""
+        """Write the details of the error that ended the run, if not empty, to failure.txt."""
         if details:
             write_text(self.path / FAILURE, details)
 

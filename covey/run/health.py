@@ -34,7 +34,7 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines. To change one of these settings may be enough."""
+    """Suggested configuration lines. It may be enough to change one of these settings."""
     also: str
     """Advice that is not a change of settings, such as to use easier prompts; may be empty."""
     problem: bool

@@ -468,5 +468,5 @@ CHECKS: Mapping[str, Check] = {
         problem=False,
     ),
 }
-"""Maps the name of each health check to the check. Reports list findings in the same order, which
-puts causes before effects."""
+"""Maps the name of each health check to the check. Reports list findings in the order of `CHECKS`,
+which puts causes before effects."""

@@ -214,7 +214,7 @@ def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
 
 
 def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
-    """Parse and validate a JSON line. The returned `Line` has the row, or the reason of failure."""
+    """Parse and validate a JSON line. The returned `Line` has the row or the error message."""
     try:
         return Line(raw, _checked(raw, shape))
     except ValueError as error:
@@ -265,7 +265,7 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
 
 
 def last_row(path: Path) -> Row:
-    """Return the last valid row of a JSON Lines file; {} if its last 64 KiB contain none."""
+    """Return the last valid row of a JSON Lines file; {} if its last 64 KiB have no valid row."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

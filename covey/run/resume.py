@@ -101,9 +101,10 @@ def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
 
 
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
-    """Return the newest undamaged checkpoint, of a step before `before` unless `before` is None.
+    """Return the newest undamaged checkpoint.
 
-    `note` is called with a message about each damaged checkpoint.
+    If `before` is not None, only checkpoints of steps before `before` are considered. `note` is
+    called with a message about each damaged checkpoint.
     """
     for step, folder in reversed(run.checkpoints()):
         if before is None or step < before:

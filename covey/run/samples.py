@@ -88,13 +88,13 @@ class SamplePage:
         return "\n".join(lines) + "\n"
 
     def save(self, folder: Path) -> None:
-        """Write the unfinished page into a checkpoint."""
+        """Write the unfinished sample page into a checkpoint."""
         if self.first:
             (folder / FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def read_samples(checkpoint: Path, count: int) -> SamplePage:
-    """Read the unfinished page from a checkpoint."""
+    """Read the unfinished sample page from a checkpoint."""
     file = checkpoint / FILE
     if not file.exists():
         return SamplePage(count)

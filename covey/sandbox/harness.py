@@ -308,7 +308,7 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
 
 
 def run_case(job: dict[str, Any], number: int, value: int) -> None:
-    """Run the program. If the case has a `call`, write the value of the call to the pipe `value`."""
+    """Run the program. If the case has a `call`, write the call's value to the pipe `value`."""
     if not job["isolated"]:  # without isolation, nothing removes the files of a case
         os.mkdir(str(number))
         os.chdir(str(number))

@@ -63,7 +63,7 @@ def filter_program(machine: str = "") -> bytes | None:
 def _checks() -> dict[str, list[Step]]:
     """Return the BPF instructions that check the arguments of each system call.
 
-    In each list, every branch ends with a return instruction.
+    In each list of instructions, every branch ends with a return instruction.
     """
     for_others = [_argument(0), *_unless(_HARNESS)]
     return {

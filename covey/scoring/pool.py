@@ -1,9 +1,9 @@
 """The scoring pool: worker processes that score completions under a time limit.
 
 Each worker process has its own manager thread, which sends the process a few jobs at a time and
-receives the results. If a job takes too long or the process dies, the thread starts a new process.
-The completions of the failed job get no reward. Jobs that had not started return to the front of
-the queue. If several jobs ran at once, each of these jobs runs again, one at a time.
+receives the results. If a job takes too long or the process dies, the manager thread starts a new
+process. The completions of the failed job get no reward. Jobs that had not started return to the
+front of the queue. If several jobs ran at once, each of these jobs runs again, one at a time.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Pool:
             self._end(worker)
 
     def _run(self, worker: Worker, jobs: list[QueuedJob]) -> bool:
-        """Let a worker process run jobs, and return whether the process can run more."""
+        """Let a worker process run jobs, and return whether the process can run more jobs."""
         waiting = dict(enumerate(jobs))
         too_long = f"took longer than {self._timeout:g} seconds"
         usable = True

@@ -45,8 +45,8 @@ class RowReader:
       also stores the columns that no option uses.
     - `system` is the system message for prompts that contain no system message.
     - `instruction` is a text that is appended to each prompt.
-    - `only` maps the name of a column to its allowed values. Rows with other values are left out,
-      and do not count as bad rows.
+    - `only` maps the name of a column to its allowed values. Rows whose value is not allowed are
+      left out, and do not count as bad rows.
 
     By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out, and
     `bad_rows` lists them by split.

@@ -28,8 +28,8 @@ class Task(Protocol):
     """A task: prompts for training, and other prompts that are held out for evaluation.
 
     Each prompt depends only on its index in the sequence. Some tasks store a correct answer in
-    `info["solution"]`: the text between the answer tags, the code, or the tool call. Some of these
-    tasks also store the reasoning that leads to the correct answer, in `info["worked"]`.
+    `info["solution"]`: the text between the answer tags, the code, or the tool call. Some tasks
+    also store the reasoning that leads to the correct answer, in `info["worked"]`.
 
     A task that skips bad rows lists the skipped rows in `bad_rows`; see `bad_rows_of`.
     """

@@ -1,10 +1,9 @@
 """Decides whether a reasoning_gym scorer only reads and compares data, and so needs no sandbox.
 
 Before a scorer runs, Covey inspects the bytecode of its method `score_answer`, and of all
-functions, methods, lambdas and comprehensions that this method uses. A scorer is pure if this
-module's lists allow everything that the scorer uses. The lists contain bytecode instructions,
-builtins, functions of `math` and `json`, regex patterns, and names of methods. Any other scorer is
-impure, and runs in the sandbox.
+functions, methods, lambdas and comprehensions that this method uses. A scorer is pure if it uses
+only what this module lists: bytecode instructions, builtins, functions of `math` and `json`, regex
+patterns, and names of methods. Any other scorer is impure, and runs in the sandbox.
 
 A pure scorer also finishes quickly, because it has no `while` loops, powers or shifts, and never
 combines `range` with a function that parses whole numbers from text. A pure scorer keeps no state
@@ -30,8 +29,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Mo
 from typing import Any
 
 MOST_CHARACTERS = 4_000
-"""Maximum length of an answer for a pure scorer, in characters. The time of some scorers grows with
-the square of this length."""
+"""Maximum length of an answer for a pure scorer, in characters. Some scorers take time quadratic in
+the length of the answer."""
 
 
 def _words(text: str) -> frozenset[str]:

@@ -40,7 +40,7 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""For each dataset whose scorer evaluates answers as code, the function that makes a safe copy of
+"""Maps each dataset whose scorer evaluates answers as code to a function that makes a safe copy of
 an answer."""
 
 
@@ -84,7 +84,7 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 def readable(name: str, text: str, entry: Entry) -> str:
     """Return the text that the scorer gets as the answer.
 
-    If the scorer evaluates answers as code, it gets new text, which is generated from the answer's
+    A scorer that evaluates answers as code gets new text, which is generated from the answer's
     syntax tree. Raises NotPlainError if an answer that would be evaluated is neither plain data
     (numbers, strings, lists) nor arithmetic.
     """

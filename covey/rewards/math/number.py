@@ -13,7 +13,7 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""Maximum number of characters of a number with its markup. This also limits the size of
+"""Maximum number of characters of a number with its markup, which also bounds the size of
 integers."""
 MAX_EXPONENT = 100
 
@@ -175,7 +175,7 @@ def parse_number(text: str) -> Fraction | None:
 
     Units, currencies and `%` are ignored, so `50 %` is 50. A comma groups digits by three, so
     `1,000` is a thousand. Texts such as `3,14` and `0,500` are not numbers, because a decimal comma
-    is ambiguous. A list of numbers is not a number either.
+    is ambiguous. A list of numbers does not count as a number.
 
     >>> [str(parse_number(t)) for t in ("$1,000.50", r"x = \frac{3}{4}", "18 dollars.", "17, 18")]
     ['2001/2', '3/4', '18', 'None']

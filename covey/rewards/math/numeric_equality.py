@@ -18,14 +18,14 @@ from types import MappingProxyType
 
 SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
 """Limits on the relative difference of two values. Two values are equal if they differ by at most
-SAME, and different if they differ by more than DIFFERENT. Values of a formula with decimals, which
-may be rounded, are different only if they differ by more than ROUNDED."""
+SAME, and different if they differ by more than DIFFERENT. For formulas with decimals, ROUNDED takes
+the place of DIFFERENT, because decimals may be rounded."""
 POINTS = 3
 LOST = 1e-6
 """Minimum ratio of the smaller to the larger number in a float addition. Float addition would lose
 a much smaller summand, such as 2^{-100} in 1 - 2^{-100}."""
 MAX_DIGITS = 12
-"""Maximum number of digits of a number. With more digits, different numbers could be the same
+"""Maximum number of digits of a number. Different numbers with more digits could become the same
 float."""
 
 Values = list[complex]

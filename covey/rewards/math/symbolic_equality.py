@@ -54,7 +54,7 @@ def require_math_verify(unsafe: bool) -> None:
 
 @lru_cache(maxsize=1 << 14)
 def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
-    """Return whether math-verify finds two formulas equal. A timeout counts as unequal."""
+    """Return whether math-verify finds that two formulas are equal, and False after a timeout."""
     scorer = sandboxed("covey.rewards.math.math_verify_scorer", unsafe=unsafe)
     return scorer.score(target, answer) == 1.0
 
@@ -77,7 +77,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracketed text that ends before index `at`, or "" without such a bracket."""
+    """Return the bracketed text that ends before index `at`, or "" if no bracket ends there."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):

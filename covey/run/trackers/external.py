@@ -97,8 +97,8 @@ class RememberingTracker(ExternalTracker):
     name: str
     """The name of the tracker, which is also the name of its Python package."""
     session: Any = None
-    """The run object of the tracking package. `open` creates it for a new run or a continued
-    run."""
+    """The run object of the tracking package. `open` creates this object for a new run or a
+    continued run."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)

@@ -15,8 +15,7 @@ class TensorBoardTracker(ExternalTracker):
     writer: Any = None
 
     def open(self, done: int) -> None:
-        """Open a new event file, and mark earlier events of steps that are logged again as
-        obsolete."""
+        """Open a new event file, which makes earlier events of repeated steps obsolete."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(self.run.path / "tensorboard")
