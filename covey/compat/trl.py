@@ -133,8 +133,8 @@ def from_script(text: str, name: str = "script.py") -> Ported:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The first of these settings is always returned. The other settings that depend on the option are
-    returned only if their value in `settings` is nonzero.
+    The first setting that depends on the option is always returned. Any other setting is returned
+    only if its value in `settings` is nonzero.
     """
     depends = _depends(option)
     further = (*depends[1:], *COMPUTED.get(option, ()))
@@ -142,7 +142,7 @@ def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _trainer(call: ast.Call, known: Values) -> Ported:
-    """Return model.path from a GRPOTrainer call, and notes about other arguments."""
+    """Return model.path from a GRPOTrainer call, and notes about the call's other arguments."""
     values = {keyword.arg: keyword.value for keyword in call.keywords}
     settings, notes = {}, []
     model = values.get("model", call.args[0] if call.args else None)

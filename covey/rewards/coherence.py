@@ -20,9 +20,8 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""Letter pairs of level RARE or below, on a scale from 0 (never occurs in words) to 9 (very
-common), hardly occur in text. Each letter pair of level RARE or below lowers the sum of a word's
-levels by RARE_COSTS."""
+"""The level of a letter pair is from 0 (very rare in words) to 9 (very common). Each letter pair of
+level RARE or below lowers the sum of a word's levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
 """Each text is treated as if it had PRIOR_PAIRS more letter pairs, all of level PRIOR. Without the
 added pairs, the mean level of a short text would be unreliable."""

@@ -225,7 +225,8 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "punctuation:no_comma": lambda text, given: "," not in text,
     }
 )
-"""Maps the IFEval name of each instruction to a function that returns whether a text follows it."""
+"""Maps the IFEval name of each instruction to a function that checks whether a text follows the
+instruction."""
 
 OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {

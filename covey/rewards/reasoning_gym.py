@@ -72,7 +72,7 @@ class ReasoningGym(Reward):
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
-        # Imported here, because it is slow to import and rarely used.
+        # Imported here, because this module is slow to import and rarely used.
         from covey.tasks.reasoning_gym import entry_of
 
         dataset, entry = entry_of(prompt.info)

@@ -165,9 +165,9 @@ class ToolCall(TargetReward):
     correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
-    Positional arguments get the names in `prompt.info["parameters"]`, in order. If the prompt has
-    no list of names, positional arguments are correct only if they equal the positional arguments
-    of the expected call.
+    Positional arguments get the names in `prompt.info["parameters"]`, in order. Without
+    `prompt.info["parameters"]`, positional arguments must equal the positional arguments of the
+    expected call.
     """
 
     tool: float = 0.5

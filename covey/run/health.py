@@ -88,7 +88,7 @@ class Health:
 
     def _finding(self, name: str, check: Check, what: str) -> Finding:
         rows = self.history.rows
-        # Findings before this one are closer to the cause, so their advice on a setting prevails.
+        # Earlier findings are closer to the cause, so their advice on a setting prevails.
         advised = {_key(line): line for each in self.active.values() for line in each.change}
         change = _changes(check, self.settings)
         return Finding(

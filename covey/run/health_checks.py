@@ -5,8 +5,8 @@ recent steps, which `History` stores. The function returns a description of the 
 it finds no problem.
 
 A metric outside of the healthy range in the metric registry is a symptom of a problem. Rewards are
-noisy even in healthy runs, so a change of the reward is a symptom only if the change is large
-compared with the noise.
+noisy even in healthy runs. A change of the reward is a symptom only if the change is large compared
+with the noise.
 """
 
 from __future__ import annotations

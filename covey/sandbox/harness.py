@@ -41,7 +41,7 @@ def main(job: dict[str, Any]) -> None:
     """Run every test case, and write a line of numbers and the outputs of each case to stdout."""
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
-    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python has a handler for it
     report = os.dup(1)
     if job["uid"] is not None:
         become(job["uid"])

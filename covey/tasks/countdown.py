@@ -4,8 +4,8 @@ Every problem has a solution, because the generator makes the solution first. Th
 pairs of numbers with + - * / until one number is left. The last number is the target. All
 intermediate results are positive integers.
 
-A hash of the sorted numbers and the target decides the split, so no held-out problem has the same
-numbers and the same target as a training problem.
+A hash of the sorted numbers and the target decides the split. No held-out problem has both the
+numbers and the target of a training problem.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def same_numerically(answer: str, target: str) -> bool | None:
     r"""Return whether two formulas are equal, or None if the comparison is undecided.
 
     Intervals and points are compared component by component. The elements of sets may be in any
-    order. Two equations are equal if one is a multiple of the other. If only one of the formulas is
-    an equation, such as `y = 2x`, its right side is compared with the other formula.
+    order. Two equations are equal if one is a multiple of the other. If exactly one formula is an
+    equation, such as `y = 2x`, the right side of this equation is compared with the other formula.
 
     >>> same_numerically("(x+1)^2", "x^2 + 2x + 1"), same_numerically("x<2", "2")
     (True, None)
