@@ -47,7 +47,7 @@ class Ported:
     """A configuration made from TRL's options."""
 
     settings: Mapping[str, Any]
-    """The values of the settings, by dotted name."""
+    """Maps the dotted name of each setting to its value."""
     notes: tuple[str, ...]
     """A note for each TRL option that Covey lacks, or that means something else in Covey."""
     given: frozenset[str] = frozenset()

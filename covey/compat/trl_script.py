@@ -27,7 +27,7 @@ class _Edits:
         self.lines[node.lineno] = (node.end_lineno or node.lineno, indented)
 
     def apply(self, text: str) -> list[str]:
-        """Return the lines of the script with all replacements."""
+        """Return the lines of the script after all replacements."""
         found, skip = [], 0
         for number, line in enumerate(text.splitlines(), 1):
             if number in self.lines:

@@ -25,7 +25,7 @@ LARGEST_REPLY = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Time limits and retries of a request. The class `Judge` documents the fields."""
+    """Time limits and retries of a request. The class `Judge` documents these fields."""
 
     timeout: float
     total_seconds: float

@@ -75,7 +75,7 @@ def is_call(text: str) -> bool:
 
 
 def _paired(text: str, tag: str) -> bool | None:
-    """Return whether opening and closing tags alternate, or None for a text without such tags."""
+    """Return whether opening and closing tags alternate, or None for a text without tags."""
     tags = re.findall(f"</?{tag}>", text)
     return tags == [f"<{tag}>", f"</{tag}>"] * (len(tags) // 2) if tags else None
 

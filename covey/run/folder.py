@@ -60,8 +60,8 @@ SFT_KINDS = ("sft", "warmup")
 """Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup", not "sft"."""
 CHANGES = "changes.jsonl"
 """Name of the file with one line for each resume that changed settings. A line contains the step,
-the old and new value of each changed setting, and the facts of environment.json that the new
-settings may change.
+the old and new value of each changed setting, and the entries of environment.json that the new
+settings may have changed.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""

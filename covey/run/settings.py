@@ -1,4 +1,4 @@
-"""Compares the settings of two runs, or the settings of a run at its start and now."""
+"""Compares the settings of two runs, or a run's settings at its start with its settings now."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A prompt asks for a text about a topic, and gives between one and `most` instruc
 22 of the 25 kinds of instructions that IFEval defines (arXiv 2311.07911), but words the
 instructions differently. `info` has the same columns as google/IFEval: `instruction_id_list` has
 the names of the instructions, and `kwargs` has the arguments of the instructions. Held-out prompts
-have other topics than training prompts.
+and training prompts have different topics.
 """
 
 from __future__ import annotations

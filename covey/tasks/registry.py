@@ -103,7 +103,7 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
 # A user's task, whose prompts are checked when they are read.
 
 FIRST = 8
-"""Number of prompts to check if a user's task generates its prompts on access. If a user's task
+"""Number of prompts that are checked if a user's task generates prompts on access. If a user's task
 returns a list of prompts, all prompts are checked."""
 
 

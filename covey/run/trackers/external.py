@@ -55,7 +55,7 @@ class ExternalTracker(Tracker):
         """Log the metrics of a training step."""
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log completions as a table with the columns `COLUMNS`. The base class does nothing."""
+        """Log completions as a table with the columns `COLUMNS`; in the base class, do nothing."""
 
     def is_new(self, event: str, step: int) -> bool:
         """Return False if the event was already logged for this step, as after a resume."""
