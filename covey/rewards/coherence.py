@@ -143,7 +143,7 @@ _RUN = re.compile(r"(\S)\1{3,}|([^\W\d_]{2,4}?)\2{3,}")
 
 
 def _between(value: float, low: float, high: float) -> float:
-    """Map a value linearly from `low` and `high` to 0 and 1, and clip the result to [0, 1]."""
+    """Scale a value linearly, so that `low` becomes 0 and `high` becomes 1, and clip to [0, 1]."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 

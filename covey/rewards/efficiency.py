@@ -116,7 +116,7 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return how many edits and turns exceed their limits, where 0 means no limit."""
+        """Return by how much the edits and turns exceed their limits. A limit of 0 is no limit."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

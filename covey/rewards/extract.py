@@ -142,7 +142,7 @@ STYLES = tuple(_READERS)
 
 
 def check_styles(styles: Sequence[str]) -> None:
-    """Raise ConfigError if a style is unknown or no style is given."""
+    """Raise ConfigError if an answer style is unknown, or if no answer style is given."""
     for style in styles:
         if style not in _READERS:
             hint = nearest(style, STYLES)

@@ -77,7 +77,7 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of the values that `last` returns, or NaN if a value is missing."""
+        """Return the mean of the values that the method `last` returns, or NaN if it returns []."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 

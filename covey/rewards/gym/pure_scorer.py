@@ -121,7 +121,7 @@ _NOTHING = object()
 
 
 class ImpureError(Exception):
-    """Raised if a scorer uses something that this module's lists do not allow."""
+    """Raised if a scorer uses something that a pure scorer may not use."""
 
 
 def is_pure(dataset: Any) -> bool:
@@ -169,7 +169,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that a scorer uses, or raise ImpureError if the lists do not allow it."""
+        """Check a value that a scorer uses. Raise ImpureError if the value is not allowed."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:
