@@ -1,7 +1,7 @@
-"""Converts the GRPOConfig options of a TRL script to settings; lists unsupported options.
+"""Converts GRPOConfig options of a TRL script to settings of Covey; lists unsupported options.
 
-If TRL's default of an option differs from Covey's, the converted settings include TRL's default. On
-one device, the ported run trains in the same way as the TRL script.
+If TRL and Covey have different defaults for an option, the converted settings contain TRL's
+default. On one device, the ported run trains in the same way as the TRL script.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAD = (
     "rewards=...)",
 )
 FROM_PYTHON = {"task.name": DATASET, "reward.name": FUNCTIONS}
-"""Placeholder names for the script's dataset and rewards, which covey.train replaces."""
+"""Placeholders that covey.train replaces with the script's dataset and rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Ported:
     """A configuration made from TRL's options."""
 
     settings: Mapping[str, Any]
-    """The values of the settings, by dotted name."""
+    """Maps the dotted name of each setting to its value."""
     notes: tuple[str, ...]
     """A note for each TRL option that Covey lacks, or that means something else in Covey."""
     given: frozenset[str] = frozenset()
@@ -75,7 +75,7 @@ class Ported:
         return "\n".join(lines) + "\n"
 
     def _mark(self, key: str) -> str:
-        """Return the comment that follows a setting in the file."""
+        """Return the comment that follows a setting in the configuration file."""
         if key in self.computed:
             return f"  # {self.computed[key]} is computed in the script; set it yourself"
         if key in self.given:
@@ -98,7 +98,7 @@ def from_grpo_config(config: Any) -> Ported:
 
 
 def from_script(text: str, name: str = "script.py") -> Ported:
-    """Port the GRPOConfig and the GRPOTrainer of a script, without running it."""
+    """Port the GRPOConfig and the GRPOTrainer of a script, without running the script."""
     tree = parsed(text, name)
     values, calls = Values.of(tree), [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     config, trainer, adapter = (
@@ -133,8 +133,8 @@ def from_script(text: str, name: str = "script.py") -> Ported:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The result always includes the option's first setting. Each further setting is included only if
-    its value in `settings` is nonzero.
+    The first setting that depends on the option is always returned. Any other setting is returned
+    only if its value in `settings` is nonzero.
     """
     depends = _depends(option)
     further = (*depends[1:], *COMPUTED.get(option, ()))
@@ -142,7 +142,7 @@ def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _trainer(call: ast.Call, known: Values) -> Ported:
-    """Return model.path from a GRPOTrainer call, and notes about other arguments."""
+    """Return model.path from a GRPOTrainer call, and notes about the call's other arguments."""
     values = {keyword.arg: keyword.value for keyword in call.keywords}
     settings, notes = {}, []
     model = values.get("model", call.args[0] if call.args else None)

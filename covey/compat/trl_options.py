@@ -76,8 +76,8 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "seed": ("seed", _same),
     "report_to": ("trackers", _trackers),
 }
-"""Maps a TRL option to Covey's setting and a function that converts the option's value. If the
-function returns None, the setting is omitted."""
+"""Maps a TRL option to Covey's setting and to a function that converts the option's value. A
+setting is left out if its conversion function returns None."""
 
 _NOT_NEEDED = "not needed"
 _HUB = "use `covey export`, and upload the folder"
@@ -198,7 +198,7 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "logging_steps": (),  # a note; used only if eval_steps is missing
     "max_prompt_length": ("rollout.long_prompts",),
 }  # fmt: skip
-"""Maps a TRL option to the settings that are computed from this and other options."""
+"""Maps a TRL option to the settings that are computed from this option and other options."""
 
 _STEPS = ("train.steps", "save.every", "evaluate.every")
 COMPUTED: Mapping[str, tuple[str, ...]] = {

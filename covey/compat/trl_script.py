@@ -22,12 +22,12 @@ class _Edits:
     trains: bool = False
 
     def replace(self, node: ast.stmt, *lines: str) -> None:
-        """Replace a statement by the given lines, with the statement's indentation."""
+        """Replace a statement by the given lines, indented like the statement."""
         indented = [f"{' ' * node.col_offset}{line}" for line in lines]
         self.lines[node.lineno] = (node.end_lineno or node.lineno, indented)
 
     def apply(self, text: str) -> list[str]:
-        """Return the lines of the script with all replacements."""
+        """Return the lines of the script after all replacements."""
         found, skip = [], 0
         for number, line in enumerate(text.splitlines(), 1):
             if number in self.lines:
@@ -41,9 +41,9 @@ class _Edits:
 def covey_script(text: str, config: str, name: str = "script.py") -> str:
     """Return a script that trains with Covey on the data and the reward functions of a TRL script.
 
-    `config` is the configuration file that `covey port` wrote. The result keeps all lines of the
-    script, except lines that import or create objects of TRL and peft. `trainer.train()` becomes a
-    call of `covey.train`.
+    `config` is the configuration file that `covey port` wrote. The returned script keeps all lines
+    of the TRL script, except lines that import or create objects of TRL and peft. `trainer.train()`
+    becomes a call of `covey.train`.
     """
     tree = parsed(text, name)
     trainer = next((c for c in ast.walk(tree) if _is_call(c, ("GRPOTrainer",))), None)

@@ -43,7 +43,7 @@ def called(call: ast.Call) -> str:
 
 @dataclass(slots=True)
 class Values:
-    """Computes expressions that contain only literals and names that the script binds once."""
+    """Evaluates expressions that contain only literals and names that the script binds once."""
 
     bound: Mapping[str, ast.expr]
     known: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Values:
     def of(cls, tree: ast.Module) -> Values:
         """Find the names to which the whole script assigns a value exactly once.
 
-        A name that is bound once has the same value everywhere in the script. The result omits
-        lists and dicts that the script changes or passes to a function.
+        A name that is bound once has the same value everywhere in the script. Lists and dicts that
+        the script changes or passes to a function are left out.
         """
         times = Counter(name for node in ast.walk(tree) for name in _binds(node))
         if "*" in times:  # an import that may bind any name

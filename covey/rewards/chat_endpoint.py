@@ -25,7 +25,7 @@ LARGEST_REPLY = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Time limits and retries of a request. The class `Judge` documents the fields."""
+    """Time limits and retries of a request. The class `Judge` documents these fields."""
 
     timeout: float
     total_seconds: float
@@ -36,11 +36,10 @@ class RetryPolicy:
 def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: RetryPolicy) -> str:
     """Send the request `body`, and return the reply of the model.
 
-    If the server is busy (429), failing (5xx) or unreachable, the request is repeated while time is
-    left. A request with a malformed reply, or with another error that a retry cannot fix, is not
-    repeated.
+    If the server is busy (429), failing (5xx) or unreachable, the request is retried within the
+    limits of `policy`. Malformed replies and all other errors are not retried.
 
-    Raises RewardError if there is no valid reply.
+    Raises RewardError if the server sends no valid reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     data = json.dumps(body).encode()
@@ -122,8 +121,8 @@ def _content(body: bytes) -> str:
 
 # Rate limits of an endpoint, which all scoring processes of a machine share.
 #
-# A file lists the requests of the last minute. Every process locks it and then adds its own
-# requests; if a request would exceed a limit, the process waits.
+# A file lists the requests of the last minute. A process locks the file to add a request, and waits
+# if the request would exceed a limit.
 
 WINDOW = 60.0
 """Length in seconds of the sliding window in which requests and tokens are counted."""
@@ -143,8 +142,8 @@ class RateLimit:
     def wait(self, tokens: int, until: float) -> float:
         """Wait until the limits allow a request of `tokens` tokens, and return the seconds waited.
 
-        Raises RewardError if the limits do not allow the request before the time `until`. The clock
-        is `time.monotonic`, which all processes of a machine share.
+        Raises RewardError if the limits do not allow the request before `until`. `until` is a time
+        of the clock `time.monotonic`, which all processes of a machine share.
         """
         waited = 0.0
         if not self.requests and not self.tokens:
@@ -166,10 +165,7 @@ class RateLimit:
         return waited
 
     def _take(self, tokens: int) -> float:
-        """Record a request and return 0, or return the seconds to wait before another try.
-
-        A request is recorded only if the rate limits allow it.
-        """
+        """Record a request and return 0 if the limits allow it, else return the seconds to wait."""
         # Refuse a link, because any user may write into the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         name = hashlib.sha256(self.endpoint.encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ _ARXIV = re.compile(
     r"arxiv(?:\.org/(?:abs|pdf|html)/|:\s{0,3}|\s{1,3})(\d{4}\.\d{4,5}|[a-z-]{2,12}/\d{7})",
     re.IGNORECASE,
 )
-# The longest kind comes first. With each pattern: a literal that every match contains.
+# Each pattern, with a literal that all its matches contain. URLs come first: they may contain DOIs.
 _ADDRESSES = ((_URL, "://"), (_DOI, "10."), (_ARXIV, "arxiv"))
 _MARK = r"\^?[\w.:-]{1,40}"
 _MARKS = re.compile(rf"\[(?<!\w\[)({_MARK}(?:\s{{0,3}}[,;]\s{{0,3}}{_MARK}){{0,20}})\](?!\()")
@@ -68,7 +68,7 @@ def addresses(text: str) -> set[str]:
     >>> sorted(addresses("See https://www.a.org/b/#c, http://a.org/b and arXiv:2402.03300v2."))
     ['a.org/b', 'arxiv:2402.03300']
     """
-    # Removed once found, because the DOI inside a URL is not a second source.
+    # Every match is removed from the text, because a DOI inside a URL is not a second source.
     found: set[str | None] = set()
     for pattern, literal in _ADDRESSES:
         if literal in text.lower():
@@ -126,8 +126,8 @@ def sources(text: str) -> set[str]:
     A URL, DOI or arXiv number is a citation wherever it occurs in the text. A citation mark such as
     `[1]` cites entry 1 in the text's list of sources. A citation mark that cites no entry is
     ignored. An entry in the list of sources is a line `[1] ...`, or a line `1. ...` under a heading
-    such as References. An entry is identified by its URL, DOI or arXiv number or, if it has none of
-    them, by its title. A title must have at least three words.
+    such as References. An entry is identified by its URL, DOI or arXiv number. An entry without a
+    URL, DOI or arXiv number is identified by its title, which must have at least three words.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -153,8 +153,8 @@ class Citations(Reward):
     `prompt.info["sources"]` may list URLs, DOIs, arXiv numbers or ids such as `doc3`. If
     `prompt.info["sources"]` exists, only the sources in this list count. A citation mark `[doc3]`
     cites the source with the id `doc3`. Each cited URL, DOI or arXiv number that is not listed
-    lowers the reward by `unknown_penalty`. A citation mark that differs from a listed id only in
-    its number also lowers the reward by `unknown_penalty`.
+    lowers the reward by `unknown_penalty`. A citation mark such as `[doc9]`, which differs from a
+    listed id only in its number, also lowers the reward by `unknown_penalty`.
     """
 
     minimum: int = 2

@@ -30,7 +30,7 @@ _PYTHON = ("python", "python3", "py")
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the content of every closed fenced block.
 
-    A fenced block in a Markdown list is indented. The common indent of the block's lines is
+    Fenced blocks in Markdown lists are indented, so the common indent of a block's lines is
     removed.
 
     >>> fenced_blocks("So:\\n```python\\nx = 1\\n```\\n```\\nopen")
@@ -64,9 +64,9 @@ def _indent(line: str) -> int:
 def extract_program(text: str) -> str:
     """Return the program of a completion: the last Python block after the thinking.
 
-    If the text has `<answer>` tags, only the last `<answer>` is searched. Without a Python block,
-    the program is the last fenced block. Without any fenced block, the program is all of the
-    searched text.
+    If the text has `<answer>` tags, only the content of the last `<answer>` counts. If the text has
+    no Python block, the program is the last fenced block. If the text has no fenced block at all,
+    the program is the whole text after the thinking or inside `<answer>`.
     """
     rest = after_thinking(text)
     answer = [rest, *tag_contents(rest, "answer")][-1]
@@ -119,8 +119,8 @@ class CodeTests(TargetReward):
     seconds: float = 4.0
     """Time limit of each test, in seconds."""
     total_seconds: float = 20.0
-    """Time limit of all tests of a completion together, in seconds. A test that does not start in
-    time fails."""
+    """Time limit of all tests of a completion together, in seconds. A test that does not start
+    within `total_seconds` fails."""
     memory_mb: int = 512
     unsafe: bool = False
     """Whether to run programs as ordinary processes of this user, without the sandbox."""
@@ -144,7 +144,7 @@ class CodeTests(TargetReward):
 
     @property
     def max_seconds(self) -> float:
-        """The time limit of all tests, plus one second for the sandbox to start and stop."""
+        """The time limit of all tests, plus one second to start and stop the sandbox."""
         return self.total_seconds + 1.0
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,9 +1,9 @@
 """The coherence measure: how much a text looks like language, mathematics or code.
 
-The measure uses only statistics: frequent pairs of Latin letters, common characters of other
-scripts, and symbol pairs that are typical of formulas and programs. Keyboard mashing and random
-characters have other statistics than real text. Nonsense that consists of real words is not
-detected.
+The coherence measure uses only statistics: frequent pairs of Latin letters, common characters of
+other scripts, and symbol pairs that are typical of formulas and programs. The statistics of
+keyboard mashing and random characters differ from the statistics of real text. The coherence
+measure does not detect nonsense that consists of real words.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""A letter pair has a level from 0 to 9, which is higher for pairs that are more common in words.
-Pairs of level RARE or below hardly occur in text. Each pair of level RARE or below lowers the sum
-of a word's levels by RARE_COSTS."""
+"""The level of a letter pair is from 0 (very rare in words) to 9 (very common). Each letter pair of
+level RARE or below lowers the sum of a word's levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""PRIOR_PAIRS letter pairs of level PRIOR are added to the pairs of every text, because short texts
-have too few pairs for a reliable mean level."""
+"""Each text is treated as if it had PRIOR_PAIRS more letter pairs, all of level PRIOR. Without the
+added pairs, the mean level of a short text would be unreliable."""
 LOW, HIGH = 3.0, 4.1
 """A mean level of letter pairs below LOW indicates noise, and a mean level above HIGH indicates
 language."""
@@ -144,7 +143,7 @@ _RUN = re.compile(r"(\S)\1{3,}|([^\W\d_]{2,4}?)\2{3,}")
 
 
 def _between(value: float, low: float, high: float) -> float:
-    """Map a value linearly from `low` and `high` to 0 and 1, and clip the result to [0, 1]."""
+    """Scale a value linearly, so that `low` becomes 0 and `high` becomes 1, and clip to [0, 1]."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
@@ -258,9 +257,9 @@ def coherence(text: str) -> float:
     """Return how much a text looks like language, mathematics or code, from 0 to 1.
 
     Each kind of character (Latin words, other alphabets, digits, symbols) gets a plausibility. The
-    result is the mean plausibility of all characters. The result is lower for a text that consists
-    mostly of symbols, mixes many alphabets, or repeats characters or phrases. A result below 0.5
-    means that the text is noise, and the result for an empty text is 0.
+    coherence of a text is the mean plausibility of its characters. The coherence is lowered if the
+    text consists mostly of symbols, mixes many alphabets, or repeats characters or phrases. A text
+    with a coherence below 0.5 is noise. An empty text has a coherence of 0.
 
     >>> coherence("So 47 + 8 = 55, and 55 - 6 = 49.") > 0.9, coherence("zxcv kjhg qwpt bnmd") < 0.3
     (True, True)
@@ -299,7 +298,7 @@ def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[
 
 
 def _medley(kinds: Counter[str]) -> float:
-    """Return a factor below 1 for a text with more than three alphabets, many symbols, or noise."""
+    """Return the factor by which many alphabets, symbols or noise lower the coherence."""
     letters = {kind: n for kind, n in kinds.items() if kind not in ("sign", "noise", "digit")}
     main = sum(sorted(letters.values())[-3:]) / max(1, sum(letters.values()))
     signs, noise = kinds["sign"] / kinds.total(), kinds["noise"] / kinds.total()
@@ -319,7 +318,7 @@ def _runs(text: str, counts: Counter[str]) -> int:
 
 
 def _monotony(text: str, counts: Counter[str], kinds: Counter[str]) -> float:
-    """Return a factor that is below 1 for a text that repeats characters or phrases."""
+    """Return the factor by which repeated characters or phrases lower the coherence."""
     total = kinds.total()
     factor = 1.0 - _between(_runs(text, counts) / total, 0.35, 0.75)
     # Tables of numbers may repeat themselves.

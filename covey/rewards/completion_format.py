@@ -11,7 +11,7 @@ THINKING = (
     "through it one step at a time, check each step against the question, and only after that "
     "write down the result."
 )
-"""A generic thinking text that suits every problem and is long enough for every format."""
+"""Generic text for the thinking, which suits every problem and is long enough for every format."""
 FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 
 
@@ -29,7 +29,7 @@ class Format:
     template: str
     """The template of a completion, with the placeholders `{thinking}` and `{answer}`."""
     thinking_tag: str = ""
-    """The name of the thinking tag, or an empty text if the format has no such tag."""
+    """The name of the thinking tag, or an empty string if the format has no thinking tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
     """The strings before and after an answer, such as the fences of a code block."""

@@ -21,8 +21,8 @@ class Countdown(Reward):
     of whole numbers, `+ - * /` and parentheses, and may end with `= target`. The value of the
     expression is computed exactly, so 1/3 * 3 is 1.
 
-    The numbers come from `prompt.info["numbers"]`. The target comes from `prompt.info["target"]`
-    or, if this entry is missing, from `prompt.target`.
+    The numbers to use come from `prompt.info["numbers"]`. The target comes from
+    `prompt.info["target"]` or, if this entry is missing, from `prompt.target`.
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

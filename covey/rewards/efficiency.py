@@ -12,7 +12,7 @@ from covey.rewards.text import count_words
 from covey.types import Prompt, episode_of
 
 PHRASE = 6
-"""Words per phrase. Ordinary prose seldom repeats a sequence of 6 words."""
+"""Number of words in a phrase. Ordinary prose seldom repeats a sequence of 6 words."""
 MIN_WORDS = 24
 """Repeated phrases are not counted in a text with fewer than MIN_WORDS words."""
 MAX_REPETITION = 0.3
@@ -46,12 +46,12 @@ def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
 def repetition(text: str, above: float = 0.0) -> float:
     """Return the fraction of a text that repeats earlier text, in [0, 1].
 
-    The result is the larger of the fraction of repeated sentences and the fraction of repeated
-    phrases. Repeated sentences count only in a text with more than 3 sentences. Repeated phrases
-    count only in a text with at least 24 words and punctuation marks. A phrase is a sequence of 6
-    words or punctuation marks. Repeated phrases reveal padding without punctuation, and padding in
-    which only the ends of the sentences differ. To save time, repeated phrases are not counted if
-    their fraction cannot exceed `above`.
+    The fraction is computed for sentences and for phrases, and the larger of these two fractions is
+    returned. A phrase is a sequence of 6 words or punctuation marks. Repeated sentences count only
+    in a text with more than 3 sentences. Repeated phrases count only in a text with at least 24
+    words and punctuation marks. Counting phrases detects padding without punctuation, and padding
+    in which only the ends of the sentences differ. To save time, phrases are not counted if the
+    fraction of repeated phrases cannot exceed `above`.
 
     >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
     (True, 0.0)
@@ -116,7 +116,7 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return how many edits and turns exceed their limits. A limit of 0 means no limit."""
+        """Return by how much the edits and turns exceed their limits. A limit of 0 is no limit."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

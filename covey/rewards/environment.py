@@ -14,8 +14,8 @@ from covey.types import Prompt, episode_of
 class EnvironmentReward(Reward):
     """The reward that the environment gives to an episode.
 
-    The reward is the result of the environment's `reward` method. If the environment has no such
-    method, the reward is the sum of the turn rewards. An episode with a reward of at least
+    The reward is the result of the environment's `reward` method. If the environment has no
+    `reward` method, the reward is the sum of the turn rewards. An episode with a reward of at least
     `success_at` is a success.
     """
 

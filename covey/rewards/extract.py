@@ -48,8 +48,8 @@ def last_number(text: str) -> str | None:
     """Return the last number in a text as it is written, without currency and unit.
 
     Return None if the text has no number that can be an answer. Digits in names (`CO2`), units
-    (`cm^2`) and ordinals are skipped. A number inside an expression is not an answer, so the result
-    for `5**2` and `sqrt(2)` is None.
+    (`cm^2`) and ordinals are skipped. A number inside an expression is not an answer, so `5**2` and
+    `sqrt(2)` return None.
 
     >>> last_number("So 5 + 3 = 8 cm^2, or $1,008."), last_number("that is 5**2")
     ('1,008', None)
@@ -142,7 +142,7 @@ STYLES = tuple(_READERS)
 
 
 def check_styles(styles: Sequence[str]) -> None:
-    """Raise ConfigError if a style is unknown or no style is given."""
+    """Raise ConfigError if an answer style is unknown, or if no answer style is given."""
     for style in styles:
         if style not in _READERS:
             hint = nearest(style, STYLES)

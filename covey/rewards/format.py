@@ -18,7 +18,7 @@ _CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswerForm(Reward):
-    """1 if the completion is a non-empty thinking part and a non-empty answer part, otherwise 0.
+    """1 for a non-empty thinking part followed by a non-empty answer part, otherwise 0.
 
     The format is wrong if a tag is repeated, nested or not closed, or if there is text outside the
     tags. With `graded`, a completion with a wrong format still gets 0.25 for the thinking part and
@@ -75,7 +75,7 @@ def is_call(text: str) -> bool:
 
 
 def _paired(text: str, tag: str) -> bool | None:
-    """Return whether opening and closing tags alternate, or None for a text without such tags."""
+    """Return whether opening and closing tags alternate, or None for a text without tags."""
     tags = re.findall(f"</?{tag}>", text)
     return tags == [f"<{tag}>", f"</{tag}>"] * (len(tags) // 2) if tags else None
 
@@ -145,7 +145,8 @@ class AgentExampleForm(Reward):
     | parentheses in the first call | 0.2 |
     | each call above 5 | -0.1, with a total of at least 0 |
 
-    Unlike the published code of this reward, Covey accepts no closing tag before its opening tag.
+    Unlike the published code of this reward, Covey rejects a closing tag without an opening tag
+    before it.
     """
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)

@@ -24,9 +24,9 @@ class Instructions(Reward):
     `kwargs` contain the instructions of a prompt. In open-instruct's RLVR data, the target contains
     the instruction.
 
-    A completion that passes all checks is a success. An empty completion passes no check. The
-    checks do not test whether the content is correct, so combine this reward with a reward that
-    does.
+    A completion that passes all checks is a success. An empty completion passes no check. IFEval's
+    checks do not test whether the content is correct, so combine this reward with a correctness
+    reward.
     """
 
     all_or_nothing: bool = False
@@ -65,7 +65,7 @@ _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-).*$", re.MULTILINE)
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 MOST_CHARACTERS = 200_000
-"""Maximum number of characters of a text, above which the text fails every instruction."""
+"""A text with more than MOST_CHARACTERS characters fails every instruction."""
 
 
 def counts(number: int, relation: str, wanted: int) -> bool:
@@ -225,7 +225,8 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "punctuation:no_comma": lambda text, given: "," not in text,
     }
 )
-"""Maps the IFEval name of each instruction to the function that checks a text."""
+"""Maps the IFEval name of each instruction to a function that checks whether a text follows the
+instruction."""
 
 OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -277,8 +278,8 @@ OPEN_INSTRUCT: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "validate_no_commas": ("punctuation:no_comma", {}),
     }
 )  # fmt: skip
-"""Maps the open-instruct name of each instruction to its IFEval name and to a table that renames
-its arguments."""
+"""Maps the open-instruct name of each instruction to its IFEval name, and to a table {argument name
+in open-instruct: argument name in IFEval}."""
 
 
 def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:

@@ -2,8 +2,8 @@
 
 A completion may try to manipulate the judge. The request to the judge separates data from
 instructions with delimiters that contain an unpredictable code. Covey breaks up chat-template
-tokens, removes invisible characters, and replaces each sentence that addresses the judge by a
-placeholder. An LLM judge is still not safe as the only reward.
+tokens, removes invisible characters, and replaces each sentence that addresses the judge with a
+placeholder. Despite these measures, an LLM judge is not safe as the only reward.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ def parse_grade(content: str, scale: int) -> int:
 class Judge(Reward):
     """The grade that an LLM gives, divided by `scale`.
 
-    A reward of at least `threshold` is a success. If the LLM gives no grade, this reward function
-    raises an error. A completion without a grade has no reward, which differs from a reward of 0.
+    A completion with a reward of at least `threshold` is a success. If the LLM gives no grade, this
+    reward function raises an error. A completion without a grade has no reward, which is not the
+    same as a reward of 0.
     """
 
     base_url: str
@@ -141,8 +142,7 @@ class Judge(Reward):
     criteria: str = "The answer is correct and complete, and says nothing false."
     """The criteria by which the LLM grades completions."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the API key, or an empty text if the server needs no
-    key."""
+    """Name of the environment variable that holds the API key. Empty if the server needs no key."""
     scale: int = 10
     threshold: float = 0.8
     show_reference: bool = True
@@ -151,8 +151,8 @@ class Judge(Reward):
     """Whether to remove sentences that address the judge. The number of removed sentences is logged
     as a reward part."""
     max_chars: int = 20_000
-    """Maximum number of characters of a completion in the request. A longer completion is sent
-    without its middle."""
+    """Maximum number of characters of a completion in the request. The middle of a longer
+    completion is left out."""
     max_tokens: int = 64
     timeout: float = 20.0
     """Time limit of one attempt, in seconds."""
@@ -160,8 +160,8 @@ class Judge(Reward):
     """Time limit of all attempts and the waits between them, in seconds."""
     retries: int = 3
     backoff: float = 0.5
-    """Seconds to wait before the first retry. The wait doubles with each further retry. If the
-    server sends the header Retry-After, the header sets the wait instead."""
+    """Seconds to wait before the first retry. The wait doubles with each further retry. A
+    Retry-After header from the server overrides the wait."""
     requests_per_minute: int = 0
     """Maximum number of requests per minute from all scoring processes of this machine together,
     where 0 means no limit."""
@@ -169,7 +169,7 @@ class Judge(Reward):
     """Maximum number of tokens per minute, where 0 means no limit. The tokens of a request are
     estimated as `characters / 4 + max_tokens`."""
     cache: str = ""
-    """A folder in which replies are cached, so that no completion is sent twice. An empty text
+    """A folder in which replies are cached, so that no completion is sent twice. An empty string
     disables the cache."""
 
     quick: ClassVar[bool] = False
@@ -265,7 +265,7 @@ class Judge(Reward):
         return complete_chat(self.base_url, self._key(), body, policy)
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
-        """Return the messages for the judge, and the number of appeals replaced in the text."""
+        """Return the messages for the judge, and the number of sentences replaced as appeals."""
         # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]

@@ -1,7 +1,7 @@
 """Detects the language of a text by its script and its common words.
 
-The reward `instructions` uses this module to check the language of a completion. The detection
-covers the 30 languages of IFEval. The result is None for other languages and for very short texts.
+The reward `instructions` uses this module to check the language of a completion. Only the 30
+languages of IFEval are detected.
 """
 
 # ruff: noqa: RUF001 - the words of other scripts look like ours
@@ -68,6 +68,9 @@ _WORD = re.compile(r"[^\W\d_]+[^\W\d_\u0900-\u0dff]*|[\u0900-\u0dff]+")
 def language_of(text: str) -> str | None:
     """Return the ISO 639-1 code of a text's main language, or None if the language is unclear.
 
+    The language is unclear if the script is not supported, or if the text has no common word of a
+    supported language.
+
     >>> language_of("The cat is on the table."), language_of("Это не то, что он знал.")
     ('en', 'ru')
     """
@@ -85,7 +88,7 @@ def language_of(text: str) -> str | None:
 def _script(text: str) -> str | None:
     """Return the writing system, such as `latin`, to which most letters of a text belong.
 
-    The result is None if the text has no letters or the script is not supported.
+    Return None if the text has no letters, or if its writing system is not supported.
     """
     counts = Counter(_script_of(sign) for sign in text if sign.isalpha())
     # Japanese mixes kana with Han characters.

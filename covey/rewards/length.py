@@ -36,7 +36,7 @@ class Soft:
     limit: int
     """Maximum length of a completion, in tokens. The default is rollout.max_tokens."""
     cache: int
-    """Number of tokens before the limit at which the penalty starts. The default is limit / 5."""
+    """Number of tokens between the start of the penalty and `limit`. The default is limit / 5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
@@ -57,9 +57,9 @@ class Soft:
 class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
-    A completion of at most L tokens gets no penalty. From L to 2 L tokens, the penalty falls
-    linearly from 0 to -`size`. L is the larger of two lengths: the mean completion length, and the
-    midpoint between the shortest and the longest completion.
+    Let L be the larger of two lengths: the mean completion length, and the midpoint between the
+    shortest and the longest completion. A completion of at most L tokens gets no penalty. From L to
+    2 L tokens, the penalty falls linearly from 0 to -`size`.
 
     - In an easy group (accuracy of at least `easy`), L is computed from the correct rollouts, and
       only correct rollouts are penalised.
@@ -105,7 +105,7 @@ class Unfinished:
     """Upper limit for the reward of truncated completions, like open-instruct's non_stop_penalty.
 
     A reward above `at_most` is lowered to `at_most`. In open-instruct, a fixed value replaces the
-    reward of a truncated completion, even if the fixed value is higher.
+    reward of a truncated completion, even if the reward is lower than the fixed value.
     """
 
     at_most: float = 0.0

@@ -42,11 +42,11 @@ class MathAnswer(TargetReward):
     only if the target is not a whole number. If a tolerance of 1 % applied to the target 1000,
     every guess from 990 to 1010 would be correct, and the policy would learn to guess roughly.
 
-    With `symbolic`, formulas are evaluated at a few points. If the values of two formulas do not
-    decide whether they are equal, the library math-verify compares the formulas. Covey passes only
-    the final answer to math-verify, because math-verify would pick the part of a whole completion
-    that matches the target. A completion must mark a formula as the final answer, for example with
-    `\\boxed`. In a completion without a marked answer, Covey finds only numbers.
+    With `symbolic`, formulas are evaluated numerically at a few points. If numeric evaluation does
+    not decide whether two formulas are equal, the library math-verify compares the formulas. Covey
+    passes only the final answer to math-verify. From a whole completion, math-verify would pick the
+    part that matches the target. A completion must mark a formula as the final answer, for example
+    with `\\boxed`. In a completion without a marked answer, Covey finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
@@ -70,7 +70,7 @@ class MathAnswer(TargetReward):
 
     @property
     def max_seconds(self) -> float:
-        """The time limit of math-verify for a pair of formulas."""
+        """The time limit of math-verify for one pair of formulas, in seconds."""
         return LONGEST if self.symbolic else 0.0
 
     @property
@@ -120,7 +120,7 @@ class MathAnswer(TargetReward):
         return bool(values) and all(self._equal(value, wanted[-1]) for value in values)
 
     def _same_formula(self, answer: str, target: str) -> bool:
-        # As products of letters "seat" would equal "east", and "17 18" would be a sum.
+        # As a product of letters, "seat" would equal "east"; "17 18" would be a sum.
         if any(_WORDS.fullmatch(t) or _TWO_NUMBERS.search(t) for t in (answer, target)):
             return False
         if not is_tractable(answer) or not is_tractable(target):

@@ -25,9 +25,9 @@ class Mix(Reward):
     the accuracy counts only if the format is correct. A wrong format sets the accuracy to its lower
     bound. If the accuracy has no lower bound, a wrong format sets a positive accuracy to 0.
 
-    From the start of a run until the fraction `early_until` of the run, the weights change linearly
-    from `early` to `weights`. With `robust`, the difference between the reward and its lower bound
-    is multiplied by `robust_factor`.
+    Until the fraction `early_until` of the run is over, the weights change linearly from `early` to
+    `weights`. With `robust`, the difference between the reward and its lower bound is multiplied by
+    `robust_factor`.
 
     With `correct_first`, a correct completion scores higher than any incorrect completion, whatever
     the weights are:
@@ -35,9 +35,9 @@ class Mix(Reward):
     - A correct completion scores in the upper half of the reward range, in proportion to the
       weighted mean of the parts. If the format of a correct completion is wrong, the weighted mean
       includes only the part `format`.
-    - An incorrect completion scores in the lower half, in proportion to the weighted mean of the
-      accuracy, the judges and, if `gated`, the format. For an incorrect completion, the other
-      reward parts are ignored.
+    - An incorrect completion scores in the lower half of the reward range, in proportion to the
+      weighted mean of the accuracy, the judges and, if `gated`, the format. All other reward parts
+      of an incorrect completion are ignored.
     - A completion without a final answer gets the lowest reward. An incorrect completion that is
       gibberish also gets the lowest reward.
     """
@@ -94,7 +94,7 @@ class Mix(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward, over all weights that the run may use."""
+        """The lowest and the highest reward for any weights that apply during the run."""
         ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -106,7 +106,7 @@ class Mix(Reward):
     def at(self, share: float) -> Mix:
         """Return this mix with the weights that apply after the fraction `share` of the run.
 
-        If a reward part is itself a mix, its weights also change.
+        The weights of a reward part that is itself a mix also change.
         """
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
@@ -150,8 +150,11 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return a reward in the upper half of the range for success, and otherwise in the lower
-        half."""
+        """Return the reward of a completion with `correct_first`.
+
+        A success gets a reward in the upper half of the reward range, and a failure gets a reward
+        in the lower half.
+        """
         low, high = self._ends(self.weights)
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]

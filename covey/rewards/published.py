@@ -6,7 +6,8 @@ numbers exactly. The rewards never raise an error, whatever the completion is.
 
 Covey does not fix known hacks of the published rewards, because published models were trained with
 these rewards. The command `covey rewards lab` tries known hacks. The docstring of each reward lists
-the hacks that work. For your own runs, use the reward `think_answer` or a reward template.
+the hacks that work on the reward. For your own runs, use the reward `think_answer` or a reward
+template.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _single_number(text: str) -> Fraction | None:
 class LmBook(Reward):
     """A GSM8K reward from 0 to 2.8 for completions with `<reasoning>` and `<answer>` tags.
 
-    The reward comes from theLMbook and from code that is based on it.
+    The reward comes from theLMbook and from code that is based on theLMbook.
 
     | part | value |
     |---|---|
@@ -60,7 +61,7 @@ class LmBook(Reward):
     | format | 0.2 for each of the four tags that occurs |
 
     The text `...` is a placeholder in the prompt, and is not accepted as an answer. Covey parses
-    numbers exactly, not as floats, and parses `1,000` as one number, not as two.
+    numbers exactly, not as floats. Covey parses `1,000` as one number, not as two numbers.
 
     Hacks that work on this reward are `empty think`, `blank think`, `repeated padding`,
     `3,000 words of filler`, `gibberish thinking`, `50 useless calls`,
@@ -165,9 +166,9 @@ class GrpoZero(Reward):
     | | think part and 0.5 for an answer part |
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
-    GRPO-Zero's README describes a fixed reward of 0.1 for the format. The published code, like
-    Covey, gives partial credit for an incomplete format. Unlike Covey, the published code uses
-    `eval`, and allows further tags inside the think part and the answer part.
+    GRPO-Zero's README describes a fixed reward of 0.1 for the format. GRPO-Zero's code, like Covey,
+    gives partial credit for an incomplete format. Unlike Covey, GRPO-Zero's code uses `eval`, and
+    allows further tags inside the think part and the answer part.
 
     Hacks that work on this reward are `repeated padding`, `3,000 words of filler`,
     `gibberish thinking`, `50 useless calls`, `answer before unclosed think` and
@@ -210,7 +211,8 @@ class SimpleGrpo(Reward):
     | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
-    The regex in the published code reads -5 as 5 and `1,000` as 0, but Covey reads -5 and 1000.
+    The regex in the published code reads `-5` as 5 and `1,000` as 0. Covey reads `-5` as -5 and
+    `1,000` as 1000.
 
     Hacks that work on this reward are `empty think`, `blank think`, `repeated padding`,
     `3,000 words of filler`, `gibberish thinking`, `50 useless calls`,
@@ -235,7 +237,7 @@ class SimpleGrpo(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenInstruct(Reward):
-    """The reward of open-instruct, which by default requires a correct format.
+    """The reward of open-instruct, which by default is 0 for a wrong format.
 
     The format is correct if only whitespace separates the end of the thinking from the answer part,
     as in `...</think> <answer>...</answer>`. The answer is correct if its last number equals the
@@ -246,10 +248,10 @@ class OpenInstruct(Reward):
     | false | `verification_reward` for a correct answer in the format; nothing for the format |
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
-    If the format is wrong, the last number of the whole text is the answer. In the published code,
-    every score is 0 if `r1_style_format_reward` is not 1, because the code recognizes a correct
-    format by a format reward of exactly 1. In Covey, any value of `r1_style_format_reward` works.
-    The regex in the published code drops the minus sign of whole numbers, but Covey keeps the sign.
+    If the format is wrong, the last number of the whole text is the answer. The published code
+    recognizes a correct format by a format reward of exactly 1, so every score is 0 if
+    `r1_style_format_reward` is not 1. In Covey, any value of `r1_style_format_reward` works. The
+    regex in the published code drops the minus sign of whole numbers, but Covey keeps the sign.
 
     Hacks that work on this reward are `empty think`, `blank think`, `repeated padding`,
     `3,000 words of filler`, `gibberish thinking`, `50 useless calls`,
@@ -274,8 +276,7 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward, which includes the format reward if `additive` is
-        true."""
+        """The lowest and the highest reward, including the format reward if `additive` is true."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,9 +1,9 @@
-"""The Reasoning Gym reward: the score of the dataset's own scorer, corrected for known flaws.
+"""The Reasoning Gym reward: the score from the dataset's own scorer, corrected for known flaws.
 
-Some scorers of reasoning_gym evaluate the answer as code. Covey runs such scorers in a sandbox, and
-passes them only plain data or arithmetic. Other scorers are flawed: one scorer accepts every
-answer, one accepts `nan`, and one accepts `0` for `0.375`. This reward gives 0 to wrong answers
-that a flawed scorer accepts.
+Some scorers of reasoning_gym evaluate the answer as code. Covey runs scorers that evaluate answers
+in a sandbox, and passes only plain data or arithmetic to these scorers. Other scorers are flawed:
+one scorer accepts every answer, another accepts `nan`, and a third accepts `0` for `0.375`. This
+reward gives 0 to wrong answers that a flawed scorer accepts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from covey.sandbox.scorer import LONGEST, sandboxed
 from covey.types import Prompt
 
 BY_FIRST_DIGITS = frozenset({"coin_flip"})
-"""Datasets whose scorer also accepts the first digits of the expected number, such as 0 for
-0.375."""
+"""Datasets whose scorer accepts the first digits of the expected number, such as 0 for 0.375."""
 NEAR = 1e-4
 NONSENSE = "?"
 
@@ -66,14 +65,14 @@ class ReasoningGym(Reward):
     def max_seconds(self) -> float:
         """The time limit for scoring two texts, in seconds.
 
-        After a correct answer, a nonsense answer is scored too, to detect a scorer that accepts
-        everything.
+        If an answer is correct, a nonsense answer is scored too, to detect a scorer that accepts
+        every answer.
         """
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
-        # Imported here, because it is slow to import and rarely used.
+        # Imported here, because this module is slow to import and rarely used.
         from covey.tasks.reasoning_gym import entry_of
 
         dataset, entry = entry_of(prompt.info)

@@ -74,7 +74,7 @@ def by_task(
 
     Each entry of `tasks` is a config table with the `name` and the options of a reward. If `column`
     names a data column, the prompt's value in this column selects the reward, instead of the
-    prompt's task. `default` names the reward for prompts without a value in the column `column`.
+    prompt's task. Prompts without a value in the column `column` get the reward `tasks[default]`.
     """
     rewards = {}
     for key, table in tasks.items():

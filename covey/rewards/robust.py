@@ -13,10 +13,9 @@ MANY_WORDS, MANY_CALLS = 1000, 8
 def robust_factor(text: str) -> float:
     """Return a factor for a completion's reward, which is 1 without signs of reward hacking.
 
-    The factor is a product of four numbers, each of which is at most 1. Thinking that is not
-    language contributes 0.5, text that mostly repeats itself contributes 0.5, and more than 1,000
-    words contribute 0.7. The contribution of tool calls is 1 for up to 8 calls, falls by 0.05 for
-    each further call, and is at least 0.5.
+    Thinking that is not language multiplies the factor by 0.5, text that mostly repeats itself by
+    0.5, and more than 1,000 words by 0.7. More than 8 tool calls multiply the factor by 1 - 0.05 *
+    (calls - 8), but at least by 0.5.
     """
     factor = 1.0
     thinking: list[str] = []

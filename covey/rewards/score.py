@@ -33,8 +33,8 @@ class Call:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     global_step: int | None = None
-    """Number of optimizer steps that the run schedules before this training step. In evaluations,
-    `global_step` is None, and TRL-style reward functions get `max_steps` as the `global_step`."""
+    """Number of optimizer steps scheduled before the current training step. In evaluations,
+    `global_step` is None, and TRL-style reward functions get `max_steps` in its place."""
     max_steps: int = 0
     """Number of optimizer steps of the run, or 0 if the reward is called outside a run."""
 
@@ -45,16 +45,16 @@ NO_CALL = Call()
 class SkippedError(Exception):
     """Raised by a reward function that intentionally gives a completion no reward.
 
-    A completion that is skipped does not count as a scoring error.
+    A skipped completion does not count as a scoring error.
     """
 
 
 class Reward(Protocol):
     """A reward function: a frozen dataclass whose fields are its options.
 
-    A reward must be picklable, because scoring processes receive a copy. If a reward function
-    raises an error, the completion has no reward, which is not the same as a reward of 0.
-    Subclasses inherit the default methods of this class.
+    A reward must be picklable, because each scoring process receives a copy of the reward. If a
+    reward function raises an error, the completion has no reward, which is not the same as a reward
+    of 0. Subclasses inherit the default methods of this class.
     """
 
     @property
@@ -77,7 +77,7 @@ class Reward(Protocol):
 
 
 def max_seconds(reward: Reward) -> float:
-    """Return the time limit that a reward sets per completion, in seconds, or 0 if it sets none."""
+    """Return a reward's time limit per completion in seconds, or 0 if it has no time limit."""
     return float(getattr(reward, "max_seconds", 0.0))
 
 
@@ -103,8 +103,8 @@ class TargetReward(Reward):
     """The base class of rewards that compare a completion with a target."""
 
     without_target: WithoutTarget = "error"
-    """`error` means that a prompt without a target raises an error, `none` means that it gets no
-    score, and a number from 0 to 1 is its score."""
+    """How to score a completion whose prompt has no target. `error` raises an error, `none` gives
+    the completion no score, and a number from 0 to 1 is the score."""
 
     def __post_init__(self) -> None:
         value = self.without_target
@@ -116,8 +116,8 @@ class TargetReward(Reward):
     def neutral(self, error: str, parts: Sequence[str]) -> Score:
         """Return the score of a completion whose prompt has no target.
 
-        A completion without a target is never a success. Raises ValueError if `without_target` is
-        `error`, and SkippedError if it is `none`.
+        A completion whose prompt has no target is never a success. Raises ValueError if
+        `without_target` is `error`, and SkippedError if `without_target` is `none`.
         """
         value = self.without_target
         if value == "error":

@@ -4,8 +4,8 @@ A correct completion scores higher than any incorrect completion; see `correct_f
 
 The option `without_target` sets the score of `accuracy` for a prompt without a target, as in
 `TargetReward`. The option `early_format`, if above 0, is the weight of `format` at the start of a
-run. The extra weight is subtracted from the weight of `accuracy`. During the first fifth of a run,
-the weights of `format` and `accuracy` change to their normal values.
+run. The increase of the weight of `format` is subtracted from the weight of `accuracy`. During the
+first fifth of a run, the weights of `format` and `accuracy` change to their normal values.
 """
 
 from __future__ import annotations

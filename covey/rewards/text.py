@@ -49,7 +49,7 @@ def nesting(text: str) -> int:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Return whether a completion's answers differ, in which case rewards accept none of them.
+    """Return whether the answers differ. Rewards accept no answer if a completion's answers differ.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)
@@ -73,7 +73,7 @@ def after_thinking(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Count words. Each Chinese, Japanese or Korean character counts as a word.
+    """Count the words of a text. Each Chinese, Japanese or Korean character counts as a word.
 
     >>> count_words("five small words, don't: 我们"), count_words("x = 3.5")
     (7, 3)
@@ -84,8 +84,8 @@ def count_words(text: str) -> int:
 def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
     """Return the texts outside the given tags, and the tags' contents.
 
-    Each tag must occur exactly once, in the given order. The result is None if a tag is missing,
-    repeated, nested or out of order.
+    Each tag must occur exactly once, in the given order. Return None if a tag is missing, repeated,
+    nested or out of order.
 
     >>> split_tags("<a>1</a> <b>2</b>.", ("a", "b"))
     (['', ' ', '.'], ['1', '2'])
@@ -107,7 +107,9 @@ def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] 
 
 
 def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
-    """Return the tags' contents, or None if a tag is missing or empty or other text exists.
+    """Return the contents of the given tags, or None if the text contains anything else.
+
+    Each tag must occur exactly once, in the given order, and must not be empty.
 
     >>> only_tags("<a>1</a> <b>2</b>", ("a", "b")), only_tags("<a>1</a>.", ("a",))
     (['1', '2'], None)

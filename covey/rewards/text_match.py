@@ -47,7 +47,7 @@ class ExactText(TargetReward):
             return self.neutral(_missing(prompt), ("accuracy",))
         answer = extract_text(text)
         folded = self._folded(answer)
-        # Without punctuation "?" is empty, and an empty answer is never correct.
+        # Without punctuation, "?" is empty, and an empty answer is never correct.
         success = answer in targets or (bool(folded) and folded in map(self._folded, targets))
         return Score(
             reward=float(success),
@@ -69,8 +69,8 @@ class ExactText(TargetReward):
 def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
     """Return the F1 score of the words in two texts.
 
-    The score is `2 * s / t`, where s is the number of shared words and t is the number of words in
-    both texts. The order of the words does not matter.
+    The F1 score is `2 * s / t`, where s is the number of shared words, and t is the sum of the word
+    counts of both texts. The order of the words does not matter.
 
     >>> word_overlap(["the", "red", "fox"], ["red", "fox"])
     0.8
@@ -83,9 +83,9 @@ def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
 def letter_similarity(answer: str, target: str) -> float:
     """Return the similarity of two texts, from 0 to 1, by their longest common subsequence.
 
-    The result is `2 * L / (m + n)`, where m and n are the lengths of the texts and L is the length
-    of their longest common subsequence. L is computed with the bit-parallel algorithm of Hyyrö
-    (2004), which stores each row of the dynamic-programming table in one integer.
+    The similarity is `2 * L / (m + n)`, where m and n are the lengths of the texts, and L is the
+    length of their longest common subsequence. L is computed with the bit-parallel algorithm of
+    Hyyrö (2004), which stores each row of the dynamic-programming table in one integer.
 
     >>> letter_similarity("kitten", "sitting")
     0.6153846153846154
@@ -106,10 +106,10 @@ def letter_similarity(answer: str, target: str) -> float:
 class FuzzyText(TargetReward):
     """The highest similarity of the final answer to the target or one of `info["answers"]`.
 
-    The similarity is the mean of `word_overlap` and `letter_similarity`, which ignore case and
-    whitespace. Only the first 2,000 characters of the answer and the target are compared. If one of
-    the texts is longer, the similarity is multiplied by `shorter length / longer length`, so that
-    padding never helps. The final answer is found as in `ExactText`.
+    The similarity is the mean of `word_overlap` and `letter_similarity`, and ignores case and
+    whitespace. Only the first 2,000 characters of the answer and of the target are compared. If the
+    answer or the target is longer, the similarity is multiplied by `shorter length / longer
+    length`, so that padding never helps. The final answer is extracted as in `ExactText`.
     """
 
     threshold: float = 0.9

@@ -46,10 +46,9 @@ def same_answer(answer: str, target: str) -> bool:
 class ThinkAnswer(TargetReward):
     """The default reward, for a correct answer in the right format.
 
-    The right format earns `format` points. A correct answer earns `correct` further points, but
-    only in the right format. With `robust`, a correct answer earns less if the completion shows
-    signs of reward hacking, such as repetition or thinking that is not language (see
-    `robust_factor`).
+    The right format earns `format` points. A correct answer in the right format earns `correct`
+    further points. With `robust`, a correct answer earns fewer points if the completion shows signs
+    of reward hacking, such as repetition or thinking that is not language (see `robust_factor`).
     """
 
     correct: float = 0.9

@@ -157,17 +157,17 @@ def target_call(prompt: Prompt) -> Call | None:
 class ToolCall(TargetReward):
     """The correct tool earns `tool` points, and correct arguments earn `1 - tool` points.
 
-    Arguments earn points only if the tool is correct, because otherwise calls of wrong tools would
-    earn points. A call without arguments would even earn all points for arguments whenever the
-    expected call has no arguments. A completion with several tool calls, or with a call that cannot
-    be parsed, scores 0, so that calling every tool earns no reward. With `partial`, the score of
-    the arguments is the fraction of correct arguments among all given or expected arguments.
-    Without `partial`, all arguments must be correct.
+    Arguments earn points only if the tool is correct. If arguments of a wrong tool counted, a call
+    without arguments would earn points whenever the expected call has no arguments. A completion
+    with several tool calls, or with a call that cannot be parsed, scores 0, so that calling every
+    tool earns no reward. With `partial`, the score of the arguments is the fraction of correct
+    arguments among all given or expected arguments. Without `partial`, all arguments must be
+    correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
-    Positional arguments get the names in `prompt.info["parameters"]`, in order. If the prompt lists
-    no names, positional arguments are correct only if the expected call has equal positional
-    arguments.
+    Positional arguments get the names in `prompt.info["parameters"]`, in order. Without
+    `prompt.info["parameters"]`, positional arguments must equal the positional arguments of the
+    expected call.
     """
 
     tool: float = 0.5

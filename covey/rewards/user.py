@@ -36,7 +36,7 @@ class _GroupReward(Reward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt. None marks a completion that cannot be scored."""
+        """Score the completions of one prompt. A completion that cannot be scored gets None."""
         raise NotImplementedError
 
 
@@ -64,8 +64,8 @@ class UserFunction(_GroupReward):
       `trainer_state` has `global_step` and `max_steps`. Without `**columns`, the function gets only
       the columns that are among its parameters.
 
-    Both kinds of functions may be async. The function `is_trl_style` distinguishes the two kinds of
-    reward functions.
+    Plain functions and TRL-style functions may be async. `is_trl_style` tells TRL-style functions
+    from plain functions.
 
     If a function returns `None` instead of a number, the completion cannot be scored. With
     `skips_none`, `None` means that the function does not apply to the completion. A completion with
@@ -103,11 +103,11 @@ class UserFunction(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt. None marks a completion that cannot be scored."""
+        """Score the completions of one prompt. A completion that cannot be scored gets None."""
         work = partial(self.score_group_async, prompt, texts, call)
         if not _in_event_loop():
             return asyncio.run(work())
-        # In a notebook this thread already runs an event loop, and it can have only one.
+        # In a notebook, this thread already runs an event loop, and a thread can have only one.
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(lambda: asyncio.run(work())).result()
 
@@ -160,7 +160,7 @@ class UserFunction(_GroupReward):
             messages = [dict(message) for message in prompt.messages]
         usual = {"target": prompt.target, "answer": prompt.target}
         row = {**usual, **prompt.info, **prompt.columns, "prompts": messages}
-        steps = max(1, call.max_steps)  # functions divide by it
+        steps = max(1, call.max_steps)  # reward functions divide by max_steps
         # In evaluations, the run has ended.
         done = steps if call.global_step is None else call.global_step
         return {
@@ -202,7 +202,7 @@ def _in_event_loop() -> bool:
 
 
 def _messages(text: str) -> list[Message]:
-    """Return a completion as messages. An episode has all messages from its first turn on."""
+    """Return a completion as messages. For an episode, return all messages of all its turns."""
     episode = episode_of(text)
     return [{"role": "assistant", "content": text}] if episode is None else list(episode.reply)
 
@@ -231,7 +231,7 @@ class WeightedFunctions(_GroupReward):
     """The weighted sum of reward functions, each of which is recorded as a reward part.
 
     A completion is a success if the first function gives it a reward of at least 1. The functions
-    run in this process, as in TRL, so a function that hangs blocks the run.
+    run in the training process, as in TRL, so a function that hangs blocks the run.
     """
 
     functions: Mapping[str, UserFunction]
@@ -245,7 +245,7 @@ class WeightedFunctions(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of a prompt. None marks a completion that cannot be scored."""
+        """Score the completions of a prompt. A completion that cannot be scored gets None."""
         columns = [f.score_group(prompt, texts, call) for f in self.functions.values()]
         return [self._total(row) for row in zip(*columns, strict=True)]
 
@@ -343,11 +343,11 @@ TRL = frozenset(
 )
 """The keyword arguments that TRL passes in addition to the columns of the data."""
 NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
-"""Arguments that TRL passes to a reward function, but Covey does not."""
+"""Arguments that TRL passes to a reward function, but Covey does not pass."""
 
 
 def is_trl_style(function: Callable[..., Any]) -> bool:
-    """Return whether a function scores a list of completions, as in TRL, or one completion.
+    """Return whether a function scores a list of completions, as in TRL, and not one completion.
 
     A function with one of TRL's parameter names is a TRL function, because TRL passes every
     argument by name. A function with `**kwargs` is also a TRL function if its other parameters are

@@ -51,7 +51,7 @@ class Best:
 
 
 def measured(row: Mapping[str, Any], name: str) -> float | None:
-    """Return the value of the metric `name`; None if it is missing or not finite."""
+    """Return the value of the metric `name` in a row, or None if it is missing or not finite."""
     value = row.get(name)
     value = value.get("value") if isinstance(value, Mapping) else value
     return value if is_number(value) else None
@@ -74,13 +74,13 @@ def best_of(run: RunFolder) -> Best | None:
 
 
 def best_step(run: RunFolder) -> int | None:
-    """Return the step of the best checkpoint; None if there is none."""
+    """Return the step of the best checkpoint, or None if the run has no best checkpoint."""
     best = best_of(run)
     return None if best is None else best.step
 
 
 def best_checkpoint(run: RunFolder) -> Path | None:
-    """Return the folder of the best checkpoint; None if there is none."""
+    """Return the folder of the best checkpoint, or None if the run has no best checkpoint."""
     step = best_step(run)
     return None if step is None else dict(run.checkpoints())[step]
 

@@ -14,16 +14,17 @@ ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.js
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run folder of a path, which may be a run folder or a checkpoint, or else None."""
+    """Return the run folder of `path`, a run or a checkpoint, or None for any other path."""
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
 
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     """Return the checkpoint to load; `target` is a checkpoint or a run folder.
 
-    For a run folder, the result is the checkpoint of `step`, or the newest checkpoint. If the
-    checkpoint is damaged, the error suggests `command`, with {} replaced by the path of an intact
-    checkpoint.
+    For a run folder, return the checkpoint of `step`, or the newest checkpoint if `step` is None.
+
+    Raises RunError if the checkpoint is damaged. The error message suggests `command`, with the
+    path of an intact checkpoint in place of {}.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

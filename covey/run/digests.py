@@ -1,9 +1,9 @@
 """SHA-256 digests of checkpoints and records, to detect damage.
 
 digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file such
-as rollouts/000012.jsonl; `covey runs verify` compares them. A checkpoint has the digests of its
-files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check. Checkpoints of older Covey versions
-have no such file and are not checked.
+as rollouts/000012.jsonl. `covey runs verify` compares the records with their digests. A checkpoint
+has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check. Checkpoints
+of older Covey versions have no SHA256SUMS and are not checked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def add_digest(run: Path, step: int, record: str, data: bytes) -> None:
 
 
 def damage(folder: Path, but: Collection[str] = ()) -> str | None:
-    """Return a message about a damaged file of a checkpoint, or None; skip the files in `but`."""
+    """Return a message about a damaged file of a checkpoint, or None if no file is damaged.
+
+    The files in `but` are not checked.
+    """
     if not folder.is_dir():
         return f"{folder} is not a folder"
     listed = folder / DIGESTS_FILE

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def is_reward(name: str) -> bool:
-    """Whether a metric of an evaluation is a reward or a reward part; all others are rates.
+    """Whether an evaluation metric is a reward or a reward part, and not a rate.
 
     >>> is_reward("parts/format"), is_reward("pass@4")
     (True, False)

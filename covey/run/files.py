@@ -49,8 +49,8 @@ def finite(value: Any) -> Any:
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line of ASCII JSON, in which values without a JSON type are text."""
-    with suppress(ValueError):  # of a lone surrogate, which UTF-8 does not have
+    """Return a row as a line of ASCII JSON. Values without a JSON type become strings."""
+    with suppress(ValueError):  # raised for a lone surrogate, which UTF-8 cannot encode
         # This is six times as fast as the json module, and a step writes all its tokens and
         # log-probs.
         line = to_json(row, inf_nan_mode="constants", fallback=str)

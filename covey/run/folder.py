@@ -57,11 +57,11 @@ from covey.run.records import (
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup"."""
+"""Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup", not "sft"."""
 CHANGES = "changes.jsonl"
 """Name of the file with one line for each resume that changed settings. A line contains the step,
-the old and new value of each changed setting, and the facts of environment.json that the new
-settings may change.
+the old and new value of each changed setting, and the entries of environment.json that the new
+settings may have changed.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
@@ -90,7 +90,7 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        """Open a run that exists."""
+        """Open an existing run folder."""
         if not (path / "config.toml").is_file():
             files = ("config.toml", "environment.json")
             whole = [p for p in path.parents if all((p / name).is_file() for name in files)]
@@ -117,7 +117,7 @@ class RunFolder:
         self._append("steps.jsonl", finite(metrics))
 
     def log_evaluation(self, result: dict[str, Any]) -> None:
-        """Append an evaluation."""
+        """Append the results of an evaluation to eval.jsonl."""
         self._append("eval.jsonl", result)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
@@ -125,7 +125,10 @@ class RunFolder:
         append_line(self.path / name, row)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows to a file such as rollouts/000012.jsonl; types that JSON lacks become text."""
+        """Write rows to a file such as rollouts/000012.jsonl.
+
+        Values without a JSON type become strings.
+        """
         (self.path / name).mkdir(exist_ok=True)
         lines, file = b"".join(json_line(row) for row in rows), f"{name}/{step:06d}.jsonl"
         add_digest(self.path, step, file, lines)
@@ -193,18 +196,22 @@ class RunFolder:
         return rows
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step, or [] if none were saved; raise RunError for damaged
-        lines.
+        """Return the rollouts of a step, or [] if no rollouts were saved.
+
+        Raises RunError if a line is damaged.
         """
         return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
     def usable_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the readable rollouts of a step; raise RunError if there are none."""
+        """Return the readable rollouts of a step; raise RunError if no rollout is readable."""
         rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, notice)
         return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
     def require_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step; raise RunError if one is damaged or none was saved."""
+        """Return the rollouts of a step.
+
+        Raises RunError if a line is damaged, or if the step has no saved rollouts.
+        """
         rows = self.rollouts(step)
         if rows:
             return rows
@@ -235,7 +242,7 @@ class RunFolder:
         return self.path / "rollouts" / f"{step:06d}.jsonl"
 
     def numbered(self, folder: str, suffix: str) -> list[tuple[int, Path]]:
-        """Return the files or folders named after a step, in order; other names are ignored."""
+        """Return the entries of a folder that are named after a step, sorted by step."""
         try:
             found = list((self.path / folder).iterdir())
         except OSError:  # the folder does not exist, or a file has its name
@@ -245,12 +252,12 @@ class RunFolder:
         return sorted((int(match[1]), path) for match, path in matches if match)
 
     def write_samples(self, step: int, page: str) -> None:
-        """Write a sample page, named after the last step that it covers."""
+        """Write a sample page to a file that is named after the last step of the page."""
         (self.path / "samples").mkdir(exist_ok=True)
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write details of the error that ended the run, if there are any, to failure.txt."""
+        """Write the details of the error that ended the run, if not empty, to failure.txt."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -275,7 +282,7 @@ class RunFolder:
         return self.numbered("checkpoints", "")
 
     def saved_steps(self) -> list[int] | None:
-        """Return the steps whose checkpoints were saved, including checkpoints removed since.
+        """Return the steps of all saved checkpoints, including checkpoints that were removed later.
 
         Return None if checkpoints.jsonl is damaged or missing, as in runs of older versions of
         Covey.
@@ -305,7 +312,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for this process, until the block or the process ends (even in a crash)."""
+        """Lock the run until the `with` block or the process ends, even if the process crashes."""
         path = self.path / ".lock"
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -323,7 +330,7 @@ class RunFolder:
 
 
 def _optional(rollout: Rollout) -> dict[str, Any]:
-    """Return the kept sets, the reward's feedback and the teacher's prompt of a rollout, if any."""
+    """Return the optional fields of a rollout: kept token sets, feedback and teacher prompt."""
     found = {
         "kept": rollout.segments[0].kept,
         "feedback": rollout.feedback,
@@ -373,7 +380,7 @@ def limit_of(settings: Mapping[str, Any]) -> tuple[str, int]:
 def check_new_run(path: Path, instead: str = "") -> None:
     """Raise RunError if the folder for a new run already contains files.
 
-    Files of a run that failed before its first step are no error. `instead` is advice for the user,
+    Files of a run that failed before its first step do not count. `instead` is advice for the user,
     which is appended to the error message.
     """
     if _failed_early(path):

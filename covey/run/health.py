@@ -3,7 +3,7 @@
     for finding in Health(settings).add(row): ...     while training
     timeline(run.steps(), settings)                   afterwards
 
-The checks themselves are in health_checks.py. This module does not import torch, because `covey
+The health checks are defined in health_checks.py. This module does not import torch, because `covey
 runs check` and the web page read runs on machines without torch.
 """
 
@@ -34,9 +34,9 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines, of which one may be enough."""
+    """Suggested configuration lines. It may be enough to change one of these settings."""
     also: str
-    """Advice other than changes of settings, such as to use easier prompts; may be empty."""
+    """Advice that is not a change of settings, such as to use easier prompts; may be empty."""
     problem: bool
     """True if the finding is a problem; False if it is only information."""
     until: int | None = None
@@ -51,7 +51,7 @@ class Finding:
         return f"{lead}; try {remedy}" if remedy else lead
 
     def row(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the finding as plain data."""
         return {**asdict(self), "change": list(self.change)}
 
 
@@ -88,7 +88,7 @@ class Health:
 
     def _finding(self, name: str, check: Check, what: str) -> Finding:
         rows = self.history.rows
-        # Findings before this one are closer to the cause, so their advice on a setting prevails.
+        # Earlier findings are closer to the cause, so their advice on a setting prevails.
         advised = {_key(line): line for each in self.active.values() for line in each.change}
         change = _changes(check, self.settings)
         return Finding(
@@ -136,7 +136,7 @@ def _toml(value: Any) -> str:
 def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
     """Run the health checks on all steps of a run; return the findings, earliest first.
 
-    Findings of the same step have the order of `CHECKS`: causes before effects.
+    Findings of the same step are sorted as in `CHECKS`, which lists causes before effects.
     """
     health, before = Health(settings), 0
     found: list[tuple[int, Finding]] = []
@@ -158,7 +158,7 @@ def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Find
 
 
 def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:
-    """Return a finding if a run has stalled. `seconds` is the time since its last step."""
+    """Return a finding if a run has stalled. `seconds` is the time since the run's last step."""
     times = [row["time/total"] for row in rows[-10:] if row.get("time/total")]
     if not times or seconds < max(SILENT_SECONDS, SILENCE * median(times)):
         return None

@@ -1,11 +1,12 @@
 """The health checks: how to detect each training problem, and which settings to change.
 
-Each function looks for one problem in the metrics of a run's first and recent steps, which
-`History` stores. The result is a text that describes the problem, or None.
+Each health check is a function that looks for one problem in the metrics of a run's first and most
+recent steps, which `History` stores. The function returns a description of the problem, or None if
+it finds no problem.
 
-A metric outside of its healthy range in the registry is a symptom. Rewards are noisy even in
-healthy runs, so a change of the reward is a symptom only if the change is large compared with the
-noise.
+A metric outside of the healthy range in the metric registry is a symptom of a problem. Rewards are
+noisy even in healthy runs. A change of the reward is a symptom only if the change is large compared
+with the noise.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class History:
     most: dict[str, float] = field(default_factory=dict)
     """Maps each metric to its largest absolute value so far."""
     best: float = -math.inf
-    """The highest mean reward of a block of steps. The most recent blocks do not count."""
+    """The highest mean reward of a block of steps, not counting the most recent blocks."""
     blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -61,13 +62,13 @@ class History:
 
     @property
     def row(self) -> Mapping[str, Any]:
-        """The last step."""
+        """The metrics of the last step."""
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
         """Return the values of a metric in `count` successive steps that ended `before` steps ago.
 
-        The result is [] if the metric is missing in one of the steps.
+        Return [] if the metric is missing in any of these steps.
         """
         stop = len(self.rows) - before
         if stop < count:
@@ -76,7 +77,7 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of the values that `last` returns, or NaN if a value is missing."""
+        """Return the mean of the values that the method `last` returns, or NaN if it returns []."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 
@@ -168,7 +169,10 @@ def ratio_drift(history: History) -> str | None:
 
 
 def uniform_groups(history: History, *, learned: bool) -> str | None:
-    """Find many groups with equal rewards; `learned` selects success rates above or below 90 %."""
+    """Find many groups with equal rewards.
+
+    The success rate must be above 90 % if `learned` is true, and otherwise at most 90 %.
+    """
     name = "rollout/zero_variance_groups"
     share = history.mean(name, 10)
     if not share > high(name) or (history.mean(SUCCESS, 10) > 0.9) != learned:
@@ -222,8 +226,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Detect that the reward, or a part of it, rises while accuracy or another part falls.
 
-    The rise must exceed 5 standard errors, but the fall only 3, because a rise and a fall rarely
-    coincide by chance.
+    The rise must exceed 5 standard errors. The fall must exceed only 3 standard errors, because a
+    rise and a fall rarely coincide by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -289,7 +293,7 @@ def collapse(history: History) -> str | None:
 
 def few_answers(history: History) -> str | None:
     """Find a policy whose answers are much less varied than the targets of its prompts."""
-    # Means, because a step with few prompts has few targets, and their number varies a lot.
+    # Means over several steps: in a step with few prompts, the number of targets varies a lot.
     answers = history.mean("rollout/effective_answers", BLOCK)
     targets = history.mean("rollout/effective_targets", BLOCK)
     if not (targets >= 3 and answers < 0.5 * targets) or collapse(history) is not None:
@@ -318,7 +322,7 @@ class Check:
     """Settings to change. Each setting has a new value, or a factor (`Times`) for its current
     value."""
     also: str = ""
-    """Advice other than changes of settings, such as to use easier prompts."""
+    """Advice that is not a change of settings, such as to use easier prompts."""
     problem: bool = True
     """True if the check detects a problem; False if it only gives information."""
 
@@ -329,7 +333,7 @@ class Times:
 
     factor: float
     instead_of_zero: float = 0.0
-    """The suggested value if the setting is now 0, because a factor cannot change 0."""
+    """The suggested value for a setting that is now 0, because a factor cannot change 0."""
 
 
 _SLOWER = ("optimizer.learning_rate", Times(0.5))
@@ -464,5 +468,5 @@ CHECKS: Mapping[str, Check] = {
         problem=False,
     ),
 }
-"""Maps the name of each health check to the check. Reports list findings in the same order, which
-puts causes before effects."""
+"""Maps the name of each health check to the check. Reports list findings in the order of `CHECKS`,
+which puts causes before effects."""

@@ -1,12 +1,13 @@
 """Registry of all metrics: name, definition, unit, source, healthy range and aliases.
 
 Health checks, the web page and tests use this registry, and docs/metrics.md is generated from it.
-The values of forward and backward passes are computed in `covey/objective/diagnostics.py` and
+Metrics of the forward and backward passes are computed in `covey/objective/diagnostics.py` and
 `covey/training/step.py`.
 
-Metrics that open-instruct also has are named as in open-instruct. A name with `*` stands for
-several metrics. A mean over tokens is the sum over all trained tokens of a training step, divided
-by their number. A mean over tokens is never a mean of the means of micro-batches.
+Metrics that open-instruct also has are logged under open-instruct's names too. A name with `*`
+stands for several metrics. A mean over tokens is the sum over all trained tokens of a training
+step, divided by the number of these tokens. A mean over tokens is never computed as a mean of the
+means of micro-batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records the versions, machine, git state and command of a run, so that it can be repeated."""
+"""Records the versions, machine, git state and command of a run, to make the run repeatable."""
 
 from __future__ import annotations
 

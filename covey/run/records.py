@@ -1,8 +1,8 @@
 """Reads the files of a run folder, even if some lines are damaged.
 
 Most functions skip unreadable lines, and report these lines to the user in one message per file.
-Code that needs every line calls `read_lines`, which raises an error instead. The classes below list
-the fields that Covey reads from each file. This module does not import torch.
+Code that needs every line calls `read_lines`, which raises an error if a line is unreadable. The
+classes below list the fields that Covey reads from each file. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
 
 
 def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
-    """Parse and validate a JSON line; the result has the row, or the reason why parsing failed."""
+    """Parse and validate a JSON line. The returned `Line` has the row or the error message."""
     try:
         return Line(raw, _checked(raw, shape))
     except ValueError as error:
@@ -224,7 +224,7 @@ def parse_line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
 def _checked(raw: bytes, shape: Shape) -> Row:
     """Parse a JSON object and validate its fields; raise ValueError if it is invalid."""
     try:
-        # JSON has no NaN, so a value that is not finite is written as null.
+        # NaN and Infinity are not valid JSON, so they are read as null.
         row: Row = json.loads(raw.decode("utf-8"), parse_constant=lambda name: None)
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8 text") from None
@@ -265,7 +265,7 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
 
 
 def last_row(path: Path) -> Row:
-    """Return the last valid row of a JSON Lines file; {} if its last 64 KiB contain none."""
+    """Return the last valid row of a JSON Lines file; {} if its last 64 KiB have no valid row."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -343,7 +343,7 @@ def _segment(row: Mapping[str, Any]) -> Segment:
 def turn_lines(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield (line of text, whether the policy wrote the line) for the turns of a rollout.
 
-    A single-turn rollout yields nothing.
+    Nothing is yielded for a single-turn rollout.
     """
     segment = 0
     for turn in row.get("turns", ()):

@@ -1,9 +1,9 @@
 """Chooses the checkpoint from which a run resumes, and moves aside the files of later steps.
 
 By default, a run resumes from the newest checkpoint that it saved. If this checkpoint is missing or
-damaged, Covey stops and prints the command that resumes from an older one. Resuming deletes no logs
-and no complete checkpoints, but moves files of later steps to the folder superseded/1. The next
-resume moves files to superseded/2, and so on. This module does not import torch.
+damaged, Covey stops and prints the command that resumes from an older checkpoint. Resuming deletes
+no logs and no complete checkpoints, but moves files of later steps to the folder superseded/1. The
+next resume moves files to superseded/2, and so on. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -101,9 +101,10 @@ def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
 
 
 def last_good(run: RunFolder, before: int | None = None, note: Note | None = None) -> Start:
-    """Return the newest undamaged checkpoint; if `before` is given, of a step before `before`.
+    """Return the newest undamaged checkpoint.
 
-    `note` is called with a message about each damaged checkpoint.
+    If `before` is not None, only checkpoints of steps before `before` are considered. `note` is
+    called with a message about each damaged checkpoint.
     """
     for step, folder in reversed(run.checkpoints()):
         if before is None or step < before:
@@ -135,7 +136,7 @@ def resume_command(run: RunFolder) -> str:
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:
     """Move the logs and checkpoints of steps after `start` to a new folder superseded/N.
 
-    Return the new folder, or None if there was nothing to move. If the run restarts at step 0, the
+    Return the new folder, or None if no files had to be moved. If the run restarts at step 0, the
     evaluation of step 0 is moved too, because the run repeats this evaluation.
     """
     keep = start.step if start.checkpoint is not None else -1

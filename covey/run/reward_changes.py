@@ -36,8 +36,8 @@ class RewardChange:
     code."""
     after: str
     settings: Mapping[str, tuple[str, str]]
-    """Maps each changed setting in the configuration section [reward] to its old and new value;
-    empty if only the source code of the reward changed."""
+    """Maps each changed setting of the section [reward] to its old and new value. Empty if only the
+    source code of the reward changed."""
     reason: str = ""
     expected_effect: str = ""
 
@@ -51,7 +51,7 @@ class RewardChange:
 
 
 def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardChange | None:
-    """Compare the rewards of a new run and the previous run; record and return a change."""
+    """Compare the rewards of a new run and the previous run; record and return any change."""
     mine = run.environment(unsaid)
     previous = _previous(run, settings_of(run))
     if previous is None or not mine.get("reward"):

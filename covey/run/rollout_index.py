@@ -61,7 +61,7 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The first characters of the prompt. `target` also has only the first characters."""
+    """The first `HEAD` characters of the prompt. `target` also has at most `HEAD` characters."""
     target: str
     text: int
     """Hash of the completion's text; completions with the same hash count as identical."""
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The index of one rollout file, or of the lines that have been read so far."""
+    """The index of those lines of a rollout file that have been read so far."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
@@ -161,7 +161,7 @@ class RolloutIndex:
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
         """Return the line numbers of rollouts with `words` in prompt, target or completion.
 
-        The second result is True if the search reached the end of the file within `seconds`.
+        The second return value is True if the search reached the end of the file within `seconds`.
         """
         until = time.monotonic() + seconds
         found: set[int] = set()

@@ -46,12 +46,12 @@ class SamplePage:
     """The completions with the highest and the lowest rewards since the last sample page."""
 
     count: int
-    """A page shows at most this many completions with the highest rewards, and as many with the
-    lowest rewards."""
+    """A page shows at most `count` completions with the highest rewards, and at most `count`
+    completions with the lowest rewards."""
     samples: Sequence[Sample] = ()
-    """The completions, sorted by reward, at most `2 * count`."""
+    """At most `2 * count` completions, sorted by reward."""
     first: int = 0
-    """The first step that the page covers; 0 before the first step."""
+    """The first step that the page covers; 0 if the page covers no step yet."""
     scored: int = 0
     unscored: int = 0
 
@@ -67,7 +67,7 @@ class SamplePage:
         self.samples = (*every[: self.count], *every[-self.count :]) if middle else every
 
     def text(self, step: int) -> str:
-        """Return the page as Markdown; `step` is the last step that it covers."""
+        """Return the page as Markdown. `step` is the last step that the page covers."""
         lowest = self.samples[: len(self.samples) // 2]
         highest = self.samples[len(lowest) :][::-1]
         several = self.first < step
@@ -88,13 +88,13 @@ class SamplePage:
         return "\n".join(lines) + "\n"
 
     def save(self, folder: Path) -> None:
-        """Write the unfinished page into a checkpoint."""
+        """Write the unfinished sample page into a checkpoint."""
         if self.first:
             (folder / FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def read_samples(checkpoint: Path, count: int) -> SamplePage:
-    """Read the unfinished page from a checkpoint."""
+    """Read the unfinished sample page from a checkpoint."""
     file = checkpoint / FILE
     if not file.exists():
         return SamplePage(count)

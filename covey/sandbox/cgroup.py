@@ -1,4 +1,4 @@
-"""A control group (cgroup v2) for each sandbox, on machines where Covey may create one.
+"""A control group (cgroup v2) for each sandbox, on machines where Covey may create cgroups.
 
 With a cgroup, the kernel counts all memory of a sandbox, including kernel memory for pipes, sockets
 and files. Without a cgroup, the harness polls the memory of the processes in the sandbox.
@@ -96,8 +96,8 @@ def parent_here() -> Path | None:
 def find_parent(mountinfo: str, membership: str) -> Path | None:
     """Return a usable directory for new cgroups: this process's cgroup or one of its parents.
 
-    A process that leaves a cgroup escapes its limits, so the search through the parents stops at
-    the first cgroup that has limits.
+    A process that leaves a cgroup escapes the limits of this cgroup, so the search through the
+    parents stops at the first cgroup that has limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
@@ -134,8 +134,9 @@ def _is_limited(folder: Path) -> bool:
 def _enable_controllers(folder: Path) -> bool:
     """Enable the memory, pids and cpu controllers for the children of a cgroup.
 
-    Only the root cgroup may have processes and delegate controllers. The processes of any other
-    cgroup are first moved to a child cgroup, if all processes belong to our session.
+    Only the root cgroup may both contain processes and delegate controllers. The processes of any
+    other cgroup are first moved to a child cgroup. The processes are not moved if one of them
+    belongs to another session than this process.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):

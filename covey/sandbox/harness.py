@@ -41,7 +41,7 @@ def main(job: dict[str, Any]) -> None:
     """Run every test case, and write a line of numbers and the outputs of each case to stdout."""
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
-    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python has a handler for it
     report = os.dup(1)
     if job["uid"] is not None:
         become(job["uid"])
@@ -190,8 +190,10 @@ def reap(child: int) -> int | None:
 
 
 def end_all(child: int, isolated: bool) -> int:
-    """Kill all processes of a test case, and return the child's status, or 0 if it was reaped
-    before."""
+    """Kill all processes of a test case, and return the child's status.
+
+    The status is 0 if the child was already reaped.
+    """
     found = 0
     # Without isolation, -1 would mean every process of the user.
     targets = (-1,) if isolated and os.getpid() == 1 else (-child, child)
@@ -306,8 +308,7 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
 
 
 def run_case(job: dict[str, Any], number: int, value: int) -> None:
-    """Run the program. If the test case has a `call` expression, send the value of this
-    expression."""
+    """Run the program. If the case has a `call`, write the call's value to the pipe `value`."""
     if not job["isolated"]:  # without isolation, nothing removes the files of a case
         os.mkdir(str(number))
         os.chdir(str(number))
@@ -344,7 +345,7 @@ def set_limits(job: dict[str, Any]) -> None:
         "CORE": 1,  # with 0 the kernel would still start a crash reporter
     }
     if job["isolated"]:
-        # One more process, for the harness itself.
+        # The harness itself is one more process.
         limits |= {"NPROC": job["processes"] + 1, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 1000}
     for name, limit in limits.items():
         try:
@@ -363,7 +364,7 @@ def lower(kind: int, soft: int, hard: int) -> None:
 
 
 def encode(value: object) -> str:
-    """Encode a value as JSON. Containers and types that JSON lacks become `[kind, ...]`."""
+    """Encode a value as JSON. Containers, and values without a JSON type, become `[kind, ...]`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

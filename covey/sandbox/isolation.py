@@ -2,8 +2,8 @@
 
 For an ordinary user, bubblewrap creates a user namespace, in which the kernel counts processes
 separately. Process limits do not apply to root, even in a user namespace. If Covey runs as root,
-the harness therefore switches to a separate user id, without a user namespace. For a harness that
-starts as root, bubblewrap drops all capabilities except those that change the user id. Each sandbox
+the harness therefore switches to a separate user id, without a user namespace. If the harness
+starts as root, bubblewrap drops all capabilities except CAP_SETUID and CAP_SETGID. Each sandbox
 needs its own user id, because the kernel's process limit counts all processes of a user on the
 machine. In a container where root cannot switch to another user id, Covey treats root as an
 ordinary user.
@@ -77,8 +77,8 @@ def command(file_bytes: int) -> list[str]:
 def entering(group: Path | None) -> list[str]:
     """Return a command prefix that moves the process into a cgroup before the command starts.
 
-    The prefix also makes the sandbox the first process that the OOM killer ends. Programs cannot
-    change their OOM priority, because /proc is read-only in the sandbox.
+    The prefix also makes the sandbox the first target of the OOM killer. Programs cannot change
+    their OOM priority, because /proc is read-only in the sandbox.
     """
     return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 
@@ -160,7 +160,7 @@ def _parents(path: str) -> list[str]:
 def _own_files(file_bytes: int) -> list[str]:
     """Return bubblewrap options that mount a private /proc, /dev and temporary directory."""
     arguments = ["--proc", "/proc", *_parents("/dev/null")]
-    # The harness is process 1. Its directory gives access to its memory.
+    # Hide the directory of process 1, which gives access to the memory of the harness.
     arguments += ["--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     arguments += ["--remount-ro", "/proc"]
     for name in _DEVICES:

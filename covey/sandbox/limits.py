@@ -22,8 +22,8 @@ class Limits:
     """Limit on the CPU time of each process, in seconds."""
     wall_seconds: float = 4.0
     total_seconds: float = 30.0
-    """Time limit in seconds for all test cases of a program together. A test case that cannot start
-    in time counts as timed out."""
+    """Time limit in seconds for all test cases of a program together. A test case that does not
+    start within `total_seconds` counts as timed out."""
     memory_bytes: int = 512 << 20
     """Limit on the memory of each process and, with isolation, of all processes and sockets
     together."""

@@ -35,7 +35,7 @@ _FLAGS = ("-S", "-s", "-P", "-B")
 """Command-line options for the Python interpreter in the sandbox. The option -I is not used,
 because it makes Python ignore PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
-"""Time limit for starting a sandbox, which takes seconds on a busy machine."""
+"""Time limit for starting a sandbox, which can take seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
 """Seconds that the harness has after the time limit to end all processes, before Covey kills the
 harness."""
@@ -90,7 +90,7 @@ def require_isolation() -> None:
 
 @cache
 def isolation_problem() -> str:
-    """Return why this machine cannot isolate programs, or an empty text if it can."""
+    """Return why this machine cannot isolate programs, or "" if it can isolate programs."""
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}, not Linux"
     if not shutil.which("bwrap"):
@@ -115,7 +115,7 @@ def _started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the harness, and send it the program and the cases to run.
 
-    On exit, the harness and all its child processes are dead.
+    When the `with` block ends, the harness and all its child processes are killed.
     """
     with contextlib.ExitStack() as stack:
         place = isolation.PLACE

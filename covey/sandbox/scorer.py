@@ -38,7 +38,7 @@ _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Environment variables that make Python use glibc's memory allocator, and make this allocator
 request huge pages (2 MiB). Huge pages make a fork faster, because the page table to copy is
-smaller. The variables have no effect on a machine without huge pages."""
+smaller. These environment variables have no effect on a machine without huge pages."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
 _BOOTSTRAP = """

@@ -1,9 +1,9 @@
 """The seccomp filter (classic BPF), which limits the system calls of a sandboxed program.
 
 The filter blocks system calls that namespaces and resource limits do not block. The filter is an
-allow-list, so every other system call fails. For example, a program cannot use network sockets, or
-kernel features that programs do not need. The filter also blocks every kind of memory that no
-resource limit counts: memfd, System V objects, message queues and anonymous shared memory.
+allow-list, so every system call that is not listed fails. For example, a program cannot use network
+sockets, or kernel features that programs do not need. The filter also blocks every kind of memory
+that no resource limit counts: memfd, System V objects, message queues and anonymous shared memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def filter_program(machine: str = "") -> bytes | None:
 def _checks() -> dict[str, list[Step]]:
     """Return the BPF instructions that check the arguments of each system call.
 
-    In each list, every branch ends with a return instruction.
+    In each list of instructions, every branch ends with a return instruction.
     """
     for_others = [_argument(0), *_unless(_HARNESS)]
     return {

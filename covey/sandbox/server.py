@@ -55,8 +55,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def read_frame(file: int) -> bytes:
-    """Read a frame: four bytes with the length, then the data. At the end of file, return no
-    data."""
+    """Read a frame: four bytes with the length, then the data. Return b"" at the end of file."""
     size = int.from_bytes(_read(file, 4), "big")
     return _read(file, size)
 

@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
-A policy that only learns the best constant answer reaches that answer's accuracy, and its reward
-curve rises as if it learned the task.
+A policy that learns only the best constant answer reaches the accuracy of this answer. The reward
+curve of a policy with a constant answer rises as if the policy learned the task.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from covey.types import Prompt
 FLAGGED = 0.2
 """Success rate above which Covey warns that a policy could learn the baseline as a shortcut."""
 FEWEST = 16
-"""Covey warns about a baseline only if it was scored on at least this many prompts, because a
-baseline may succeed by chance on few prompts."""
+"""Minimum number of scored prompts for a warning about a baseline. On fewer prompts, a baseline may
+succeed by chance."""
 LONGEST_TARGET = 64
 """Maximum length, in characters, of a target that is treated as a short answer."""
 CANDIDATES = 3
@@ -44,7 +44,7 @@ class Baseline:
     reward: float | None = None
     """Mean reward, or None if the success rate was computed from the targets without scoring."""
     answer: str = ""
-    """The answer of the constant-answer baseline, or an empty text for other baselines."""
+    """The answer of the constant-answer baseline, or an empty string for other baselines."""
     prompts: int
     """Number of prompts on which the baseline was scored."""
 
@@ -95,7 +95,7 @@ class Baselines:
 
 
 def may_probe(reward: Reward) -> bool:
-    """Return whether Covey may score baselines without calling user code or a judge.
+    """Return whether Covey may score baselines, because the reward uses no user code and no judge.
 
     A call of user code or of a judge may cost money or have side effects.
     """

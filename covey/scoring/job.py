@@ -25,7 +25,7 @@ class Job:
     progress: float
     """The completed fraction of the run, from 0 to 1, on which reward weights may depend."""
     call: Call = NO_CALL
-    """Other arguments that a user's reward function may take."""
+    """Arguments besides the prompt and the text that a user's reward function may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ScoreResult:
     score: Score | None = None
     error: str = ""
     trace: str = ""
-    """The traceback of the error, if an exception caused it."""
+    """The traceback of the error, if an exception caused the error."""
 
 
 class Pending(Protocol):
@@ -70,8 +70,7 @@ class Scorer(Protocol):
 
 
 def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
-    """Score every completion of a job. If scoring fails, the result of the completion has the
-    error."""
+    """Score every completion of a job. If scoring fails, the completion's result has the error."""
     reward = at_progress(reward, job.progress)
     # A reward class that scores whole groups in one call has `whole_groups = True`.
     if getattr(reward, "whole_groups", False) or getattr(reward, "takes_call", False):
@@ -150,7 +149,7 @@ def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Finished results. A `Future` would be slower, because its locks take time."""
+    """The finished results of a job. A `Future` would be slower, because its locks take time."""
 
     results: list[ScoreResult]
 

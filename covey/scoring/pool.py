@@ -1,9 +1,9 @@
 """The scoring pool: worker processes that score completions under a time limit.
 
 Each worker process has its own manager thread, which sends the process a few jobs at a time and
-receives the results. If a job takes too long or the process dies, the thread starts a new process.
-The completions of the failed job get no reward. Jobs that had not started return to the front of
-the queue. If several jobs ran at once, each of these jobs runs again, one at a time.
+receives the results. If a job takes too long or the process dies, the manager thread starts a new
+process. The completions of the failed job get no reward. Jobs that had not started return to the
+front of the queue. If several jobs ran at once, each of these jobs runs again, one at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRACE_SECONDS = 1.0
 """Seconds that a worker process has after the time limit to cancel its concurrent jobs."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
-"""Desired seconds per batch of jobs. A batch has many quick jobs or one slow job."""
+"""Target duration of a batch of jobs in seconds. A batch has many quick jobs or one slow job."""
 
 QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
@@ -96,7 +96,7 @@ class Pool:
         return self._again()
 
     def start(self) -> None:
-        """Start the worker processes, and wait until the first one has loaded the reward.
+        """Start the worker processes, and wait until the first process has loaded the reward.
 
         Raises RewardError if the first process cannot load the reward.
         """
@@ -168,14 +168,13 @@ class Pool:
         worker.kill()
 
     def _take(self, most: int) -> list[QueuedJob]:
-        """Wait for jobs, and return a fair share of the queue. The result is [] if the pool is
-        closed."""
+        """Wait for jobs, and return a fair share of the queue, or [] if the pool is closed."""
         with self._changed:
             while not (self._queue or self._suspects or self._closed):
                 self._changed.wait()
             if self._suspects:
                 return [self._suspects.popleft()]
-            # Concurrent jobs mostly wait, so take a full share; of others, leave some for idle
+            # Concurrent jobs mostly wait, so take a full share. Of other jobs, leave some for idle
             # workers.
             shares = self._workers if self._concurrent else 2 * self._workers
             fair = -(-len(self._queue) // shares)
@@ -225,7 +224,7 @@ class Pool:
             self._end(worker)
 
     def _run(self, worker: Worker, jobs: list[QueuedJob]) -> bool:
-        """Let a worker process run jobs, and return whether the process can run more."""
+        """Let a worker process run jobs, and return whether the process can run more jobs."""
         waiting = dict(enumerate(jobs))
         too_long = f"took longer than {self._timeout:g} seconds"
         usable = True

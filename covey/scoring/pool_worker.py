@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def prepare() -> None:
-    """Make this process die with its parent, and let the OOM killer choose it first."""
+    """Make this process die with its parent, and make it the first target of the OOM killer."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -54,8 +54,8 @@ def loaded(
     """Receive a pickled object and a time limit, and return the unpickled object and the limit.
 
     The memory limit of this process is set before the object is unpickled. After unpickling, `then`
-    is called with the object. If unpickling or `then` raises an exception, send its message to the
-    pool and exit.
+    is called with the object. If unpickling or `then` raises an exception, this process sends the
+    exception's message to the pool and exits.
     """
     path, payload, gigabytes, timeout = connection.recv()
     # The object may be defined in a module on the parent's path, or in the working directory.

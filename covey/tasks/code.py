@@ -40,9 +40,9 @@ class Code(SplitTask):
     """48 small programming problems; a fixed quarter of the problems is held out.
 
     `info["tests"]` is a list of tests. A test of a function is {call, expected}, where `expected`
-    is a Python literal; a test of a program is {stdin, stdout}. The examples in the prompt are not
-    among the tests. The target is the problem's id, which is also the name of the function in a
-    function problem.
+    is a Python literal. A test of a program is {stdin, stdout}. The examples in the prompt are not
+    among the tests. The target is the problem's id. If the problem asks for a function, the id is
+    also the name of the function.
     """
 
     system: str = ""

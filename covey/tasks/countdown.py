@@ -4,8 +4,8 @@ Every problem has a solution, because the generator makes the solution first. Th
 pairs of numbers with + - * / until one number is left. The last number is the target. All
 intermediate results are positive integers.
 
-A hash of the sorted numbers and the target decides the split, so no held-out problem has the same
-numbers and the same target as a training problem.
+A hash of the sorted numbers and the target decides the split. No held-out problem has both the
+numbers and the target of a training problem.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Term:
     operator: str = ""
 
     def within(self, operator: str, right: bool) -> str:
-        """Write the expression as an operand of `operator`, in parentheses only if needed."""
+        """Return the expression as an operand of `operator`, in parentheses only if needed."""
         below_product = self.operator in ("+", "-") and operator in ("*", "/")
         regroups = right and (operator, self.operator) in REGROUPING
         return f"({self.text})" if below_product or regroups else self.text
@@ -86,7 +86,7 @@ def prompt_text(numbers: Sequence[int], target: int) -> str:
 
 
 def is_held_out(numbers: Sequence[int], target: int) -> bool:
-    """Return whether a problem is held out; seed and order of numbers have no effect."""
+    """Return whether a problem is held out; the seed and the order of numbers have no effect."""
     return hash_fraction(f"{sorted(numbers)} {target}") < HELD_OUT_SHARE
 
 
@@ -94,8 +94,8 @@ def is_held_out(numbers: Sequence[int], target: int) -> bool:
 class Countdown(GeneratedTask):
     """Each problem asks for an expression that uses the given numbers and equals a target.
 
-    Problems with more numbers are harder. `template`, if given, is the text of the prompt, with the
-    placeholders {numbers} and {target}. `system` is the system message.
+    Problems with more numbers are harder. `template` replaces the default text of the prompt, and
+    has the placeholders {numbers} and {target}. `system` is the system message.
 
     To use a dataset instead of the generator, use the task `jsonl` or `hub`. For a dataset with the
     columns `nums` and `target`, set the options columns = {nums = "numbers", target = "target"} and

@@ -27,7 +27,7 @@ class DatasetTask(SplitTask):
 
     prompts: Sequence[Prompt]
     evaluation: Sequence[Prompt] | None = None
-    """The prompts for evaluations. By default, the fraction `share` of `prompts` is held out."""
+    """The prompts for evaluations. If None, the fraction `share` of `prompts` is held out."""
     conversational: bool = False
     """Whether prompts are lists of messages. If prompts are lists of messages, reward functions get
     each completion as a list of messages too."""
@@ -54,7 +54,7 @@ class DatasetTask(SplitTask):
         return [p for p, out in zip(self.prompts, chosen, strict=True) if out == held_out]
 
     def _held_out(self, ids: Sequence[str]) -> list[bool]:
-        """Hold out the ids with a hash below `share`; if there are none, hold out the last id."""
+        """Hold out the ids whose hash is below `share`, or the last id if all hashes are larger."""
         chosen = [hash_fraction(each) < self.share for each in ids]
         return chosen if any(chosen) else [each == ids[-1] for each in ids]
 
@@ -64,7 +64,7 @@ def dataset_task(
 ) -> DatasetTask:
     """Make a task from rows with a `prompt` column; `target` and other columns are optional.
 
-    A prompt is a text or a list of messages. If `held_out` is None, one row in ten is held out, and
+    A prompt is a text or a list of messages. If `held_out` is None, one row in ten is held out, but
     at least one row. If `held_out` is empty, all rows are for training.
     """
     rows = dataset if isinstance(dataset, str | Path) else list(dataset)
@@ -76,7 +76,7 @@ def dataset_task(
 
 
 def with_share(task: Any, options: Mapping[str, Any]) -> Any:
-    """Return the task with the `held_out_share` that the [task] section sets, if any."""
+    """Return the task with the `held_out_share` of the [task] section, if the section sets it."""
     if not isinstance(task, DatasetTask) or SHARE not in options:
         return task
     share = options[SHARE]

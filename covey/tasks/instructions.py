@@ -4,7 +4,7 @@ A prompt asks for a text about a topic, and gives between one and `most` instruc
 22 of the 25 kinds of instructions that IFEval defines (arXiv 2311.07911), but words the
 instructions differently. `info` has the same columns as google/IFEval: `instruction_id_list` has
 the names of the instructions, and `kwargs` has the arguments of the instructions. Held-out prompts
-have other topics than training prompts.
+and training prompts have different topics.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable
 
 
 def _limited(low: int, high: int, unit: str) -> Callable[[Random], Made]:
-    """Return a function that makes a random limit, lower or upper, on words or sentences."""
+    """Return a function that makes a random lower or upper limit on words or sentences."""
 
     def make(chance: Random) -> Made:
         relation, number = chance.choice(["at least", "less than"]), chance.randint(low, high)
@@ -161,9 +161,9 @@ MAKERS: Mapping[str, Callable[[Random], Made]] = MappingProxyType(
         "punctuation:no_comma": _plain("Use no commas."),
     }
 )
-"""Maps the IFEval name of an instruction to the function that makes the instruction. The
-instructions fit any writing request. The three other instructions of IFEval need a special request:
-a choice between answers, another language, or a repetition of the request."""
+"""Maps the IFEval name of an instruction to the function that makes the instruction. All
+instructions in this mapping fit any writing request. The three other instructions of IFEval need a
+special request: a choice between answers, another language, or a repetition of the request."""
 
 APART: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())

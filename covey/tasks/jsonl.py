@@ -20,7 +20,7 @@ class Jsonl(RowReader, SplitTask):
     With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
     `train_file`. A hash of the prompt's text decides whether the prompt is held out. The same
     prompts are always held out, and equal prompts are in the same split. `RowReader` documents the
-    options that say how to use the columns.
+    options that define the meaning of the columns.
     """
 
     train_file: str
@@ -43,7 +43,8 @@ class Jsonl(RowReader, SplitTask):
 def json_lines(path: Path) -> Iterator[NumberedRow]:
     """Read a JSON Lines file; yield each row with its line number and location.
 
-    Blank lines are skipped. For a line that is not a JSON object, the row is an error text.
+    Blank lines are skipped. For a line that is not a JSON object, an error message takes the place
+    of the row.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -55,7 +56,7 @@ def json_lines(path: Path) -> Iterator[NumberedRow]:
 
 
 def json_object(line: str) -> Row | str:
-    """Parse one line as a JSON object, or return an error text that says what is wrong.
+    """Parse one line as a JSON object, or return an error message that says what is wrong.
 
     >>> json_object('{"a": 1}'), json_object("[1]")
     ({'a': 1}, 'is not an object but list')

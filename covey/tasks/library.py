@@ -46,7 +46,7 @@ class Person:
 
     @property
     def text(self) -> str:
-        """The text of the document."""
+        """The text of the person's document."""
         return (
             f"{self.name}, {self.trade}, was born in {self.birthplace} in {self.born}. Some of the "
             f"country's best buildings are the work of {self.name}."
@@ -65,7 +65,7 @@ class Town:
 
     @property
     def text(self) -> str:
-        """The text of the document."""
+        """The text of the town's document."""
         return (
             f"{self.name} is a town. Its {self.building}, the pride of {self.name}, was built by "
             f"{self.builder.name} and opened in {self.opened}."

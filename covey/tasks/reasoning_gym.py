@@ -2,10 +2,10 @@
 
 A hash of the question decides whether a problem is held out, so training and held-out problems
 never overlap, even if a dataset has few questions. If a generated problem does not belong to the
-requested split, the task generates another one with another seed.
+requested split, the task generates another problem with another seed.
 
-Some datasets (`HASH_DEPENDENT`) iterate over sets of strings. Without PYTHONHASHSEED, the order of
-a set differs between processes, so Covey refuses these datasets if PYTHONHASHSEED is not set. Each
+The datasets in `HASH_DEPENDENT` iterate over sets of strings, whose order differs between processes
+unless PYTHONHASHSEED is set. Without PYTHONHASHSEED, Covey therefore refuses these datasets. Each
 prompt also stores its dataset entry, so every process computes the correct score.
 """
 
@@ -38,7 +38,7 @@ HELD_OUT_SHARE = 0.25
 MAX_SIZE = 10_000_000
 FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
-"""Maximum number of seeds that are tried until a problem belongs to the requested split.
+"""Maximum number of seeds to try until a problem belongs to the requested split.
 
 Consecutive seeds differ by MAX_SIZE, because entry i of a dataset uses seed + i. All seeds are
 below 2**32.
@@ -138,8 +138,8 @@ class ReasoningGym(GeneratedTask):
     """Problems of one dataset of reasoning_gym, such as chain_sum.
 
     `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. The text
-    `instruction` is appended to each prompt. The target is the answer that the dataset gives. If
-    several answers are correct, the dataset may give no answer, and the target is empty. The reward
+    `instruction` is appended to each prompt. The target is the answer that the dataset gives. The
+    target is empty if the dataset gives no answer, because several answers are correct. The reward
     `reasoning_gym` calls the dataset's scorer.
     """
 

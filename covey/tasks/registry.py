@@ -79,7 +79,7 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
 
 
 def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:
-    """Make a task from its name and resolved options, and check a user's task."""
+    """Make a task from its name and resolved options. A user's task is also checked."""
     maker, _ = find_task(name, where)
     if not is_user_task(name):
         return maker(**options)
@@ -103,13 +103,13 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
 # A user's task, whose prompts are checked when they are read.
 
 FIRST = 8
-"""Number of prompts to check if a user's task generates its prompts on access. If a user's task
+"""Number of prompts that are checked if a user's task generates prompts on access. If a user's task
 returns a list of prompts, all prompts are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserTask(SplitTask):
-    """Wraps a user's task; an invalid prompt raises an error that says what is wrong."""
+    """Wraps a user's task, and raises an error for an invalid prompt."""
 
     task: Task
     path: str

@@ -24,7 +24,7 @@ _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]
 """The number of a row, the row's location for error messages, and the row itself. If the row cannot
-be read, an error text takes the place of the row."""
+be read, an error message takes the place of the row."""
 
 
 class BadRow(Exception):
@@ -45,8 +45,8 @@ class RowReader:
       also stores the columns that no option uses.
     - `system` is the system message for prompts that contain no system message.
     - `instruction` is a text that is appended to each prompt.
-    - `only` maps the name of a column to its allowed values. Rows with other values are left out,
-      and do not count as bad rows.
+    - `only` maps the name of a column to its allowed values. Rows whose value is not allowed are
+      left out, and do not count as bad rows.
 
     By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out, and
     `bad_rows` lists them by split.
@@ -150,7 +150,10 @@ class RowReader:
 
 
 def check_share(share: float, unit: str) -> None:
-    """Raise ConfigError if a share is not between 0 and 1. `unit` is `file` or `split`."""
+    """Raise ConfigError if the held-out share is not between 0 and 1.
+
+    `unit`, either `file` or `split`, completes the names of options in the error message.
+    """
     if not 0 < share < 1:
         raise ConfigError(
             f"task: held_out_share = {share} must be between 0 and 1; to train on all rows of "

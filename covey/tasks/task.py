@@ -28,15 +28,15 @@ class Task(Protocol):
     """A task: prompts for training, and other prompts that are held out for evaluation.
 
     Each prompt depends only on its index in the sequence. Some tasks store a correct answer in
-    `info["solution"]`: the text between the answer tags, the code, or the tool call. Some of these
-    tasks also store the reasoning that leads to the correct answer, in `info["worked"]`.
+    `info["solution"]`: the text between the answer tags, the code, or the tool call. Some tasks
+    also store the reasoning that leads to the correct answer, in `info["worked"]`.
 
-    A task that skips bad rows lists them in `bad_rows`; see `bad_rows_of`.
+    A task that skips bad rows lists the skipped rows in `bad_rows`; see `bad_rows_of`.
     """
 
     @property
     def name(self) -> str:
-        """The task's name, used in prompts and logs."""
+        """The task's name, which appears in `Prompt.task` and in logs."""
 
     def train(self) -> Sequence[Prompt]:
         """Prompts for training."""
@@ -52,8 +52,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """The task of each prompt in a block of a mixture of tasks. The mixture repeats the block.
-        `block` is empty without a mixture."""
+        """In a mixture of tasks, the task of each prompt in the block that the mixture repeats. For
+        all other tasks, `block` is empty."""
 
     def __len__(self) -> int:
         return self.size
@@ -71,7 +71,7 @@ class Generated(Sequence[Prompt]):
 
 
 def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
-    """Return the number of prompts and their ids; of generated prompts, return about `most` ids.
+    """Return the number of prompts and their ids, but only about `most` ids of generated prompts.
 
     The settings of a task determine its generated prompts, so a sample of the prompt ids is enough
     to detect changed data. In a mixture of tasks, changed data in one task changes the ids of all

@@ -10,7 +10,7 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worlds(GeneratedTask):
-    """Prompts with the same text but different seeds `info["world"]` for the environment.
+    """Prompts with equal text, each with a seed for the environment in `info["world"]`.
 
     No held-out world is used for training. The environment adds its rules to the prompt's text.
     """

@@ -107,7 +107,7 @@ def _bits(node: ast.expr, depth: int, names: frozenset[str] | None) -> int:
     """Return an upper bound on the number of bits of an expression's value.
 
     `names` lists the allowed variables. If `names` is None, only whole numbers, `+ - * /` and signs
-    are allowed. Raises NotPlainError if the expression contains anything else.
+    are allowed. Raises NotPlainError if the expression contains anything that is not allowed.
     """
     if depth < 0:
         raise NotPlainError("nested too deep")

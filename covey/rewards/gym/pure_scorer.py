@@ -1,18 +1,17 @@
 """Decides whether a reasoning_gym scorer only reads and compares data, and so needs no sandbox.
 
 Before a scorer runs, Covey inspects the bytecode of its method `score_answer`, and of all
-functions, methods, lambdas and comprehensions that this method uses. A scorer is pure if this
-module's lists allow everything that the scorer uses. The lists contain bytecode instructions,
-builtins, functions of `math` and `json`, regex patterns, and names of methods. Any other scorer is
-impure, and runs in the sandbox.
+functions, methods, lambdas and comprehensions that this method uses. A scorer is pure if it uses
+only what this module lists: bytecode instructions, builtins, functions of `math` and `json`, regex
+patterns, and names of methods. Any other scorer is impure, and runs in the sandbox.
 
-A pure scorer also finishes quickly, because it has no `while` loops, powers or shifts. A pure
-scorer also never combines `range` with a function that parses whole numbers from text. A pure
-scorer keeps no state between completions, because it sets no attributes and cannot change values
-that it shares with other calls.
+A pure scorer also finishes quickly, because it has no `while` loops, powers or shifts, and never
+combines `range` with a function that parses whole numbers from text. A pure scorer keeps no state
+between completions, because it sets no attributes and cannot change values that it shares with
+other calls.
 
-The check assumes that the dataset's entry and options are plain data, such as numbers, strings and
-lists.
+The inspection assumes that the dataset's entry and options are plain data, such as numbers, strings
+and lists.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Mo
 from typing import Any
 
 MOST_CHARACTERS = 4_000
-"""Maximum number of characters of an answer for a pure scorer, because some scorers take quadratic
-time."""
+"""Maximum length of an answer for a pure scorer, in characters. Some scorers take time quadratic in
+the length of the answer."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -122,7 +121,7 @@ _NOTHING = object()
 
 
 class ImpureError(Exception):
-    """Raised if a scorer uses something that this module's lists do not allow."""
+    """Raised if a scorer uses something that a pure scorer may not use."""
 
 
 def is_pure(dataset: Any) -> bool:
@@ -170,8 +169,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Check a value that a scorer uses. Raise ImpureError if the lists do not allow the
-        value."""
+        """Check a value that a scorer uses. Raise ImpureError if the value is not allowed."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:

@@ -40,8 +40,8 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Maps the name of each dataset whose scorer evaluates answers as code to a function. The function
-returns a safe copy of an answer."""
+"""Maps each dataset whose scorer evaluates answers as code to a function that makes a safe copy of
+an answer."""
 
 
 def load() -> None:
@@ -84,9 +84,9 @@ def scored(dataset: Any, answer: str, entry: Entry) -> float:
 def readable(name: str, text: str, entry: Entry) -> str:
     """Return the text that the scorer gets as the answer.
 
-    If the scorer evaluates the answer as code, the result is new text, generated from the answer's
-    syntax tree. Raises NotPlainError if an answer to evaluate is neither plain data (numbers,
-    strings, lists) nor arithmetic.
+    A scorer that evaluates answers as code gets new text, which is generated from the answer's
+    syntax tree. Raises NotPlainError if an answer that would be evaluated is neither plain data
+    (numbers, strings, lists) nor arithmetic.
     """
     if name not in EVALUATING:
         return text

@@ -1,4 +1,4 @@
-"""Comparisons of a math answer with its target, in the order in which `MathAnswer` tries them.
+"""The modules with which `MathAnswer` compares an answer with its target, in order of use.
 
     extract.py                     the final answer of the completion
     math/number.py                 both are numbers: compare exactly

@@ -62,11 +62,11 @@ def variables(formula: str) -> set[str]:
 
 
 def stated_values(parts: list[str], target: str) -> list[str]:
-    """Return the sides of an equation that must equal the target, or [] if it is unsolved.
+    """Return the sides of an equation that must equal the target, or [] for an unsolved equation.
 
-    A side must equal the target if it is a number or has the same variables as the target. A side
-    such as the `x` of `x = 42` only names the value, and is not returned. An equation such as
-    `2x = 42` counts as unsolved.
+    A side that is a number, or that has the same variables as the target, must equal the target. A
+    side such as `x` in `x = 42` only names the value, and is not returned. An equation such as
+    `2x = 42` is unsolved.
 
     >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
     (['41', '42'], [])

@@ -1,4 +1,4 @@
-"""Parses a number as people write it: with units, currency, LaTeX or Markdown around it.
+"""Parses numbers as people write them: with units, currency signs, LaTeX or Markdown.
 
 Numbers have a maximum length, so parsing is fast for any text.
 """
@@ -13,7 +13,7 @@ from functools import lru_cache
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
 
 MAX_NUMBER = 100
-"""Maximum number of characters of a number and its markup, which also limits the size of
+"""Maximum number of characters of a number with its markup, which also bounds the size of
 integers."""
 MAX_EXPONENT = 100
 
@@ -88,7 +88,7 @@ _WRAPPED = re.compile(
 )
 _LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
 _ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
-"""`strip_latex` does not change a text in which this regex finds no match."""
+"""`strip_latex` does not change a text without a match of this regex."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
 _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
 
@@ -175,7 +175,7 @@ def parse_number(text: str) -> Fraction | None:
 
     Units, currencies and `%` are ignored, so `50 %` is 50. A comma groups digits by three, so
     `1,000` is a thousand. Texts such as `3,14` and `0,500` are not numbers, because a decimal comma
-    is ambiguous. The result for a list of numbers is None.
+    is ambiguous. A list of numbers does not count as a number.
 
     >>> [str(parse_number(t)) for t in ("$1,000.50", r"x = \frac{3}{4}", "18 dollars.", "17, 18")]
     ['2001/2', '3/4', '18', 'None']

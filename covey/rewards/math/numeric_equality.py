@@ -2,8 +2,8 @@ r"""Compares two formulas by their values at three points, 100 times faster than
 
 Two formulas count as equal if their values agree at all three points, one of which is negative. Two
 formulas count as different if their values differ at all three points. The comparison is undecided
-if the values agree at only some points, or if a value cannot be computed. The comparison is also
-undecided if this module cannot parse a formula, such as an inequality or a matrix.
+if the values agree at only some of the points, or if a value cannot be computed. Inequalities,
+matrices and other formulas that this module cannot parse are undecided too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from itertools import pairwise
 from types import MappingProxyType
 
 SAME, DIFFERENT, ROUNDED = 1e-12, 1e-6, 1e-3
-"""Limits on the relative difference of two values. Two values are equal if the difference is at
-most SAME, and different if it is above DIFFERENT. If a formula has decimals, which may be rounded,
-two values are different only if the difference is above ROUNDED."""
+"""Limits on the relative difference of two values. Two values are equal if they differ by at most
+SAME, and different if they differ by more than DIFFERENT. For formulas with decimals, ROUNDED takes
+the place of DIFFERENT, because decimals may be rounded."""
 POINTS = 3
 LOST = 1e-6
-"""Minimum ratio of the smaller to the larger summand in a sum of two floats. Float addition would
-lose a much smaller summand, such as 2^{-100} in 1 - 2^{-100}."""
+"""Minimum ratio of the smaller to the larger number in a float addition. Float addition would lose
+a much smaller summand, such as 2^{-100} in 1 - 2^{-100}."""
 MAX_DIGITS = 12
-"""Maximum number of digits of a number. With more digits, different numbers could be the same
+"""Maximum number of digits of a number. Different numbers with more digits could become the same
 float."""
 
 Values = list[complex]
@@ -54,8 +54,8 @@ def same_numerically(answer: str, target: str) -> bool | None:
     r"""Return whether two formulas are equal, or None if the comparison is undecided.
 
     Intervals and points are compared component by component. The elements of sets may be in any
-    order. Equations are equal if one is a multiple of the other. If only one formula is an equation
-    such as `y = 2x`, its right side is compared with the other formula.
+    order. Two equations are equal if one is a multiple of the other. If exactly one formula is an
+    equation, such as `y = 2x`, the right side of this equation is compared with the other formula.
 
     >>> same_numerically("(x+1)^2", "x^2 + 2x + 1"), same_numerically("x<2", "2")
     (True, None)

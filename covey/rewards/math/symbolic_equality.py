@@ -1,4 +1,4 @@
-"""Compares two formulas by computer algebra if numeric evaluation cannot decide.
+"""Compares two formulas by computer algebra if numeric evaluation cannot compare them.
 
 The library math-verify compares formulas with sympy, which evaluates text and may never finish.
 Covey therefore runs math-verify in the sandbox with a time limit, and never passes it formulas that
@@ -54,8 +54,7 @@ def require_math_verify(unsafe: bool) -> None:
 
 @lru_cache(maxsize=1 << 14)
 def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
-    """Return whether math-verify finds that two formulas are equal. The result after a timeout is
-    False."""
+    """Return whether math-verify finds that two formulas are equal, and False after a timeout."""
     scorer = sandboxed("covey.rewards.math.math_verify_scorer", unsafe=unsafe)
     return scorer.score(target, answer) == 1.0
 
@@ -63,7 +62,7 @@ def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
 def _exponent(formula: str, at: int) -> str:
     """Return the exponent that starts at index `at`, after a `^`.
 
-    If another power or a factorial follows the exponent, the result ends with `^`.
+    The returned text ends with `^` if another power or a factorial follows the exponent.
     """
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
@@ -78,7 +77,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracketed text that ends before index `at`, or an empty text if there is none."""
+    """Return the bracketed text that ends before index `at`, or "" if no bracket ends there."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):

@@ -40,7 +40,7 @@ def duration(seconds: float) -> str:
 
 
 def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
-    """Return the main metrics of a step in one line; `short` is for a narrow terminal."""
+    """Return the main metrics of a step in one line. A `short` line fits a narrow terminal."""
     if short and "objective/scores" in metrics:
         return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
     if "loss/cross_entropy" in metrics:
@@ -195,7 +195,7 @@ def console_tracker(run: RunFolder, console: Console) -> ConsoleTracker:
 
 
 def before_and_after(run: RunFolder) -> Table | None:
-    """Return a table of the first and the last evaluation; None if there are fewer than two."""
+    """Return a table of the first and last evaluation, or None with fewer than two evaluations."""
     evaluations = run.evaluations()
     if len(evaluations) < 2:
         return None

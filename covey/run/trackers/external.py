@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 SHOWN = 8
-"""A table shows this many completions with the highest rewards, and as many with the lowest
-rewards."""
+"""A table shows at most SHOWN completions with the highest rewards, and at most SHOWN completions
+with the lowest rewards."""
 LONGEST = 4000
-"""Tables cut longer texts to this many characters. The run folder contains the whole texts."""
+"""Maximum number of characters of a text in a table. The run folder contains the whole texts."""
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 SAVED_BYTES = 255
@@ -55,10 +55,10 @@ class ExternalTracker(Tracker):
         """Log the metrics of a training step."""
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log completions as a table with the columns `COLUMNS`; the base class logs none."""
+        """Log completions as a table with the columns `COLUMNS`; in the base class, do nothing."""
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return False if this event was already reported for this step, as after a resume."""
+        """Return False if the event was already logged for this step, as after a resume."""
         return True
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
@@ -97,8 +97,8 @@ class RememberingTracker(ExternalTracker):
     name: str
     """The name of the tracker, which is also the name of its Python package."""
     session: Any = None
-    """The run object of the tracking package. `open` creates it for a new run or a continued
-    run."""
+    """The run object of the tracking package. `open` creates this object for a new run or a
+    continued run."""
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
@@ -116,7 +116,7 @@ class RememberingTracker(ExternalTracker):
         return True
 
     def remember(self) -> None:
-        """After each log entry, save the last logged step of each event in NAME.json.
+        """Save the last logged step of each event in NAME.json, after each log entry.
 
         A single write overwrites the file in place. On some file systems, replacing the file by a
         rename would wait for the disk.

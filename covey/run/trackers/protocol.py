@@ -19,28 +19,28 @@ class Tracker:
     """Receives the events of a run; by default, every method does nothing."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Training begins.
+        """Called when training begins.
 
         The run has `steps` steps, of which `done` are finished. Each step has `rollouts` rollouts.
         """
 
     def sampled(self, count: int) -> None:
-        """`count` more completions of the current step or evaluation are finished."""
+        """Called when `count` more completions of a step or of an evaluation are finished."""
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """A training step is done; `metrics` are the metrics of the step."""
+        """Called after a training step, with the metrics of the step."""
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """The evaluation after training step `step` is done."""
+        """Called after an evaluation. `step` is the last training step before the evaluation."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A step has a new table, with a row per rollout or per held-out prompt."""
+        """Called with a table of a step, which has one row per rollout or per held-out prompt."""
 
     def note(self, text: str) -> None:
-        """Covey has a message for the user."""
+        """Called with a message for the user."""
 
     def close(self) -> None:
-        """The run has ended, successfully or not."""
+        """Called when the run has ended, successfully or not."""
 
 
 class Trackers(Tracker):
@@ -77,7 +77,7 @@ class JsonlTracker(Tracker):
         self.run.log_step(dict(metrics))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Append an evaluation."""
+        """Append the results of an evaluation to eval.jsonl."""
         self.run.log_evaluation({"step": step, **evaluation.row()})
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -19,8 +19,8 @@ TRACKERS: Mapping[str, type[ExternalTracker]] = {
     "wandb": WandbTracker,
     "trackio": TrackioTracker,
 }
-"""The tracker class for each value of the setting `trackers`. The value is also the name of the
-Python package that the tracker needs, and of the pip extra that installs it."""
+"""Maps each name that the setting `trackers` accepts to a tracker class. The Python package that a
+tracker needs, and the pip extra that installs this package, have the same name as the tracker."""
 
 
 def check_trackers(names: Iterable[str]) -> None:

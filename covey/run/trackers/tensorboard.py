@@ -15,12 +15,11 @@ class TensorBoardTracker(ExternalTracker):
     writer: Any = None
 
     def open(self, done: int) -> None:
-        """Open a new event file, and mark earlier events of steps that are logged again as
-        obsolete."""
+        """Open a new event file, which makes earlier events of repeated steps obsolete."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(self.run.path / "tensorboard")
-        # The first file needs this too, because TensorBoard treats a second file as a restart.
+        # The first file needs purge_step too: TensorBoard treats a second file as a restart.
         self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:

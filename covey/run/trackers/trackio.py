@@ -11,8 +11,8 @@ class TrackioTracker(RememberingTracker):
     """Logs metrics and tables of completions to a local database, which `trackio show` opens.
 
     A resumed run continues the same trackio run. The environment variable TRACKIO_DIR is the folder
-    of the database, and TRACKIO_PROJECT the project name. With TRACKIO_SPACE_ID, the data goes to
-    this Hugging Face Space.
+    of the database, and TRACKIO_PROJECT is the project name. If TRACKIO_SPACE_ID is set, the data
+    goes to this Hugging Face Space.
     """
 
     name = "trackio"
