@@ -1,8 +1,8 @@
 """Builds an algorithm's function from component functions and the names of its options.
 
 An algorithm lists its component functions (advantage, ratio, surrogate, weights) and its options.
-An option's meaning, type and default come from the component function that has the option. An
-algorithm may set another default.
+An option's type and default come from the component function that has the option. An algorithm may
+override the default of an option.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         towards_teacher: TEACHER,
     }
 )
-"""Maps an advantage function to the inputs that it reads; other functions read only "groups"."""
+"""Maps an advantage function to the inputs that it reads; advantage functions that are not listed
+read only "groups"."""
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:

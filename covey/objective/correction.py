@@ -87,8 +87,8 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""The corrections by name."""
+"""Maps the name of a correction to its function."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Maps a correction to the value that it compares with its bounds if engine and trainer agree.
+"""Maps a correction to the value of its criterion if engine and trainer have equal log-probs.
 Corrections that are not listed compare a ratio, which is 1 if engine and trainer agree."""

@@ -60,7 +60,7 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
 
 
 def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.Tensor:
-    """Return a mask of the `count` largest values, and of at least one value."""
+    """Return a mask of the `count` largest values inside `among`, but at least one value."""
     flat = values.masked_fill(~among, -torch.inf).flatten()
     picked = flat.topk(min(max(1, int(count)), int(among.sum()))).indices
     return torch.zeros_like(among).flatten().index_fill(0, picked, True).view_as(among)

@@ -1,7 +1,7 @@
 """Log-ratios between the current policy and the policy that collected the batch.
 
-Each function takes (x, mask), where x = logp - old_logp [B, T] is 0 outside the mask. The
-result is the log-ratio [B, T], clamped to +-20, and 0 outside the mask.
+Each function takes (x, mask), where x = logp - old_logp [B, T] is 0 outside the mask. Each function
+returns the log-ratio [B, T], which is clamped to +-20, and is 0 outside the mask.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from covey.objective.masked import bounded, row_sum, sequence_mean, spread
 
 
 def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-ratio of each token by itself, log r = x."""
+    """The log-ratio of each token, log r = x."""
     return bounded(x)
 
 

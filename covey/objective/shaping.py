@@ -6,8 +6,9 @@ the entropy of the policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. If all completions
 of a group are correct, or all are wrong, their advantages are 0. Means and standard deviations
-leave out these completions, because their advantages would depend on entropies alone. In the
-experiments of arXiv 2508.04349, dynamic sampling drops groups that are all correct or all wrong.
+leave out groups that are all correct or all wrong, because advantages within these groups would
+depend on entropies alone. In the experiments of arXiv 2508.04349, dynamic sampling drops groups
+that are all correct or all wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Scope = Literal["group", "batch"]
 SHAPED_BY_ENTROPY: frozenset[Need] = frozenset({"groups", "old_entropy", "success"})
 WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens"})
-"""The inputs that an objective must provide for the advantage functions of this module."""
+"""The inputs that the advantage functions of this module read."""
 
 
 def polarity(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

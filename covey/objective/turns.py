@@ -39,7 +39,7 @@ class TurnTable(NamedTuple):
 
 
 def turn_table(batch: Batch, gamma: float) -> TurnTable:
-    """Return the discounted return of every turn."""
+    """Return the turns of the batch with their discounted returns."""
     number = torch.zeros_like(batch.tokens) if batch.turn is None else batch.turn
     number = number.where(batch.mask, 0)
     count = int(number.max()) + 1

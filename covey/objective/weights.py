@@ -25,7 +25,7 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 
     GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
     are penalized too little (arXiv 2503.20783). With one ratio per completion, all tokens of a
-    rollout have the same value, and the weighted sum is the mean of the rollouts' values.
+    rollout have the same surrogate, and the weighted sum is the mean surrogate of the rollouts.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
