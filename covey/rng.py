@@ -104,11 +104,12 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 
 
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
-    """Return item indices, drawn one by one with probability proportional to their weights.
+    """Return item indices, drawn without replacement, with probabilities proportional to `weights`.
 
-    Items of weight 0 are left out. For each other item `i`, the function draws an exponential
-    variable of rate `weights[i]`, and sorts the items by these variables (Efraimidis and Spirakis).
-    Changing one weight therefore leaves the order of all other items unchanged.
+    Items of weight 0 are left out. For each item `i` with a positive weight, the function draws an
+    exponential variable of rate `weights[i]`, and then sorts the items by these variables
+    (Efraimidis and Spirakis). Changing one weight therefore leaves the order of all other items
+    unchanged.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

@@ -232,7 +232,8 @@ class _RowIndex:
     number: Numbers
     """Index of the row's prompt."""
     home: npt.NDArray[np.bool_]
-    """Whether the row is the first with its prompt; this row has the prompt's queries."""
+    """Whether the row is the first of all rows with the same prompt; the first row has the prompt's
+    queries."""
     prompt_start: Numbers
 
     @staticmethod
@@ -300,7 +301,7 @@ class _RowIndex:
 
 
 def _starts(counts: Numbers) -> Numbers:
-    """Return the offset of each array when arrays with `counts` elements are concatenated."""
+    """Return each part's offset in a concatenation of parts with `counts` elements."""
     found: Numbers = counts.cumsum() - counts
     return found
 

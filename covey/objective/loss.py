@@ -139,8 +139,7 @@ class Objective:
 
     @property
     def pairs(self) -> bool:
-        """Whether the loss is pairwise, as in DPO: it trains on one pair of completions per
-        group."""
+        """Whether the loss is pairwise, as in DPO, with one pair of completions per group."""
         return self.kl_in == "pair"
 
     @property

@@ -129,7 +129,7 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
 
 
 class _Rope(torch.autograd.Function):
-    """Autograd function for RoPE; the input is one fused QKV tensor, or three tensors."""
+    """Autograd function for RoPE; the input is a fused QKV tensor, or queries, keys and values."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Kernels that sample each sequence's next token from logits and update the decoding state.
 
-The logits are read only once: a first kernel computes the maximum and the sum of exponentials of
-each block of the vocabulary, and a second kernel finds the block that contains the sampled token
-and reads only that block again.
+The first kernel reads all logits once, and computes the maximum and the sum of exponentials of each
+vocabulary block. The second kernel finds the block that contains the sampled token, and reads only
+this block again.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), V (vocabulary size) and R (maximum length of a completion).
@@ -124,7 +124,7 @@ def sample_tokens(
     """Sample the next token of the first W sequences from `logits` [W, V].
 
     Temperature 0 chooses the most likely token. A completion ends with a stop token or at its
-    maximum length. If logits are NaN, so is the log-probability of the sampled token.
+    maximum length. If logits are NaN, the log-probability of the sampled token is NaN too.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, VOCABULARY_BLOCK)

@@ -1,8 +1,8 @@
 """Decode attention of any model over a KV cache in which sequences can share a prompt.
 
 The model's own code applies RoPE and norms before this kernel. The kernel stores the new key and
-value, and then attends to each sequence's prompt, which several sequences may share, and to its own
-completion. The kernel supports sliding windows and soft caps.
+value of each sequence. It then attends to the sequence's prompt, which several sequences may share,
+and to the sequence's own completion. The kernel supports sliding windows and soft caps.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), P (prompts), H (heads), K (key-value heads), C (positions per page) and D (head
