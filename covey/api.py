@@ -70,7 +70,7 @@ class CompareResult:
     """The result of a comparison."""
 
     folder: Path
-    """The comparison's folder, which also contains the report as a page and tables."""
+    """The comparison's folder, which also contains the report as a web page and as tables."""
     report: dict[str, Any]
     """The content of report.json, as docs/compare-report.md describes it."""
 
@@ -279,7 +279,7 @@ def _split(
 
     If the result has None instead of tracker objects, the run reports to the console. Tracker names
     replace the trackers in the settings, and an empty list removes all trackers. If only tracker
-    objects are passed, the trackers in the settings stay.
+    objects are passed, the trackers in the settings are kept.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]

@@ -1,8 +1,8 @@
 """Access to the Hugging Face Hub, or to the local cache if the Hub cannot be reached.
 
 Without a network, Hugging Face libraries would retry for most of a minute and then fail. Covey
-therefore tests the connection first, and limits these libraries to their local cache if the test
-fails.
+therefore tests the connection first, and limits Hugging Face libraries to their local cache if the
+test fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Kept sets: the token ids that top-k, top-p and min-p allowed at each sampled position.
 
 The trainer computes log-probabilities over the kept sets, so that training and sampling use the
-same distribution. DeepSeek-V3.2 calls this method "keep sampling mask". An engine returns the kept
-sets of a completion as one compact string. The string can be stored in JSON and in checkpoints, and
-sent through pipes.
+same distribution. DeepSeek-V3.2 calls training on kept sets "keep sampling mask". An engine returns
+the kept sets of a completion as one compact string. The compact string can be stored in JSON and in
+checkpoints, and sent through pipes.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def may_be_given_up() -> Iterator[None]:
 class StopSignal:
     """A request to stop the run, usually by Ctrl-C or SIGTERM.
 
-    The training loop then finishes the current step, saves a checkpoint and ends.
+    After the request, the training loop finishes the current step, saves a checkpoint and ends.
     """
 
     received: str | None = None

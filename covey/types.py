@@ -228,7 +228,7 @@ class Batch:
     lengths: torch.Tensor
     """[B] int64: number of completion tokens in each row, including untrained tokens."""
     mask: torch.Tensor
-    """[B, T] bool: True for tokens that are trained."""
+    """[B, T] bool: whether the token is trained."""
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor

@@ -7,9 +7,9 @@ next layer back to the device while the current layer runs. At any time, only ab
 inputs are on the device, whatever the number of layers. The copies in CPU memory are exact, so
 offloading does not change gradients.
 
-All copies run on one stream, in the order in which they were started. Because of this order, a CPU
-buffer can be reused as soon as Python has freed the activation in the buffer. A CUDA graph can
-contain the copies.
+All copies run on one stream, in the order in which they were started. Because copies run in order,
+a CPU buffer can be reused as soon as Python has freed the activation in the buffer. A CUDA graph
+can contain the copies.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ all keys of the row (varlen_attention.py). Flash attention and the Triton kernel
 keys. The Triton kernels are optimized for short rows.
 
 cuDNN aligns the causal mask at the start of a row, so that query i sees keys 0 to i. cuDNN
-therefore needs the prompt's queries in every row. If a prompt's queries belong to another row, they
-are copied from that row. The outputs for copied queries are discarded, and the gradients of these
-outputs are zero. One cuDNN call processes all rows of similar length. cuDNN's operator for rows of
-different lengths is not used, because it reads invalid addresses in torch 2.11.
+therefore needs the prompt's queries in every row. If a prompt's queries belong to another row, the
+queries are copied from that row. The outputs for copied queries are discarded, and the gradients of
+these outputs are zero. One cuDNN call processes all rows of similar length. cuDNN's operator for
+rows of different lengths is not used, because it reads invalid addresses in torch 2.11.
 
 The functions `chosen` and `measured` measure the kernels on the device and choose the fastest
 kernel.
@@ -58,8 +58,8 @@ class Kernel(NamedTuple):
 
     forward: Callable[[QKV, Inputs], Found]
     backward: Callable[[torch.Tensor, QKV, Found, Inputs], QKV]
-    """Function of the output gradient, (queries, keys, values), the result of `forward`, and
-    `Inputs`."""
+    """Function that computes the gradients of queries, keys and values from the output gradient,
+    (queries, keys, values), the result of `forward`, and `Inputs`."""
     captured: bool
     """Whether a CUDA graph with this kernel can be replayed with rows of other lengths."""
 
@@ -160,7 +160,7 @@ def _triton_backward(grad: torch.Tensor, tensors: QKV, found: Found, inputs: Inp
 
 
 class _Row(NamedTuple):
-    """One row as two slices: the packed tokens of its queries, and its key positions."""
+    """A row of packed tokens: the slice of its queries, and the slice of its key positions."""
 
     query: slice
     key: slice
@@ -376,7 +376,7 @@ def chosen(shape: ShapeClass) -> str:
 def chosen_for(
     config: Any, device: torch.device, dtype: torch.dtype, longest: int, captured: bool = False
 ) -> str:
-    """Return the name of the fastest kernel for rows of a transformers model."""
+    """Return the name of the fastest attention kernel for rows of a transformers model."""
     heads: int = config.num_attention_heads
     size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
@@ -468,7 +468,7 @@ class _Rows:
             return [attended.detach(), *torch.autograd.grad(attended, self.tensors[:3], grad)]
 
     def agree(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-        """Return whether results differ only by rounding."""
+        """Return whether the results of two kernels differ only by rounding."""
         return all(
             float((a.float() - b.float()).norm()) <= TOLERANCE * float(b.float().norm())
             for a, b in zip(found, expected, strict=True)

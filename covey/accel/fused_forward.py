@@ -1,11 +1,11 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The fused forward pass uses the model's own weights. It differs from the model's own code in the
-operations between matrix products, and in the order in which LoRA matrices are multiplied. One
-matrix product computes all linear layers that have the same input, if their weights are fused. The
-residual stream is float32, as in the engine's fused decoder. The outputs of norms, attention and
-MLP have the dtype of the weights. If the optimizer attached a GradSink to a weight, the backward
-pass adds the weight's gradient to a float32 buffer.
+The fused forward pass uses the model's own weights. Compared with the model's own code, the
+operations between matrix products and the order of the products with LoRA matrices are different.
+One matrix product computes all linear layers that have the same input, if their weights are fused.
+The residual stream is float32, as in the engine's fused decoder. The outputs of norms, attention
+and MLP have the dtype of the weights. If the optimizer attached a GradSink to a weight, the
+backward pass adds the weight's gradient to a float32 buffer.
 
 The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
 size).
@@ -34,8 +34,8 @@ from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
-"""Callback for each layer in order, with the layer's keys after RoPE and its values, both [N, K,
-D]."""
+"""Callback that gets the keys (after RoPE) and the values of each layer, both [N, K, D], in the
+order of the layers."""
 
 LAYER_ENTRY = "covey_layer"
 """Name of a method that Covey adds to every layer of a model sharded with FSDP. The method gathers

@@ -1,7 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for several layers.
 
-The outputs of plain LoRA adapters are added to the result of the matrix product. A layer with other
-operations, for example LoRA dropout, is not fused, and its own forward pass runs.
+The outputs of plain LoRA adapters are added to the result of the matrix product. A layer with
+additional operations, for example LoRA dropout, is not fused, and its own forward pass runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Te
 def swiglu_linear(
     gates: Sequence[torch.Tensor], activation: nn.Module, down: nn.Module
 ) -> torch.Tensor:
-    """Return down(activation(gate) * up); `gates` has one fused tensor, or gate and up."""
+    """Return down(activation(gate) * up); `gates` contains one fused tensor, or gate and up."""
     result: torch.Tensor
     if not is_silu(activation):
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
@@ -156,7 +156,7 @@ class _Weights:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of `parameters`.
 
-        An entry is None if the gradient is not needed or was added to a GradSink.
+        An entry of the list is None if the gradient is not needed or was added to a GradSink.
         """
         count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)

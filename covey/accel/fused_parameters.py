@@ -132,7 +132,7 @@ class GradSink:
             total.add_(grad)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left @ right, the stacked gradients, to the sum without rounding to bfloat16."""
+        """Add left @ right, the stacked gradients, to the float32 sum without extra rounding."""
         total = self.total
         if total is None:
             matmul(left, right, self.start())
@@ -167,7 +167,7 @@ def grad_holder(parameter: nn.Parameter) -> Any:
 
 
 def attach_grad_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
-    """Attach a GradSink to each parameter of the pairs; fused parameters share a GradSink."""
+    """Attach a GradSink to each bfloat16 parameter; fused parameters share one GradSink."""
     run: list[tuple[nn.Parameter, HoldsGrad]] = []
     by_address = sorted(pairs, key=lambda pair: pair[0].data_ptr())
     for pair in by_address:

@@ -195,8 +195,8 @@ def packed_batch(
 def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
     """Compute, on the CPU, the index tables for prompts that are packed one after another.
 
-    The model predicts the first token after each prompt. Because this token is not known yet, the
-    token ids in `chosen` are 0.
+    The model predicts the first token after each prompt. Because the first token after a prompt is
+    not known yet, the token ids in `chosen` are 0.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     ends = lengths.cumsum()

@@ -1,6 +1,7 @@
 """Sizes and limits of forward and backward passes, in a module that does not import torch.
 
-The memory forecast (covey/analysis/plan) also reads these sizes, and torch takes seconds to import.
+The memory forecast (covey/analysis/plan) reads these sizes without importing torch, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ TOKEN_STEP = 256
 VOCABULARY_BLOCK = 2048
 """Number of vocabulary entries that one Triton program of the sampling kernel processes."""
 CHUNK_STEP = 128
-"""Number of rows of a tile on tensor cores. On a GPU, larger chunks are rounded down to a multiple
-of CHUNK_STEP tokens."""
+"""Number of rows of a tile on tensor cores. On a GPU, chunks of more than CHUNK_STEP tokens are
+rounded down to a multiple of CHUNK_STEP tokens."""
 LIVE_COPIES = 3
 """Number of tensors that the output head has in memory for each chunk: the logits, a buffer for
 intermediate results, and the gradient in the weight's dtype."""

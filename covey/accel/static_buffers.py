@@ -37,8 +37,8 @@ class Size(NamedTuple):
     def of(tables: PackedTables, longest: MaxLengths) -> Size:
         """Return the size of the bucket for a micro-batch.
 
-        Counts that affect the run time are rounded up in small steps, and the other counts in large
-        steps.
+        Counts that affect the run time are rounded up in small steps, and all other counts are
+        rounded up in large steps.
         """
         tokens = padded_tokens(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)

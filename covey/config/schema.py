@@ -1,7 +1,8 @@
 """The configuration schema, with a class for each section and a field for each setting.
 
-The sections `task`, `reward`, `length_penalty` and `objective` name a function and contain its
-options. Covey checks the options against the function's signature before a run starts.
+Each of the sections `task`, `reward`, `length_penalty` and `objective` names a function and
+contains the function's options. Covey checks the options against the function's signature before a
+run starts.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Vllm(Section):
     """Run vLLM in the trainer's process and on the trainer's GPU, instead of in a server; vLLM
     sleeps during training."""
     memory: Annotated[float, Field(gt=0)] = 0.5
-    """Fraction of a GPU's memory that a server uses; on a CPU, the size of a server's KV cache in
-    GiB."""
+    """Fraction of a GPU's memory that a vLLM server uses; on a CPU, the size of the server's KV
+    cache in GiB."""
     tensor_parallel: Positive = 1
     """Number of GPUs per vLLM server."""
     first_gpu: Count = 1
@@ -72,11 +73,11 @@ class Vllm(Section):
     """With transfer = "file", the folder that the trainer and the vLLM servers share; empty means
     shared memory."""
     host: str = "127.0.0.1"
-    """With transfer = "nccl", the address at which servers reach this machine."""
+    """With transfer = "nccl", the address at which vLLM servers reach this machine."""
     timeout: Seconds = 600.0
     """Seconds to wait for the reply to a request before the vLLM server counts as dead."""
     patience: Seconds = 600.0
-    """Seconds to wait for a server to start or to restart."""
+    """Seconds to wait for a vLLM server to start or to restart."""
     restarts: Count = 3
     """Maximum number of restarts of a vLLM server; one more failure ends the run. Covey restarts
     only servers that it has started, and waits until the user restarts a server in
@@ -119,7 +120,7 @@ class Cluster(Section):
     """Run a frozen reference policy in its own Ray actor, with as many CPUs and GPUs as an engine
     actor."""
     restarts: Count = 3
-    """Number of actor failures that the run survives; one more failure ends the run."""
+    """Number of Ray actor failures that the run survives; one more failure ends the run."""
     patience: Seconds = 300.0
     """Seconds to wait until the cluster has free resources for an actor."""
 
@@ -183,9 +184,9 @@ class Train(Section):
     """Training steps."""
     stop_after: StopAfter = StopAfter()
     """The limit at which the run ends: {tokens = n} sampled tokens, {updates = n} optimizer steps,
-    or {epochs = n} passes over the training prompts; {steps = n} is the same as train.steps = n.
-    The learning-rate schedule and the evaluations follow the used fraction of the limit, so half of
-    the limit corresponds to step `steps` / 2."""
+    or {epochs = n} passes over the training prompts. Setting {steps = n} is the same as setting
+    train.steps = n. The learning-rate schedule and the evaluations follow the used fraction of the
+    limit, so half of the limit corresponds to step `steps` / 2."""
     mini_batches: Positive = 1
     """Number of mini-batches in one epoch of a training step; each mini-batch takes one optimizer
     step."""
@@ -205,7 +206,8 @@ class Train(Section):
     pass if a training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model supports CUDA graphs.
-    CUDA graphs make small models faster, but activations stay in memory between steps."""
+    CUDA graphs make the training of small models faster, but activations stay in memory between
+    steps."""
 
     stop_on: Names = Field(default_factory=list)
     """Names of the health problems that end the run, such as nan or collapse; docs/health.md lists
@@ -255,8 +257,7 @@ class Train(Section):
 
     @property
     def total_optimizer_steps(self) -> int:
-        """The planned number of optimizer steps of a run; a token limit does not change this
-        number."""
+        """The planned number of optimizer steps of a run; a token limit does not change it."""
         return self.amount if self.budget == "updates" else self.steps * self.optimizer_steps
 
 
@@ -286,7 +287,7 @@ class Teacher(Section):
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """Timeout of a request to the teacher's server, in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds to retry while the teacher's server cannot be reached."""
+    """Seconds to keep retrying while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature of a teacher that teacher.path or teacher.url names, used instead of
     rollout.temperature."""
@@ -389,8 +390,8 @@ class Curriculum(Section):
     memory: Share = 0.2
     """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01
-    """Smallest sampling weight of a prompt, or of one task in a mixed task, so that every prompt is
-    drawn sometimes."""
+    """Lower bound on the sampling weight of a prompt, or of a task in a mixed task, so that no
+    prompt is ignored."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Stop drawing a prompt when its pass rate over all its completions reaches this value, such as
     0.9; 0 means never."""
@@ -466,7 +467,7 @@ class Model(Section):
     """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
     auto means the tokenizer's chat template, or plain if the tokenizer has none."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
-    """Arguments of the chat template, as in {enable_thinking = false}."""
+    """Arguments of the chat template, such as {enable_thinking = false}."""
     prefill: str = ""
     """Text with which every completion starts; this text belongs to the prompt and is not
     trained."""
@@ -489,7 +490,7 @@ class Adapter(Section):
     """Linear layers to adapt, such as q_proj; 'all-linear' means all linear layers except the
     head."""
     also_train: Names = Field(default=[])
-    """Modules to train in full, such as lm_head."""
+    """Modules to train in full beside the adapter, such as lm_head."""
 
 
 class Task(Named):
@@ -568,7 +569,7 @@ class Reference(Section):
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """Timeout of a request to the reference server, in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds to retry while the reference server cannot be reached."""
+    """Seconds to keep retrying while the reference server cannot be reached."""
     fingerprint: str = ""
     """Digest that the reference server's weights must have; empty means the digest in the server's
     first reply."""
@@ -613,8 +614,8 @@ class Scoring(Section):
     """Number of worker processes for slow rewards; 0 means one per core. Quick rewards need no
     worker processes."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. A completion that takes longer counts as
-    unscored."""
+    """Time limit for scoring one completion, in seconds. A completion whose scoring takes longer
+    counts as unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process, in GiB."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -654,7 +655,7 @@ class Overlap(Section):
     first generates and then trains."""
     mode: Literal["ahead", "copy"] = "ahead"
     """How generation runs ahead of training. With ahead, one engine call generates the rollouts of
-    staleness + 1 steps with the trainer's weights; with copy, an engine with a copy of the weights
+    staleness + 1 steps with the trainer's weights. With copy, an engine with a copy of the weights
     generates during training."""
     in_flight: bool = False
     """With overlap.mode = "copy", load new weights during the generation of completions, which
@@ -798,7 +799,7 @@ class Config(Section):
 
     @property
     def stale(self) -> bool:
-        """Whether steps may train on rollouts that older weights generated."""
+        """Whether training steps may train on rollouts that an older policy sampled."""
         return self.overlap.staleness > 0 or self.replay.groups > 0
 
     @property

@@ -1,4 +1,4 @@
-"""The option `--smoke`: shrinks a config so that a run takes 1 to 2 minutes on two CPU cores.
+"""The option `--smoke`, which shrinks a config to a run of 1 to 2 minutes on two CPU cores.
 
 A smoke run shows that prompts, reward, objective, reference model, evaluation and checkpoints work
 together. The results of a smoke run are meaningless. Covey applies `--set` after `--smoke`, so
@@ -67,7 +67,8 @@ ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
     ("sft", ("template",)),
 )
-"""Settings of prompt and solution text; `--smoke` removes them when it replaces the task."""
+"""Settings for the text of prompts and solutions; `--smoke` removes them when it replaces the
+task."""
 
 
 def load_smoke(source: str | None, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:

@@ -5,8 +5,9 @@
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
 computed over the batch of a training step. Token weights, corrections and the results of the
-objective's `marks` function are computed over an optimizer step. Given these tensors, the loss of a
-micro-batch is a plain sum over the micro-batch's tokens.
+objective's `marks` function are computed over an optimizer step. Once advantages, weights,
+corrections and the results of `marks` are known, the loss of a micro-batch is a plain sum over its
+tokens.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Objective:
 
     advantage: Callable[[Batch], torch.Tensor]
     """Function that returns a training step's advantages [B, T], with one row per rollout. With
-    filter.skip_zero_gradient, the function gets old_logp only if the objective's `reads` contains
-    "old_logp"."""
+    filter.skip_zero_gradient, the advantage function gets old_logp only if the objective's `reads`
+    contains "old_logp"."""
     ratio: Ratio = token
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask; by default,
     each token has its own ratio."""
@@ -79,7 +80,8 @@ class Objective:
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
     """Optional function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer
-    step. The function takes the step's batch with advantages, and the logp [B, T] of the batch."""
+    step. The function `marks` takes the step's batch with advantages, and the logp [B, T] of the
+    batch."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """Function that returns the critic's targets [B, T], with the same arguments as `advantage`;
     None without a critic."""
@@ -99,9 +101,9 @@ class Objective:
     top_entropy: float = 1.0
     """The fraction of tokens that get a policy gradient: the tokens with the highest entropy."""
     off_policy_limit: float = 0.0
-    """Limit on how far the mean log-probability of a completion may fall after sampling. If the
-    mean log-probability falls further, a completion with a negative advantage is dropped. A limit
-    of 0 keeps all completions.
+    """Limit on how far the mean log-probability of a completion may fall after sampling. A
+    completion with a negative advantage is dropped if its mean log-probability falls by more than
+    the limit. A limit of 0 keeps all completions.
     """
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of any token is below this number times

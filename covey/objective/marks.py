@@ -6,9 +6,9 @@ tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
 M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
-data, so their ratio r is relative to the policy that generated the data. In M2PO and BAPO, r uses
-sampler_logp instead of old_logp. All functions of this module need the log-probabilities of the
-whole step at once, which takes one more forward pass.
+data, so their ratio r is relative to the policy that generated the data. In M2PO and BAPO, the
+ratio r uses sampler_logp instead of old_logp. All functions of this module need the
+log-probabilities of the whole step at once, which takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.T
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    The number is a hash of the engine's log-probabilities of all tokens up to this token, and of
-    the whole completion. Because of the hash of the whole completion, tokens in a common prefix get
-    different numbers in different completions. The numbers do not depend on row order,
+    A token's number is a hash of the engine's log-probabilities: of all tokens up to the token, and
+    of the whole completion. Because of the hash of the whole completion, tokens in a common prefix
+    get different numbers in different completions. The numbers do not depend on row order,
     micro-batches or ranks, and are the same in a resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
@@ -88,10 +88,9 @@ def _shuffled(batch: Batch) -> torch.Tensor:
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Select tokens to drop until the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the remaining tokens with A > 0 and r > 1, or with A < 0 and r < 1. An
-    optimizer step would move the ratio r of these tokens further from 1. The tokens with the
-    largest (log r)^2 are dropped first. Among tokens with equal (log r)^2, earlier tokens are
-    dropped first.
+    The mean is over the remaining tokens with A > 0 and r > 1, or with A < 0 and r < 1, whose ratio
+    r an optimizer step would move further from 1. The tokens with the largest (log r)^2 are dropped
+    first. Among tokens with equal (log r)^2, earlier tokens are dropped first.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)

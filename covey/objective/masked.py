@@ -67,8 +67,8 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _sequence_mean() -> Any:
     """Return the autograd function of `sequence_mean`.
 
-    The class is made on first use, because its base class would load torch into commands that
-    need no torch.
+    The class is created on first use, because its base class needs torch, which some commands do
+    not import.
     """
 
     class SequenceMean(torch.autograd.Function):

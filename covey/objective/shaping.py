@@ -117,7 +117,7 @@ def without_conflicts(
     max_entropy: float = 0.7,
     entropy_cost: float = 0.1,
 ) -> torch.Tensor:
-    """GTPO of arXiv 2508.03772: bad completions get no gradient for tokens shared with good ones.
+    """GTPO (arXiv 2508.03772), which gives no gradient to shared tokens in bad completions.
 
     The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, where mean_g R is the
     group's mean reward and H_i is the completion's mean entropy. A_i is 0 if H_i exceeds

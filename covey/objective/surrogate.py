@@ -51,10 +51,10 @@ def clipped(
 ) -> Gain:
     """The PPO surrogate min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), arXiv 1707.06347.
 
-    The gradient is r A for an unclipped token and 0 for a clipped token. A token is clipped if A >
-    0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low. A token with A > 0 and r < 1 is never
-    clipped. With `dual` (arXiv 1912.09729), a token with A < 0 is also clipped if r > dual, so the
-    surrogate is at least dual * A.
+    The gradient with respect to logp is r A for an unclipped token and 0 for a clipped token. A
+    token is clipped if A > 0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low. A token with
+    A > 0 and r < 1 is never clipped. With `dual` (arXiv 1912.09729), a token with A < 0 is also
+    clipped if r > dual, so the surrogate is at least dual * A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -155,7 +155,7 @@ def trust_mask(
 
     DPPO with total variation, arXiv 2602.04879. A token with A > 0 is trained if p - p_old <=
     clip_high, and any other token is trained if p - p_old >= -clip_low. The bounds clip_low and
-    clip_high limit the change of a token's probability p, not the ratio r. Under these bounds, the
+    clip_high limit the change of a token's probability p, not the ratio r. Within the bounds, the
     probability of a rare token may double.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()

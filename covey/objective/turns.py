@@ -28,7 +28,7 @@ class TurnTable(NamedTuple):
     returns: torch.Tensor
     """The discounted return U of each turn, float64; NaN where scoring failed."""
     present: torch.Tensor
-    """Boolean mask: True for a turn of the rollout, False for padding."""
+    """Boolean mask of the turns that the rollout has; False for padding."""
     state: torch.Tensor
     number: torch.Tensor
     """The index of the turn that a token belongs to, [B, T]."""

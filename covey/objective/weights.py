@@ -49,7 +49,7 @@ def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -
 def token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / T: the mean over all tokens of the step.
 
-    The released code of DAPO (arXiv 2503.14476) uses these weights.
+    The released code of DAPO (arXiv 2503.14476) uses the weights 1 / T.
     """
     return batch.mask.double() / max(1, totals.tokens)
 
@@ -66,7 +66,8 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (P T_i): average over each rollout's tokens, sum the averages, and divide by P.
 
-    These weights are for pairwise losses such as DPO, where each group has one pair of completions.
+    The weights 1 / (P T_i) are for pairwise losses such as DPO, where each group has one pair of
+    completions.
     """
     return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
 

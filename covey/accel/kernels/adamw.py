@@ -27,7 +27,7 @@ def _mixed(x):
 
 @triton.jit
 def _rounded(values, random):
-    """Round float32 stochastically to bfloat16; round up in proportion to the lower 16 bits."""
+    """Stochastically round float32 to bfloat16, up with probability (lower 16 bits) / 2^16."""
     bits = values.to(tl.int32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     return (bits + tl.where(finite, random.to(tl.int32), 0)) >> 16

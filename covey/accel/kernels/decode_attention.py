@@ -30,8 +30,8 @@ from covey.accel.kernels.early_start import starts_early
 from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
-"""Minimum number of rows of a matrix product on tensor cores. If fewer query heads share a key
-head, the kernel adds padding rows."""
+"""Minimum number of rows of a matrix product on tensor cores. If the query heads that share a key
+head fill fewer rows, the kernel adds padding rows."""
 LEAST = tl.constexpr(-1e30)
 """Initial value of a running maximum; it is finite, so that differences of maxima are never NaN."""
 FEW_PROGRAMS = 512
@@ -44,10 +44,10 @@ HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
 """Maps a minimum number of Triton programs (at head size 64) to the fastest tile settings on an
 H200."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
-"""Maximum number of bytes of keys and values that a Triton program loads at the same time:
-STAGE_BYTES in one pipeline stage, and on Hopper and later GPUs, HOPPER_BYTES in all stages
-together. Large heads are read in smaller tiles, because larger tiles would not fit in a
-multiprocessor's shared memory."""
+"""Maximum number of bytes of keys and values that a Triton program loads at the same time.
+STAGE_BYTES is the maximum in one pipeline stage. On Hopper and later GPUs, HOPPER_BYTES is the
+maximum in all pipeline stages together. Large heads are read in smaller tiles, because larger tiles
+would not fit in a multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
 """One Triton program handles several sequences if sequences * key heads is at least this number."""
 SPLIT_PROGRAMS = 256
@@ -56,9 +56,9 @@ SPLIT_POSITIONS = 512
 SPLIT_POSITIONS positions."""
 SMALLEST_HEAD = 32
 """The smallest head size for which the engine uses this kernel with 16-bit dtypes. Tensor cores
-also support a head size of 16, but in bfloat16 the log-probs of engine and trainer then differed by
-3.6 nats on an H200, although the kernel is correct in Triton's interpreter. With head sizes of 64
-and 128, the log-probs differ only by rounding."""
+also support a head size of 16. With a head size of 16 in bfloat16, the log-probs of engine and
+trainer differed by 3.6 nats on an H200, although the kernel is correct in Triton's interpreter.
+With head sizes of 64 and 128, the log-probs differ only by rounding."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -149,7 +149,7 @@ def _new_position(
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, norms: tl.constexpr,
     rounds: tl.constexpr,
 ):  # fmt: skip
-    """Store the new key and value; return the new score and value to start the softmax.
+    """Store the new key and value; return the new score and value, which start the softmax.
 
     The new key and value stay in registers, because the kernel never reads back what it has stored.
     """

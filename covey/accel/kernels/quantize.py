@@ -71,7 +71,8 @@ class Weight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A float8 product before scaling: W x + b = values * row_scales * 2^exponents + bias."""
+    """An unscaled float8 product: the output W x + b is values * row_scales * 2^exponents +
+    bias."""
 
     values: torch.Tensor
     """[N, M] bfloat16."""

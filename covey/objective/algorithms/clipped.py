@@ -22,8 +22,8 @@ def grpo() -> Objective:
     1e-6 and a clip range of 0.2.
 
     Departure: if all rewards of a group are equal, the advantages of the group are exactly 0. The
-    paper's formula would divide the rounding error of the group's mean by eps. For example, six
-    float32 rewards of 0.3 with eps 1e-8 would give an advantage of 0.7.
+    paper's formula would divide the rounding error of the group's mean by eps. For example, the
+    paper's formula would give an advantage of 0.7 for six float32 rewards of 0.3 with eps 1e-8.
 
     Worth knowing: with beta 0, as in many recent recipes, Covey loads no reference model. A k3
     penalty in the loss has the gradient of the forward KL, KL(reference, policy). A k2 penalty in

@@ -31,7 +31,8 @@ def opd(*, task: float = 0.0) -> Objective:
 
     Choice: the student's log-probability is old_logp, which does not change between the optimizer
     steps of a batch. Other libraries take the student's log-probability from the engine or from the
-    current policy. On policy, all three log-probabilities are equal.
+    current policy. On policy, old_logp equals the log-probabilities of the engine and of the
+    current policy.
     """
     return Objective(
         advantage=distill.towards_teacher,

@@ -92,8 +92,8 @@ def pkpo() -> Objective:
     With `loo`, setting the advantages of equal rewards to 0 makes the gradient biased.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
-    completions with more than G-k+1 successes has no gradient. When the policy solves more prompts,
-    lower k.
+    completions with more than G-k+1 successes has no gradient. As the policy learns to solve more
+    prompts, lower k.
     """
     return Objective(
         advantage=advantage.best_of_k,
