@@ -55,7 +55,7 @@ def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
 
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
     """Return `count` uniform random numbers in [0, 1) per address, as float32 [n, count]."""
-    # One generator is reused for all addresses, because creating one takes far longer than drawing.
+    # One generator is reused, because creating a generator takes far longer than drawing numbers.
     generator = _philox(0, 0, _TOKENS)
     state = generator.state
     key, counter = state["state"]["key"], state["state"]["counter"]

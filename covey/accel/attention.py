@@ -110,9 +110,8 @@ def _softcap_attention(
     query, key, value = heads
     softcap, scaling = options["softcap"], options.get("scaling")
     batch, count, positions, size = query.shape
-    wide = torch.promote_types(
-        query.dtype, torch.float32
-    )  # the rounding error of a bfloat16 score of 50 is up to 0.25
+    # In bfloat16, the rounding error of a score of 50 would be up to 0.25.
+    wide = torch.promote_types(query.dtype, torch.float32)
     rows = query.unflatten(1, (key.shape[1], -1)).to(wide)
     scores = rows @ key.unsqueeze(2).transpose(3, 4).to(wide)
     scores = scores * (size**-0.5 if scaling is None else scaling)

@@ -257,8 +257,8 @@ def _apart(gates: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 # LoRA adapters in the fused forward pass: low-rank products are added to the frozen product.
 #
 # An adapted layer computes `W x + scale * B A x`. For layers with the same input, one matrix
-# product computes W x of all layers, and another computes A x. B A x is then added to W x in
-# place. The backward pass computes gradients of A and B only, never of W.
+# product computes W x of all layers, and another matrix product computes A x of all layers. B A x
+# is then added to W x in place. The backward pass computes gradients of A and B only, never of W.
 #
 # The dimensions in tensor shapes are N (tokens), I and O (inputs and outputs of a layer) and R
 # (adapter rank).

@@ -172,7 +172,7 @@ class _TokenLogp(torch.autograd.Function):
         for part, logits, grad in _chunks(hidden, weight, bias, ctx.settings, ctx.kept):
             slope = None if softcap is None else 1 - (logits / softcap).square_()
             if slope is not None and ctx.kept is not None:
-                slope.clamp_(min=0)  # outside of a kept set it would overflow
+                slope.clamp_(min=0)  # -inf for tokens outside their kept set
             log_p = logits.sub_(normalizer[part, None])
             torch.exp(log_p, out=grad)
             # grad = p * factor, factor = -logp_grad - entropy_grad (log p + H), built in log_p.

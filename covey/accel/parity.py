@@ -67,9 +67,8 @@ def _first(part: nn.Module, config: Any) -> nn.Module:
         # Include every layer type, even one that first appears late.
         enough = max([LAYERS, *(1 + kinds.index(kind) for kind in kinds)])
         return nn.ModuleList(copy.deepcopy(layer) for layer in part[:enough]).float()
-    embedding = getattr(
-        part, "original_module", part
-    )  # an adapter keeps the original module next to its copy
+    # An adapter keeps the original module next to the adapter's copy.
+    embedding = getattr(part, "original_module", part)
     if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == config.vocab_size:
         part = nn.Embedding.from_pretrained(embedding.weight[:TOKENS].detach())
     return copy.deepcopy(part).float()

@@ -46,7 +46,7 @@ def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Con
 def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return a copy of the settings with `key=value` overrides applied."""
     changed = copy.deepcopy(dict(data))
-    # Names are set first, because a new task, reward or algorithm drops the old one's options.
+    # Names are set first, because a new name removes the options of the previous function.
     for override in sorted(overrides, key=_order):
         _apply(changed, override)
     return changed

@@ -112,7 +112,7 @@ def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
     kinds = (*PIECES, "marks", "targets", "value_loss")
     functions = {k: f for k in kinds if (f := getattr(objective, k)) is not None}
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
-    # The value of objectives on pairs is "pair", which is not a value of the option.
+    # Pairwise objectives have kl_in = "pair", which is not a value of the option `kl_in`.
     place: Any = objective.kl_in
     kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=place)
     return {**functions, "kl": kl}

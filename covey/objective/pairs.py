@@ -90,7 +90,7 @@ def squared(tokens: Tokens, *, average: bool = True) -> Gain:
 
 def _margin(tokens: Tokens) -> torch.Tensor:
     assert tokens.marked is not None, "with_marks comes first"
-    # Otherwise NaN would get into the gradient of rows without a pair.
+    # Without this, NaN would get into the gradient of rows without a pair.
     return tokens.marked.to(tokens.logp.dtype).nan_to_num(nan=0.0)
 
 

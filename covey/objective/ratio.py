@@ -50,7 +50,7 @@ def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     GRPO-S, arXiv 2508.04349, equation 8.
     """
-    # Outside the mask there is no mean; any positive number keeps its log finite, and 1 gives 0.
+    # Outside the mask, there is no mean. The number 1 gives a log-ratio of 0 there.
     return sequence_mean(bounded(x).exp(), mask).where(mask, 1.0).log()
 
 

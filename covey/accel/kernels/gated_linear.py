@@ -69,7 +69,7 @@ def _gated_linear(
     column = tl.program_id(0) // tall * columns + tl.arange(0, columns)
     real, kept = row < count, column < width
     # Rows and columns past the end read row and column 0. The results use the original indices,
-    # because the compiler would not see that the replaced ones are consecutive.
+    # because the compiler would not see that the replaced indices are consecutive.
     line = tl.where(real, row, 0).to(tl.int64) * size
     cells = tl.where(kept, column, 0).to(tl.int64) * size
     gate = tl.zeros((rows, columns), tl.float32)

@@ -71,8 +71,7 @@ class Weight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """An unscaled float8 product: the output W x + b is values * row_scales * 2^exponents +
-    bias."""
+    """A float8 product before scaling: `W x + b` is values * row_scales * 2^exponents + bias."""
 
     values: torch.Tensor
     """[N, M] bfloat16."""
@@ -146,7 +145,7 @@ def _rows(
     if powers:
         bits = scale.to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # rounded up
-        # An infinite number has no scale, and must not become a finite one.
+        # An infinite number has no scale, and must not become a finite number.
         factor = tl.where(exponent > 127, float("nan"), _power(-tl.minimum(exponent, 126)))
         tl.store(scales + row, exponent.to(tl.int8), mask=row < count)
     else:

@@ -81,8 +81,8 @@ def _sample(
     else:
         wanted = tl.load(uniforms + row * room + written) * mass
         upto = tl.cumsum(sums, axis=0)
-        # The first block whose cumulative mass exceeds `wanted`; if rounding leaves none, the last
-        # block with mass.
+        # The first block whose cumulative mass exceeds `wanted`; if rounding leaves no such block,
+        # the last block with mass.
         passing = (upto > wanted) & (sums > 0)
         filled = tl.max(tl.where(sums > 0, part, 0))
         chosen = tl.minimum(tl.min(tl.where(passing, part, most_parts)), filled)
