@@ -80,7 +80,8 @@ def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
     Covey ignores a signal within `repeats` seconds of the first signal, because one Ctrl-C may
-    arrive twice: from the terminal, and from a launcher that forwards signals to its ranks.
+    arrive twice. The terminal sends the signal to all processes, and a launcher forwards the signal
+    to its ranks.
     """
     stop, first = StopSignal(), 0.0
 

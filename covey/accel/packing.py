@@ -1,7 +1,7 @@
 """Pack a batch into one sequence without padding, and store each shared prompt only once.
 
-The CPU computes the layout of the packed row and sends it to the device in one transfer, because
-reading a length back from the GPU would wait for all queued GPU work.
+The CPU computes the layout of the packed row, and sends the layout to the device in one transfer.
+If the GPU computed the layout, reading a length back would wait for all queued GPU work.
 
 The dimensions in tensor shapes are B (rows), P (prompt tokens), T (completion tokens), N (packed
 tokens) and R (key positions).
@@ -135,7 +135,8 @@ class PackedTables(NamedTuple):
 
     @staticmethod
     def of(wide: Sequence[Numbers], narrow: Sequence[Numbers]) -> PackedTables:
-        """Convert the first five tables to int64 tensors, and the others to int32."""
+        """Convert the tables in `wide` to int64 tensors, and the tables in `narrow` to int32
+        tensors."""
         tables = [torch.from_numpy(table.astype(np.int64, copy=False)) for table in wide]
         tables += [torch.from_numpy(table.astype(np.int32)) for table in narrow]
         return PackedTables._make(tables)

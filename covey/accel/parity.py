@@ -1,9 +1,9 @@
 """Parity checks: compare a fast implementation with the model's own code, in float32.
 
 In bfloat16, the hidden states of two correct implementations may have a relative difference of 1/3
-after thirty layers, if the token sequences are unlike the training data. Such rounding differences
-would hide a mistake in an implementation. A parity check therefore runs the model's first layers,
-with the model's own weights, in float32.
+after thirty layers, if the token sequences are unlike the training data. Rounding in bfloat16 would
+therefore hide a mistake in an implementation. A parity check runs the model's first layers, with
+the model's own weights, in float32.
 """
 
 from __future__ import annotations

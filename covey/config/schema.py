@@ -396,8 +396,8 @@ class Curriculum(Section):
     """Stop drawing a prompt when its pass rate over all its completions reaches this value, such as
     0.9; 0 means never."""
     mixture: Literal["fixed", "progress"] = "fixed"
-    """How a step's prompts are divided among the tasks of a mixed task: by the tasks' weights
-    (fixed), or by the recent change of each task's pass rate (progress)."""
+    """How a step's prompts are divided among the tasks of a mixed task. With fixed, the tasks'
+    weights decide; with progress, the recent change of each task's pass rate decides."""
 
     @property
     def active(self) -> bool:

@@ -51,7 +51,7 @@ def masked(
 def geometric_mask(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """Return 1 for completions whose geometric mean ratio is in [low, high], and 0 for others."""
+    """Return 1 if a completion's geometric mean of token ratios is in [low, high], else 0."""
     return masked(log_rho, mask, of=ratio.sequence, low=low, high=high).sign()
 
 

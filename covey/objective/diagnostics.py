@@ -2,7 +2,8 @@
 
 Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
 means. If the objective has one ratio per completion, the ratio and clip metrics count each row of
-the batch once. Otherwise, the ratio and clip metrics count each token once.
+the batch once. If the objective has one ratio per token, the ratio and clip metrics count each
+token once.
 """
 
 from __future__ import annotations

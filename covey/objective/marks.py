@@ -88,9 +88,10 @@ def _shuffled(batch: Batch) -> torch.Tensor:
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Select tokens to drop until the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the remaining tokens with A > 0 and r > 1, or with A < 0 and r < 1, whose ratio
-    r an optimizer step would move further from 1. The tokens with the largest (log r)^2 are dropped
-    first. Among tokens with equal (log r)^2, earlier tokens are dropped first.
+    The mean is over the remaining tokens whose ratio r would move further from 1 in an optimizer
+    step. The ratio r moves further from 1 if A > 0 and r > 1, or if A < 0 and r < 1. The tokens
+    with the largest (log r)^2 are dropped first. Among tokens with equal (log r)^2, earlier tokens
+    are dropped first.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -137,8 +138,8 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the fraction of the sum of r |A| that comes from tokens with A > 0.
 
-    The sum includes only unclipped tokens, so raising either clip bound increases the fraction. If
-    the sum of r |A| is 0, the function returns 1.
+    The sum of r |A| includes only unclipped tokens, so raising either clip bound increases the
+    fraction. If the sum of r |A| is 0, the function returns 1.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)

@@ -35,8 +35,8 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
     Among completions with equal rewards, the function takes the shortest. Among equally short
     completions, the function takes the first. A group whose rewards are all equal has no pair. The
-    value c is the number of groups divided by the number of pairs, so that a mean over all groups
-    becomes a mean over the groups that have a pair.
+    value c is the number of groups divided by the number of pairs. The factor c turns a mean over
+    all groups into a mean over the groups that have a pair.
     """
     rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
     able = ~rewards.isnan() & (lengths > 0)

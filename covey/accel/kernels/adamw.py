@@ -2,8 +2,8 @@
 
 The results are bit-identical to the results of covey/training/compact_adamw.py on a CPU. To match
 the CPU, the kernel uses no fused multiply-add, rounds divisions and square roots correctly, and
-computes its random numbers from the same counters. The exact arithmetic takes no extra time,
-because memory bandwidth limits the kernel.
+computes its random numbers from the same counters as the CPU code. The exact arithmetic takes no
+extra time, because memory bandwidth limits the kernel.
 """
 
 from __future__ import annotations

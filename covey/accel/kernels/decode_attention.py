@@ -5,12 +5,12 @@ take most of the time. One kernel therefore computes everything between the QKV 
 output projection.
 
 A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows with the
-query heads of several sequences that share a prompt, so that it reads the prompt's keys and values
-only once. The program then reads the completions of these sequences one after another; while it
-reads one completion, it masks the rows of the other sequences. If there are few sequences with long
-completions, each sequence is split into parts. One Triton program processes each part. The program
-of part 0 combines the results of all parts. The result of a sequence never depends on the other
-sequences in the batch.
+query heads of several sequences that share a prompt. The program reads the prompt's keys and values
+only once, for all of these sequences. After the prompt, the program reads the sequences'
+completions one after another. While the program reads one completion, it masks the rows of all
+other sequences. If there are few sequences with long completions, each sequence is split into
+parts. One Triton program processes each part. The program of part 0 combines the results of all
+parts. The result of a sequence never depends on the other sequences in the batch.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), P (prompts), H (heads), K (key-value heads), C (positions per page), B (pages),

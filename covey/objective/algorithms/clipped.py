@@ -76,7 +76,7 @@ def dapo(
 
     Where paper and released code differ: equation 8 of the paper first averages over the tokens of
     each group (`aggregation = "group_mean_token_mean"`). The authors' released code averages over
-    all tokens of the optimizer step, and so does Covey by default.
+    all tokens of the optimizer step, which is also Covey's default.
     """
     return Objective(
         advantage=advantage.group_standardized,
