@@ -173,7 +173,7 @@ class _Row(NamedTuple):
 
 
 def _batches(inputs: Inputs) -> list[list[_Row]]:
-    """Return one list of rows per padded length; one cuDNN call processes each list."""
+    """Group the rows by padded length; one cuDNN call processes each group."""
     bounds = inputs.spans.bounds
     if inputs.window is not None or bounds is None:
         raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
@@ -350,7 +350,8 @@ def flash_attention(
 
 
 def has_long_rows(key_bounds: Sequence[int]) -> bool:
-    """Return whether the mean row length is at least LONG, given the offsets of the rows' keys."""
+    """Return whether rows have at least LONG keys on average; `key_bounds` are the rows'
+    offsets."""
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 

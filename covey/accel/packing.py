@@ -135,8 +135,7 @@ class PackedTables(NamedTuple):
 
     @staticmethod
     def of(wide: Sequence[Numbers], narrow: Sequence[Numbers]) -> PackedTables:
-        """Convert the tables in `wide` to int64 tensors, and the tables in `narrow` to int32
-        tensors."""
+        """Make int64 tensors from the `wide` tables, and int32 tensors from the `narrow` tables."""
         tables = [torch.from_numpy(table.astype(np.int64, copy=False)) for table in wide]
         tables += [torch.from_numpy(table.astype(np.int32)) for table in narrow]
         return PackedTables._make(tables)

@@ -39,7 +39,8 @@ def kernel_chunk_rows(vocabulary: int, megabytes: float, element_bytes: int) -> 
 
 
 def padded_tokens(count: int) -> int:
-    """Round a token count up to a bucket size: by at most 1/16, or by at most TOKEN_STEP tokens."""
+    """Round a token count up to a bucket size, by at most 1/16 or TOKEN_STEP, whichever is
+    larger."""
     return round_up(count, 16)
 
 

@@ -111,8 +111,8 @@ class Cluster(Section):
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs per engine."""
     trainer_gpus: Count = 0
-    """Number of GPUs of this machine that are reserved for the trainer; with cluster.trainers, the
-    number of GPUs per rank."""
+    """Number of this machine's GPUs that are reserved for the trainer. If cluster.trainers is set,
+    the number of GPUs per trainer rank."""
     scoring_actors: Count = 0
     """Number of scoring actors, each with scoring.workers processes; 0 means that scoring runs on
     the trainer's machine."""
@@ -185,8 +185,8 @@ class Train(Section):
     stop_after: StopAfter = StopAfter()
     """The limit at which the run ends: {tokens = n} sampled tokens, {updates = n} optimizer steps,
     or {epochs = n} passes over the training prompts. Setting {steps = n} is the same as setting
-    train.steps = n. The learning-rate schedule and the evaluations follow the used fraction of the
-    limit, so half of the limit corresponds to step `steps` / 2."""
+    train.steps = n. The used fraction of the limit determines the learning rate and when Covey
+    evaluates. For example, half of the limit corresponds to step `steps` / 2."""
     mini_batches: Positive = 1
     """Number of mini-batches in one epoch of a training step; each mini-batch takes one optimizer
     step."""

@@ -209,10 +209,10 @@ def parts_standardized(
 ) -> torch.Tensor:
     """The advantage of GDPO: standardized reward parts, summed and standardized again.
 
-    GDPO, arXiv 2601.05242. A reward part is a separate score, such as correctness or format. Each
-    part is first standardized within its group, and `part_weights` gives the weights of the sum.
-    `gate` is the index of the gating part. If the gating part is below `gate_at`, all other parts
-    of the completion's reward count as 0.
+    GDPO, arXiv 2601.05242. A reward part is a separate score, such as correctness or format. The
+    reward parts are first standardized within each group, and then summed with the weights
+    `part_weights`. `gate` is the index of the gating part. If the gating part is below `gate_at`,
+    all other parts of the completion's reward count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)

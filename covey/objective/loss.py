@@ -151,7 +151,7 @@ class Objective:
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether old_logp is needed only for corrections that depend on a single rollout."""
+        """Whether old_logp is needed only for corrections, and each depends on a single rollout."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 
@@ -365,7 +365,7 @@ def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | 
 
 
 class CriticLoss(NamedTuple):
-    """The critic's loss on a micro-batch, and each token's contribution [B, T]."""
+    """The critic's loss on a micro-batch, and the critic's loss on each token [B, T]."""
 
     loss: torch.Tensor
     tokens: ValueLoss

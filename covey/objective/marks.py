@@ -70,8 +70,8 @@ def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
     A token's number is a hash of the engine's log-probabilities: of all tokens up to the token, and
-    of the whole completion. Because of the hash of the whole completion, tokens in a common prefix
-    get different numbers in different completions. The numbers do not depend on row order,
+    of the whole completion. Hashing the whole completion gives the tokens of a common prefix
+    different numbers in different completions. The numbers do not depend on row order,
     micro-batches or ranks, and are the same in a resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)

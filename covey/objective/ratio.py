@@ -55,7 +55,7 @@ def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A log-ratio of 0 with the gradient of logp; REINFORCE treats all data as on-policy."""
+    """The log-ratio 0 with the gradient of logp, for REINFORCE, which treats data as on-policy."""
     return x - x.detach()
 
 

@@ -84,7 +84,7 @@ def entropy_shaped_tokens(
 
 
 def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Divide each value by the mean over the group's completions at the same position."""
+    """Divide each token's value by the mean of the group's values at the same token position."""
     total = group_sum(values.where(mask, 0.0), group)
     return values / total.where(total > 0, 1.0) * group_sum(mask.double(), group)
 

@@ -73,7 +73,7 @@ def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the token count of each rollout or group id, float64 [B, 1]; at least 1."""
+    """Look up the token count of each rollout id or group id, float64 [B, 1]; 0 counts as 1."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

@@ -6,9 +6,9 @@ and the first keys are seen by the most queries. Triton programs with the most w
 that all multiprocessors end at about the same time.
 
 In the backward pass, one kernel computes the gradient of queries, and another kernel computes the
-gradients of keys and values. For each key head, the kernel for keys and values sums over the query
-heads that share the key head before it writes the gradients. All sums have a fixed order, so
-results are deterministic.
+gradients of keys and values. The kernel for keys and values sums gradients over the query heads
+that share a key head, and writes only the sums. All sums have a fixed order, so results are
+deterministic.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).

@@ -1,11 +1,11 @@
 """Float8 matrix products with row-wise scales, and kernels that quantize and rescale.
 
 A row x is stored as q = round(x / s) in float8 (e4m3), with one scale s per row. A row of
-activations belongs to one token, and its scale is s = max |x| / 448. A row of a weight belongs to
-one output of the layer, and its scale is rounded up to a power of two. The scale of an output is
-stored as a one-byte exponent to save bandwidth, because every kernel that reads a product also
-reads the scales of all outputs. Rounding the scale loses no precision, because the relative error
-of a float8 number does not depend on the scale.
+activations belongs to one token, and the row's scale is s = max |x| / 448. A row of a weight
+belongs to one output of the layer, and the row's scale is rounded up to a power of two. The scale
+of an output is stored as a one-byte exponent to save bandwidth, because every kernel that reads a
+product also reads the scales of all outputs. Rounding the scale loses no precision, because the
+relative error of a float8 number does not depend on the scale.
 
 Libraries multiply float8 matrices much faster without row-wise scales. On an H200 with 128 tokens,
 the float8 matrix products of a 7B model take 81 us per layer without row-wise scales, and 120 us
