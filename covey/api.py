@@ -277,9 +277,9 @@ def _split(
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
     """Split `trackers` into tracker objects and a setting that lists tracker names.
 
-    If the result has None instead of tracker objects, the run reports to the console. Tracker names
-    replace the trackers in the settings, and an empty list removes all trackers. If only tracker
-    objects are passed, the trackers in the settings are kept.
+    If the function returns None instead of tracker objects, the run reports to the console. Tracker
+    names replace the trackers in the settings, and an empty list removes all trackers. If only
+    tracker objects are passed, the trackers in the settings are kept.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]

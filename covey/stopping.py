@@ -32,8 +32,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Context manager around a wait of the main thread, which GivenUp may end after a stop
-    signal."""
+    """Context manager for a wait of the main thread, which GivenUp may end after a stop signal."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield

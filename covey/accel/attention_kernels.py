@@ -350,8 +350,7 @@ def flash_attention(
 
 
 def has_long_rows(key_bounds: Sequence[int]) -> bool:
-    """Return whether rows have at least LONG keys on average; `key_bounds` are the rows'
-    offsets."""
+    """Return whether rows have at least LONG keys on average, given the offsets of their keys."""
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 

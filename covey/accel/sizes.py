@@ -39,8 +39,7 @@ def kernel_chunk_rows(vocabulary: int, megabytes: float, element_bytes: int) -> 
 
 
 def padded_tokens(count: int) -> int:
-    """Round a token count up to a bucket size, by at most 1/16 or TOKEN_STEP, whichever is
-    larger."""
+    """Round a token count up to a bucket size, by at most max(count / 16, TOKEN_STEP) tokens."""
     return round_up(count, 16)
 
 

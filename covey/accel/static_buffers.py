@@ -1,9 +1,10 @@
 """Static buffers for CUDA graphs: a packed, padded micro-batch at fixed addresses.
 
-A CUDA graph reads and writes the same addresses with the same number of tokens every time. Padding
-tokens form separate short rows. The model processes padding tokens like other tokens, so that every
-activation buffer is fully initialized. Padding tokens have zero gradient. Unused entries of the
-index tables describe empty rows, unused key positions, and trained tokens whose gradient is zero.
+In every replay, a CUDA graph reads and writes the same addresses and processes the same number of
+tokens. Padding tokens form separate short rows. The model processes padding tokens like other
+tokens, so that every activation buffer is fully initialized. Padding tokens have zero gradient.
+Unused entries of the index tables describe empty rows, unused key positions, and trained tokens
+whose gradient is zero.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions) and M (trained tokens).
 """

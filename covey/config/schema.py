@@ -396,8 +396,9 @@ class Curriculum(Section):
     """Stop drawing a prompt when its pass rate over all its completions reaches this value, such as
     0.9; 0 means never."""
     mixture: Literal["fixed", "progress"] = "fixed"
-    """How a step's prompts are divided among the tasks of a mixed task. With fixed, the tasks'
-    weights decide; with progress, the recent change of each task's pass rate decides."""
+    """How a step's prompts are divided among the tasks of a mixed task. With fixed, each task's
+    share is proportional to the task's weight. With progress, the recent change of the task's pass
+    rate determines the share."""
 
     @property
     def active(self) -> bool:

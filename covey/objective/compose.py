@@ -108,8 +108,7 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
-    """Return an objective's component functions by kind; `kl` is a function that sets the KL
-    penalty."""
+    """Return an objective's component functions by kind; the function `kl` sets the KL penalty."""
     kinds = (*PIECES, "marks", "targets", "value_loss")
     functions = {k: f for k in kinds if (f := getattr(objective, k)) is not None}
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)

@@ -119,9 +119,9 @@ def balanced_bounds(
 ) -> torch.Tensor:
     """Return the clip bound of each token's ratio: an upper bound if A > 0, else a lower bound.
 
-    Algorithm 1 of BAPO (arXiv 2510.18927) raises the upper clip bound to its maximum first, and
-    then the lower clip bound. The search stops when tokens with A > 0 make up at least the fraction
-    `target` of the step's surrogate, or when both clip bounds are at their maximum.
+    Algorithm 1 of BAPO (arXiv 2510.18927) first raises the upper clip bound, up to its maximum, and
+    then raises the lower clip bound. The search stops when tokens with A > 0 make up at least the
+    fraction `target` of the step's surrogate, or when both clip bounds are at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)
@@ -139,7 +139,7 @@ def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, hig
     """Return the fraction of the sum of r |A| that comes from tokens with A > 0.
 
     The sum of r |A| includes only unclipped tokens, so raising either clip bound increases the
-    fraction. If the sum of r |A| is 0, the function returns 1.
+    fraction from tokens with A > 0. If the sum of r |A| is 0, the function returns 1.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)

@@ -155,8 +155,8 @@ def trust_mask(
 
     DPPO with total variation, arXiv 2602.04879. A token with A > 0 is trained if p - p_old <=
     clip_high, and any other token is trained if p - p_old >= -clip_low. The bounds clip_low and
-    clip_high limit the change of a token's probability p, not the ratio r. Within the bounds, the
-    probability of a rare token may double.
+    clip_high limit the change of a token's probability p, not the ratio r. The bounds allow the
+    probability of a rare token to double.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0

@@ -59,8 +59,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
-    """Return turn values [B, count] from token values [B, T]; `place` is each token's turn
-    index."""
+    """Return turn values [B, count] from token values [B, T] and turn indices `place` [B, T]."""
     table = values.new_zeros(len(values), count + 1)
     return table.scatter_(1, place, values)[:, :count]
 
