@@ -3,8 +3,8 @@
     result = covey.train(dataset=rows, rewards=[correct, short], **{"train.steps": 10})
 
 Every function takes a configuration. Keyword arguments with dotted keys override settings of the
-configuration, as on the command line. Errors are `CoveyError`s. Ctrl-C saves a checkpoint, and the
-run can be resumed.
+configuration, as on the command line. Every error that a user can fix is a `CoveyError`. Ctrl-C
+makes the run save a checkpoint and end; the run can be resumed.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ class TrainResult:
     evaluation: dict[str, Any] | None
     """The last evaluation; None if the run had no evaluation."""
     model: Any
-    """The trained transformers model, or a peft model if it has an adapter."""
+    """The trained transformers model, or a peft model if the run trained an adapter."""
     tokenizer: Any
     interrupted: bool
     """Whether a signal ended the run early; `covey.train(resume=folder)` resumes the run."""
     stopped: str | None = None
-    """Why a health check, train.patience or a callback stopped the run early; None otherwise."""
+    """Reason why a health check, train.patience or a callback stopped the run early; otherwise
+    None."""
     best: Path | None = None
     """The checkpoint with the best value of the metric in `save.best`."""
 
@@ -69,13 +70,13 @@ class CompareResult:
     """The result of a comparison."""
 
     folder: Path
-    """The comparison's folder, which also contains the report as a page and tables."""
+    """The comparison's folder, which also contains the report as a web page and as tables."""
     report: dict[str, Any]
     """The content of report.json, as docs/compare-report.md describes it."""
 
     @property
     def failed(self) -> list[str]:
-        """The failed runs, such as `grpo seed 0: killed`. The report compares the other runs."""
+        """The failed runs, such as `grpo seed 0: killed`, which the report does not compare."""
         runs = [run for run in self.report["runs"] if run["state"] == "failed"]
         return [f"{run['arm']} seed {run['seed']}: {run['error']}" for run in runs]
 
@@ -169,10 +170,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
-    Given a `dataset`, Covey evaluates all rows of the dataset. If `model` is a run folder, Covey
-    evaluates the newest checkpoint of the run, by default with the settings of the run. If `model`
-    is the path of a checkpoint, Covey does not use the settings of the run. Without `quiet`, Covey
-    prints notes about prompts that are too long.
+    Given a `dataset`, Covey evaluates the model on all rows of the dataset. If `model` is a run
+    folder, Covey evaluates the newest checkpoint of the run, by default with the settings of the
+    run. If `model` is the path of a checkpoint, Covey does not use the settings of the run. Without
+    `quiet`, Covey prints notes about prompts that are too long.
     """
     from covey.run.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
@@ -245,7 +246,7 @@ def _request(
     arms: Sequence[str],
     seeds: int,
 ) -> Request:
-    """Return a comparison as requested by the arguments of `compare`."""
+    """Return the comparison that the arguments of `compare` request."""
     from covey.analysis.compare.design import Request, parse_arm
 
     for name, given in (("algorithms", algorithms), ("arms", arms)):
@@ -276,9 +277,9 @@ def _split(
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
     """Split `trackers` into tracker objects and a setting that lists tracker names.
 
-    If the result has None instead of tracker objects, the run reports to the console. Tracker names
-    replace the trackers in the settings, and an empty list removes all trackers. If only tracker
-    objects are passed, the trackers in the settings stay.
+    If the function returns None instead of tracker objects, the run reports to the console. Tracker
+    names replace the trackers in the settings, and an empty list removes all trackers. If only
+    tracker objects are passed, the trackers in the settings are kept.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
@@ -316,7 +317,7 @@ def _with_objects(
         given["model.path"] = model_name(model)
     config = load_config(source, **{**given, **overrides})
     if "task" in passed and not config.evaluate.every and SHARE not in config.task.options:
-        # In the settings, so that a resumed run has the same prompts even if it evaluates.
+        # The share is a setting, so that a resumed run has the same prompts even if it evaluates.
         return load_config(config, **{f"task.{SHARE}": 0.0})
     return config
 

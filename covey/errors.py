@@ -22,11 +22,11 @@ from pathlib import Path
 
 
 class CoveyError(Exception):
-    """A mistake that the user can fix. The message is one line, and says how."""
+    """A mistake that the user can fix; the message says in one line how to fix it."""
 
     exit_code = 1
     details = ""
-    """Details for failure.txt that help to find the cause, such as another process's traceback."""
+    """Details of the error for failure.txt, such as the traceback of another process."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))

@@ -1,9 +1,9 @@
 """Escape control characters in text that a terminal or a web page shows.
 
 Prompts, completions, data, configs, run names and server replies are untrusted text. Control
-characters in such text could control a terminal, and bidirectional overrides could reorder a web
-page. Like Git, Covey shows these characters as visible escapes. Stored text and JSON output stay
-unescaped.
+characters in untrusted text could control a terminal, and bidirectional overrides could reorder the
+text of a web page. Like Git, Covey shows control characters as visible escapes. Stored text and
+JSON output stay unescaped.
 """
 
 from __future__ import annotations

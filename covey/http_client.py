@@ -20,8 +20,8 @@ LONGEST_WAIT = 60.0
 def check_url(url: str, key: str, example: str, secret: str = "") -> None:
     """Raise ConfigError for a URL that is malformed or contains a secret.
 
-    The message names the setting `key`, shows a valid URL as an `example`, and says where to put
-    the `secret`.
+    The error message names the setting `key`, and shows `example`, a valid URL. The text `secret`
+    tells the user where to put a secret.
     """
     try:
         split = urlsplit(url)

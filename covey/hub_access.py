@@ -1,8 +1,8 @@
 """Access to the Hugging Face Hub, or to the local cache if the Hub cannot be reached.
 
 Without a network, Hugging Face libraries would retry for most of a minute and then fail. Covey
-therefore tests the connection first, and limits these libraries to their local cache if the test
-fails.
+therefore tests the connection first, and limits Hugging Face libraries to their local cache if the
+test fails.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def offline_if_unreachable() -> bool:
-    """Limit Hugging Face libraries to their cache if the Hub is unreachable, and then return
-    True."""
+    """Turn on Hugging Face's offline mode if the Hub is unreachable; return whether it is on."""
     if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
         return True
     if any(os.environ.get(name) for name in PROXIES) or reachable():

@@ -1,9 +1,9 @@
-"""Kept sets: the tokens that top-k, top-p and min-p allowed for each sampled token.
+"""Kept sets: the token ids that top-k, top-p and min-p allowed at each sampled position.
 
 The trainer computes log-probabilities over the kept sets, so that training and sampling use the
-same distribution. DeepSeek-V3.2 calls this method "keep sampling mask". An engine returns the kept
-sets of a completion as one compact string. The string can be stored in JSON and in checkpoints, and
-sent through pipes.
+same distribution. DeepSeek-V3.2 calls training on kept sets "keep sampling mask". An engine returns
+the kept sets of a completion as one compact string. The compact string can be stored in JSON and in
+checkpoints, and sent through pipes.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class KeptIds(NamedTuple):
     ids: torch.Tensor
     """The token ids of all kept sets, on the device of the logits."""
     row: torch.Tensor
-    """For each entry of `ids`, the index of its set among the M sets."""
+    """The index, from 0 to M - 1, of the kept set to which each token id in `ids` belongs."""
 
     def keep_only(self, logits: torch.Tensor, part: slice, nothing: float) -> None:
-        """Set logits [m, V] outside the kept sets to `nothing`; `part` selects the m sets."""
+        """Set logits [m, V] outside the kept sets to `nothing`; `part` selects the m kept sets."""
         import torch
 
         here = slice(int(self.starts[part.start]), int(self.starts[part.stop]))
@@ -114,7 +114,7 @@ class KeptSets:
         return KeptIds(starts, ids, row)
 
     def lacking(self, tokens: np.ndarray) -> np.ndarray:
-        """Return a mask [B, T] of the sampled tokens that their own kept set lacks."""
+        """Return a mask [B, T] of the sampled tokens that are missing in their own kept set."""
         kept = self._ragged(np.arange(self.counts.size))
         has = np.zeros(self.counts.size, dtype=bool)
         has[kept.row[kept.ids == tokens.ravel()[kept.row]]] = True

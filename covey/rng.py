@@ -55,7 +55,7 @@ def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
 
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
     """Return `count` uniform random numbers in [0, 1) per address, as float32 [n, count]."""
-    # One generator is reused for all addresses, because creating one takes far longer than drawing.
+    # One generator is reused, because creating a generator takes far longer than drawing numbers.
     generator = _philox(0, 0, _TOKENS)
     state = generator.state
     key, counter = state["state"]["key"], state["state"]["counter"]
@@ -104,11 +104,12 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 
 
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
-    """Return item indices, drawn one by one with probability proportional to their weights.
+    """Return item indices, drawn without replacement, with probabilities proportional to `weights`.
 
-    Items of weight 0 are left out. For each other item `i`, the function draws an exponential
-    variable of rate `weights[i]`, and sorts the items by these variables (Efraimidis and Spirakis).
-    Changing one weight therefore leaves the order of all other items unchanged.
+    Items of weight 0 are left out. For each item `i` with a positive weight, the function draws an
+    exponential variable of rate `weights[i]`, and then sorts the items by these variables
+    (Efraimidis and Spirakis). Changing one weight therefore leaves the order of all other items
+    unchanged.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

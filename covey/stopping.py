@@ -32,7 +32,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait in the main thread that GivenUp may end after a stop signal."""
+    """Context manager for a wait of the main thread, which GivenUp may end after a stop signal."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -48,7 +48,7 @@ def may_be_given_up() -> Iterator[None]:
 class StopSignal:
     """A request to stop the run, usually by Ctrl-C or SIGTERM.
 
-    The training loop then finishes the current step, saves a checkpoint and ends.
+    After the request, the training loop finishes the current step, saves a checkpoint and ends.
     """
 
     received: str | None = None
@@ -79,8 +79,9 @@ def exit_code(number: int) -> int:
 def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
-    Covey ignores a signal within `repeats` seconds of the first signal. One Ctrl-C may arrive
-    twice, from the terminal and from a launcher that forwards signals to its ranks.
+    Covey ignores a signal within `repeats` seconds of the first signal, because one Ctrl-C may
+    arrive twice. The terminal sends the signal to all processes, and a launcher forwards the signal
+    to its ranks.
     """
     stop, first = StopSignal(), 0.0
 

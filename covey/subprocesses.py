@@ -20,7 +20,7 @@ from covey.errors import ConfigError
 ROOT = str(Path(__file__).parent.parent)
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 5.0
-"""Seconds in which a process ends after its connection has closed."""
+"""Maximum seconds to wait for a process to end after its connection has closed."""
 START = (
     "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -83,8 +83,9 @@ class PipedProcess:
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
     """Start a thread that kills this process and its children when the process `parent` ends.
 
-    Without this thread, the processes of a killed trainer would run on and occupy memory and GPUs.
-    This process must be a session leader, because the thread kills the whole process group.
+    Without this thread, the child processes of a killed trainer would keep running and occupy
+    memory and GPUs. This process must be a session leader, because the thread kills the whole
+    process group.
     """
 
     def watch() -> None:

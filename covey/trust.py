@@ -28,7 +28,7 @@ trusted."""
 
 
 def trust(modules: Iterable[str]) -> None:
-    """Trust modules in this process and in all processes that it starts from now on."""
+    """Trust modules in this process and in all processes that this process starts later."""
     named = (part.strip() for text in modules for part in text.split(","))
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*_trusted(), *filter(None, named)]))
 
@@ -40,7 +40,7 @@ def is_trusted(module: str) -> bool:
 
 @contextmanager
 def scoped_trust() -> Iterator[None]:
-    """Restore the previously trusted modules on exit."""
+    """Context manager that restores the previously trusted modules on exit."""
     before = os.environ.get(VARIABLE)
     try:
         yield

@@ -127,7 +127,7 @@ class Rollout:
     parts: Mapping[str, float] = field(default_factory=dict)
     """The components of the reward by name, such as accuracy and format, before weighting."""
     feedback: str = ""
-    """The reward function's text feedback on the completion; empty if it gives no feedback."""
+    """Text feedback of the reward function on the completion; empty if there is no feedback."""
     teacher_prompt: tuple[int, ...] = ()
     """Tokens of the teacher's prompt in self-distillation, which contains privileged text; empty if
     the rollout has no teacher prompt."""
@@ -206,7 +206,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rollouts of a training step as tensors; row i of every field belongs to one segment.
+    """The rollouts of a training step as tensors; row i of every field belongs to the same segment.
 
     A rollout takes one row, or several rows if the chat template rewrote earlier messages. Means
     and other statistics count each rollout once.
@@ -228,7 +228,7 @@ class Batch:
     lengths: torch.Tensor
     """[B] int64: number of completion tokens in each row, including untrained tokens."""
     mask: torch.Tensor
-    """[B, T] bool: True for tokens that are trained."""
+    """[B, T] bool: whether the token is trained."""
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor
@@ -286,7 +286,7 @@ class Batch:
     engine and policy; None if all weights are 1."""
     marked: torch.Tensor | None = None
     """[B, T]: the token mask, ratio bounds or pair margins that the objective's function `marks`
-    returns for a mini-batch; None if the objective has no such function."""
+    returns for a mini-batch; None if the objective has no `marks`."""
 
     host: HostRows | None = None
     """A CPU copy of the batch's tokens, lengths, mask and rollout indices; None if the batch is on

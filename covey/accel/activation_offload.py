@@ -1,14 +1,15 @@
 """Offload the inputs of checkpointed layers to CPU memory until the backward pass.
 
-Gradient checkpointing stores the input of every layer, which for a long sequence takes most of the
-activation memory. With offloading, a second CUDA stream copies each layer's input to pinned CPU
-memory while the layer runs. In the backward pass, it copies back the input of the next layer while
-the current one runs. About three layer inputs are then on the device at a time, for any number of
-layers. The copies in CPU memory are exact, so offloading does not change gradients.
+Gradient checkpointing stores the input of every layer. For a long sequence, the layer inputs take
+most of the activation memory. With offloading, a second CUDA stream copies each layer's input to
+pinned CPU memory while the layer runs. In the backward pass, the stream copies the input of the
+next layer back to the device while the current layer runs. At any time, only about three layer
+inputs are on the device, whatever the number of layers. The copies in CPU memory are exact, so
+offloading does not change gradients.
 
-All copies run on one stream in the order in which they were started. A buffer in CPU memory can
-therefore be reused as soon as Python has freed the activation in it, and a CUDA graph can contain
-the copies.
+All copies run on one stream, in the order in which they were started. Because copies run in order,
+a CPU buffer can be reused as soon as Python has freed the activation in the buffer. A CUDA graph
+can contain the copies.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ActivationOffload:
             return checkpoint(function, *arguments, **options)
 
     def join(self) -> None:
-        """Make the GPU wait for the last offload copy, so that a CUDA graph can end."""
+        """Make the GPU wait for the last offload copy, so that CUDA graph capture can end."""
         last = self._last()
         if last is not None and last.values is not None:  # else the backward pass took it
             _wait(last.device, last.saved)
@@ -119,7 +120,7 @@ class ActivationOffload:
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, device: torch.device
     ) -> torch.cuda.Event | None:
-        """Queue a copy after all pending GPU work; return a CUDA event that marks its end."""
+        """Queue a copy after all pending GPU work; return a CUDA event for the end of the copy."""
         if device.type != "cuda":
             target.copy_(source)
             return None

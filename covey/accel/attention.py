@@ -3,11 +3,11 @@
 A transformers model with standard attention needs no change, because it calls the attention
 function that this module registers.
 
-With packing, the model sees all tokens of a batch as one long row without padding, in which a
-prompt that several completions share occurs only once. All layers except attention process each
-token on its own. Attention needs to know which packed tokens belong to the same sequence. Flash
-attention reads the packed tokens without padding (VarlenRows, in varlen_attention.py). Other
-attention gathers them into padded rows (PaddedRows).
+With packing, the model sees all tokens of a batch as one long row without padding. A prompt that
+several completions share occurs only once in the packed row. All layers except attention process
+each token on its own. Attention needs to know which packed tokens belong to the same sequence.
+Flash attention reads the packed tokens without padding (VarlenRows, in varlen_attention.py). Other
+attention implementations gather the packed tokens into padded rows (PaddedRows).
 
 The dimensions in tensor shapes are N (packed tokens), B (rows), S (columns), H (heads), K
 (key-value heads) and D (head size).
@@ -37,8 +37,8 @@ class PaddedRows:
     rows: torch.Tensor
     """[B, S] int64: the index of the packed token at each position of a padded row."""
     home: torch.Tensor
-    """[N] int64: for each packed token, one of the indices in the flattened `rows` at which it
-    occurs."""
+    """[N] int64: for each packed token, the index of one of its positions in the flattened
+    `rows`."""
 
 
 class CustomAttention(Protocol):
@@ -110,9 +110,8 @@ def _softcap_attention(
     query, key, value = heads
     softcap, scaling = options["softcap"], options.get("scaling")
     batch, count, positions, size = query.shape
-    wide = torch.promote_types(
-        query.dtype, torch.float32
-    )  # the rounding error of a bfloat16 score of 50 is up to 0.25
+    # In bfloat16, the rounding error of a score of 50 would be up to 0.25.
+    wide = torch.promote_types(query.dtype, torch.float32)
     rows = query.unflatten(1, (key.shape[1], -1)).to(wide)
     scores = rows @ key.unsqueeze(2).transpose(3, 4).to(wide)
     scores = scores * (size**-0.5 if scaling is None else scaling)

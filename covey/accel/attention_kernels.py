@@ -1,17 +1,18 @@
 """Attention kernels for packed rows: torch's flash attention, cuDNN, and Triton.
 
-Attention is causal, with the causal mask aligned at the end of a row, so that the last query of a
-row sees all keys of the row (varlen_attention.py). Flash attention and the Triton kernels
+Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
+all keys of the row (varlen_attention.py). Flash attention and the Triton kernels
 (kernels/packed_attention.py) process all rows in one call and support rows with fewer queries than
-keys. The Triton kernels are made for short rows.
+keys. The Triton kernels are optimized for short rows.
 
 cuDNN aligns the causal mask at the start of a row, so that query i sees keys 0 to i. cuDNN
-therefore needs the prompt's queries in every row, and rows that lack these queries get copies. The
-outputs for copied queries are discarded, and their gradients are zero. One cuDNN call processes all
-rows of similar length. cuDNN's operator for rows of different lengths is not used, because it reads
-invalid addresses in torch 2.11.
+therefore needs the prompt's queries in every row. If a prompt's queries belong to another row, the
+queries are copied from that row. The outputs for copied queries are discarded, and the gradients of
+these outputs are zero. One cuDNN call processes all rows of similar length. cuDNN's operator for
+rows of different lengths is not used, because it reads invalid addresses in torch 2.11.
 
-The functions `chosen` and `measured` measure the kernels on the device and choose the fastest one.
+The functions `chosen` and `measured` measure the kernels on the device and choose the fastest
+kernel.
 
 This module calls torch's internal operators, because the public function for variable-length
 attention changes its arguments between versions of torch, and returns no log-sum-exp.
@@ -57,7 +58,8 @@ class Kernel(NamedTuple):
 
     forward: Callable[[QKV, Inputs], Found]
     backward: Callable[[torch.Tensor, QKV, Found, Inputs], QKV]
-    """Takes the output gradient, (queries, keys, values), `forward`'s result and `Inputs`."""
+    """Function that computes the gradients of queries, keys and values from the output gradient,
+    (queries, keys, values), the result of `forward`, and `Inputs`."""
     captured: bool
     """Whether a CUDA graph with this kernel can be replayed with rows of other lengths."""
 
@@ -158,7 +160,7 @@ def _triton_backward(grad: torch.Tensor, tensors: QKV, found: Found, inputs: Inp
 
 
 class _Row(NamedTuple):
-    """One row as two slices: the packed tokens of its queries, and its key positions."""
+    """A row of packed tokens: the slice of its queries, and the slice of its key positions."""
 
     query: slice
     key: slice
@@ -167,11 +169,11 @@ class _Row(NamedTuple):
     missing: int
     """Number of tokens at the start of this row whose queries belong to another row."""
     padded: int
-    """The length to which cuDNN's row is padded."""
+    """Length of the row after padding for cuDNN."""
 
 
 def _batches(inputs: Inputs) -> list[list[_Row]]:
-    """Return one list of rows per padded length; one cuDNN call processes each list."""
+    """Group the rows by padded length; one cuDNN call processes each group."""
     bounds = inputs.spans.bounds
     if inputs.window is not None or bounds is None:
         raise NotImplementedError("cuDNN needs rows whose bounds are known, without a window")
@@ -268,9 +270,9 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         TRITON: Kernel(_triton_forward, _triton_backward, captured=True),
     }
 )
-"""Attention kernels by name, of which `flash_attention` chooses one for each call. Flash attention
-is the default, supports sliding windows, and is deterministic if torch's deterministic algorithms
-are on."""
+"""Attention kernels by name; `flash_attention` chooses one kernel for each call. Flash attention is
+the default, supports sliding windows, and is deterministic if torch's deterministic algorithms are
+on."""
 
 
 # Choose the fastest kernel for attention over packed rows, by measurement on the device.
@@ -348,15 +350,15 @@ def flash_attention(
 
 
 def has_long_rows(key_bounds: Sequence[int]) -> bool:
-    """Return whether the mean row length is at least LONG, given the offsets of the rows' keys."""
+    """Return whether rows have at least LONG keys on average, given the offsets of their keys."""
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 
 def chosen(shape: ShapeClass) -> str:
-    """Return the name of the fastest kernel for attention whose longest row has `shape.length`.
+    """Return the name of the fastest attention kernel for a shape class.
 
-    The first call for a shape class measures the kernels. CUDA graphs are captured later, at the
-    third micro-batch of the same size.
+    The first call for a shape class measures the kernels. The measurement is never part of a CUDA
+    graph, because Covey captures a graph only at the third micro-batch of the same size.
     """
     # In a deterministic process, the choice must not depend on a measurement. The cuDNN flag also
     # covers the engine, which turns off torch's determinism check.
@@ -374,7 +376,7 @@ def chosen(shape: ShapeClass) -> str:
 def chosen_for(
     config: Any, device: torch.device, dtype: torch.dtype, longest: int, captured: bool = False
 ) -> str:
-    """Return the name of the fastest kernel for rows of a transformers model."""
+    """Return the name of the fastest attention kernel for rows of a transformers model."""
     heads: int = config.num_attention_heads
     size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
@@ -421,7 +423,7 @@ def measured(shape: ShapeClass) -> Choice:
 
 
 def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, float]) -> bool:
-    """Time the active FlashAttention 3; return whether it is correct and beats version 2."""
+    """Time the active FlashAttention 3; return whether it is correct and beats FlashAttention 2."""
     try:
         right = rows.agree(rows.results(FLASH), expected)
         seconds[FLASH3] = _seconds(partial(rows.results, FLASH))
@@ -459,14 +461,14 @@ class _Rows:
     def results(self, name: str) -> list[torch.Tensor]:
         """Return the output, and the gradients of queries, keys and values."""
         query, key, value, grad = self.tensors
-        # The first pass of a run may be that of a checkpointed layer, whose hooks would recompute
-        # the layer here.
+        # The first call may come from a checkpointed layer, whose saved-tensor hooks would
+        # recompute the layer here.
         with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
             attended = attend(KERNELS[name], query, key, value, Inputs(self.spans, None))
             return [attended.detach(), *torch.autograd.grad(attended, self.tensors[:3], grad)]
 
     def agree(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-        """Return whether results differ only by rounding."""
+        """Return whether the results of two kernels differ only by rounding."""
         return all(
             float((a.float() - b.float()).norm()) <= TOLERANCE * float(b.float().norm())
             for a, b in zip(found, expected, strict=True)
@@ -495,7 +497,7 @@ def _restore_flash2() -> None:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the minimum time of several calls, after a warm-up call."""
+    """Return the minimum time of several calls in seconds, after a warm-up call."""
     times = []
     for _ in range(1 + REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

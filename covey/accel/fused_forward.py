@@ -1,12 +1,11 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The pass uses the weights of the model, and differs from the model's own code only in the operations
-between the matrix products, and in the order in which LoRA matrices are multiplied. One matrix
-product computes all linear layers that have the same input, if their weights are fused. The
-residual stream is float32, as in the engine's fused decoder. The outputs of norms have the dtype of
-the weights, and so have the outputs of attention and MLP that are added to the residual stream. If
-the optimizer attached a GradSink to a weight, the backward pass adds the weight's gradient to a
-float32 buffer.
+The fused forward pass uses the model's own weights. Compared with the model's own code, the
+operations between matrix products and the order of the products with LoRA matrices are different.
+One matrix product computes all linear layers that have the same input, if their weights are fused.
+The residual stream is float32, as in the engine's fused decoder. The outputs of norms, attention
+and MLP have the dtype of the weights. If the optimizer attached a GradSink to a weight, the
+backward pass adds the weight's gradient to a float32 buffer.
 
 The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
 size).
@@ -35,11 +34,12 @@ from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 Collect = Callable[[tuple[torch.Tensor, torch.Tensor]], None]
-"""Called for each layer in order, with its keys after RoPE and its values, both [N, K, D]."""
+"""Callback that gets the keys (after RoPE) and the values of each layer, both [N, K, D], in the
+order of the layers."""
 
 LAYER_ENTRY = "covey_layer"
-"""Name of a method that is added to every layer of a model that FSDP shards. The method gathers the
-layer's weights, runs `fused_layer` and frees the gathered weights."""
+"""Name of a method that Covey adds to every layer of a model sharded with FSDP. The method gathers
+the layer's weights, runs `fused_layer` and frees the gathered weights."""
 
 
 class _Place(NamedTuple):
@@ -178,7 +178,7 @@ def _attend(module: Any, normed: torch.Tensor, place: _Place, kept: Kept | None)
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Apply the norms of query and key heads; the results stay float32 until RoPE."""
+    """Apply the norms of query and key heads; the normed heads stay float32 until RoPE."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -201,7 +201,7 @@ def rope_table(
 
 
 def _active(module: Any) -> Any:
-    """Return the module, or its copy from `modules_to_save` if an active adapter has one."""
+    """Return the module, or the active adapter's copy of the module (`modules_to_save`)."""
     if not hasattr(module, "modules_to_save"):
         return module
     if module.disable_adapters:

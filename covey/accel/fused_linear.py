@@ -1,7 +1,7 @@
 """Linear layers of the fused forward pass: one matrix product for several layers.
 
-The outputs of plain LoRA adapters are added to the result of this product. A layer with other
-operations, for example LoRA dropout, is not fused, and its own forward pass runs.
+The outputs of plain LoRA adapters are added to the result of the matrix product. A layer with
+additional operations, for example LoRA dropout, is not fused, and its own forward pass runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def plain(module: Any) -> nn.Linear:
 
 
 def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Apply linear layers to one input; return one tensor if fused, or else one per layer."""
+    """Apply linear layers to one input; return one fused output, or one output per layer."""
     weights = _fused_weights(modules)
     if weights is None and len(modules) > 1:
         return tuple(fused_linear([module], values)[0] for module in modules)
@@ -42,7 +42,7 @@ def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Te
 def swiglu_linear(
     gates: Sequence[torch.Tensor], activation: nn.Module, down: nn.Module
 ) -> torch.Tensor:
-    """Return down(activation(gate) * up); `gates` has one fused tensor, or gate and up."""
+    """Return down(activation(gate) * up); `gates` contains one fused tensor, or gate and up."""
     result: torch.Tensor
     if not is_silu(activation):
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
@@ -61,10 +61,10 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 
 @contextmanager
 def skip_swiglu_output() -> Iterator[None]:
-    """Inside this `with` block, let SwiGLU layers save their inputs but compute no output.
+    """Context manager in which SwiGLU layers save their inputs but compute no output.
 
-    Checkpointed layers are recomputed inside this block, because the backward pass never reads the
-    recomputed output.
+    Checkpointed layers are recomputed in this context, because the backward pass never reads the
+    recomputed output of a SwiGLU layer.
     """
     token = _SKIPS.set(True)
     try:
@@ -89,7 +89,8 @@ class _Weights:
         self.bias = torch.cat([b.detach() for b in self.biases]) if self.biases else None
         self.bias = self.bias if bias is None else bias
         self.low_rank: list[tuple[slice, LowRank]] = []
-        """The LoRA weights of each adapted layer, with the columns of the layer's outputs."""
+        """For each adapted layer, the columns of the layer's outputs and the layer's LoRA
+        weights."""
         end = 0
         for layer, low_rank in layers:
             begin, end = end, end + layer.out_features
@@ -102,7 +103,7 @@ class _Weights:
     def parameters(self) -> list[torch.Tensor]:
         """Inputs of the autograd function: all weights, all biases, and the LoRA matrices.
 
-        All matrices A come before the matrices B.
+        All LoRA matrices A come before all LoRA matrices B.
         """
         second = (part.second for _, part in self.low_rank)
         return [*self.weights, *self.biases, *self.first, *second]
@@ -116,7 +117,7 @@ class _Weights:
         return result
 
     def _stacked(self) -> torch.Tensor:
-        """Return all matrices A as one matrix: a view if they are fused, or else a copy."""
+        """Return all LoRA matrices A as one matrix: a view if they are fused, else a copy."""
         found = fused_view(self.first)
         return torch.cat([a.detach() for a in self.first]) if found is None else found
 
@@ -155,7 +156,7 @@ class _Weights:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of `parameters`.
 
-        An entry is None if the gradient is not needed or was added to a GradSink.
+        An entry of the list is None if the gradient is not needed or was added to a GradSink.
         """
         count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)
@@ -208,7 +209,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """SwiGLU for autograd.
+    """Autograd function for SwiGLU and the down projection.
 
     The forward pass saves only `gate` and `up`; the backward pass recomputes silu(gate) * up.
     """
@@ -227,7 +228,7 @@ class _GatedProduct(torch.autograd.Function):
         gates, weights = ctx.saved_tensors, ctx.weights
         grad = grads[0]
         inner = weights.inner_grad(grad)
-        # The product's gradient, later overwritten by the product.
+        # The gradient of silu(gate) * up, which silu_mul_backward overwrites with silu(gate) * up.
         values = weights.input_grad(grad, inner)
         both = silu_mul_backward(values, *_apart(gates), values)
         needed = ctx.needs_input_grad[2 + len(gates) :]
@@ -256,8 +257,8 @@ def _apart(gates: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 # LoRA adapters in the fused forward pass: low-rank products are added to the frozen product.
 #
 # An adapted layer computes `W x + scale * B A x`. For layers with the same input, one matrix
-# product computes W x of all layers, and another computes A x. B A x is then added to W x in
-# place. The backward pass computes gradients of A and B only, never of W.
+# product computes W x of all layers, and another matrix product computes A x of all layers. B A x
+# is then added to W x in place. The backward pass computes gradients of A and B only, never of W.
 #
 # The dimensions in tensor shapes are N (tokens), I and O (inputs and outputs of a layer) and R
 # (adapter rank).
@@ -267,9 +268,9 @@ class LowRank(NamedTuple):
     """The LoRA weights of one layer."""
 
     first: torch.Tensor
-    """A, [R, I]."""
+    """The LoRA matrix A [R, I]."""
     second: torch.Tensor
-    """B, [O, R]."""
+    """The LoRA matrix B [O, R]."""
     scale: float
 
 

@@ -101,8 +101,8 @@ class GradSink:
     def start(self) -> torch.Tensor:
         """Start a new gradient sum; the caller must fill the returned tensor.
 
-        The new sum reuses the memory of the previous one. A second buffer would double the memory
-        of gradients, and a CUDA graph needs the sum at an address that never changes.
+        The new gradient sum reuses the memory of the previous gradient sum. A second buffer would
+        double the memory of gradients, and a CUDA graph needs the gradient sum at a fixed address.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.
@@ -132,7 +132,7 @@ class GradSink:
             total.add_(grad)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left @ right, which is the stacked gradient of all parameters, without rounding."""
+        """Add left @ right, the stacked gradients, to the float32 sum without extra rounding."""
         total = self.total
         if total is None:
             matmul(left, right, self.start())
@@ -152,7 +152,7 @@ class GradSink:
 
 
 def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
-    """Return the GradSink that all these parameters share, or None if there is none."""
+    """Return the GradSink that all the parameters share, or None if they share no GradSink."""
     sink: GradSink | None = getattr(parameters[0], "grad_sink", None)
     if sink is None or len(sink.masters) != len(parameters):
         return None
@@ -167,7 +167,7 @@ def grad_holder(parameter: nn.Parameter) -> Any:
 
 
 def attach_grad_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
-    """Attach a GradSink to each (parameter, master weight) pair; fused pairs share one."""
+    """Attach a GradSink to each bfloat16 parameter; fused parameters share one GradSink."""
     run: list[tuple[nn.Parameter, HoldsGrad]] = []
     by_address = sorted(pairs, key=lambda pair: pair[0].data_ptr())
     for pair in by_address:

@@ -60,7 +60,7 @@ def token_logp(
     megabytes: float,
     kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [M] log-probabilities of `tokens` [M], and [M] entropies in nats, from `hidden`.
+    """Return log-probabilities [M] of `tokens` [M] and entropies [M] in nats, given `hidden`.
 
     Logits are divided by `temperature` before the softmax. With `kept`, the distribution contains
     only the tokens that top-k and top-p kept, and the logits of all other tokens get no gradient.
@@ -108,9 +108,8 @@ def _chunks(
     """For each chunk, yield the slice of tokens, their logits and a scratch buffer.
 
     Tokens that top-k or top-p removed get a very negative but finite logit, because the product of
-    probability and logit must be 0, not NaN. All chunks reuse the same two buffers, because new
-    tensors for every chunk would fragment the heap, which took 343 MB instead of 63 MB in a
-    measurement.
+    probability and logit must be 0, not NaN. All chunks reuse the same two buffers. New tensors for
+    every chunk would fragment the heap, which grew to 343 MB instead of 63 MB in a measurement.
     """
     scale, softcap, chunk = settings
     precision = torch.promote_types(weight.dtype, torch.float32)
@@ -134,7 +133,7 @@ def _chunks(
 
 
 class _TokenLogp(torch.autograd.Function):
-    """With p = softmax(z) and entropy H: dlogp/dz = onehot - p, dH/dz = -p (log p + H)."""
+    """Gradients for p = softmax(z) and entropy H: dlogp/dz = onehot - p, dH/dz = -p (log p + H)."""
 
     @staticmethod
     def forward(
@@ -173,7 +172,7 @@ class _TokenLogp(torch.autograd.Function):
         for part, logits, grad in _chunks(hidden, weight, bias, ctx.settings, ctx.kept):
             slope = None if softcap is None else 1 - (logits / softcap).square_()
             if slope is not None and ctx.kept is not None:
-                slope.clamp_(min=0)  # outside of a kept set it would overflow
+                slope.clamp_(min=0)  # -inf for tokens outside their kept set
             log_p = logits.sub_(normalizer[part, None])
             torch.exp(log_p, out=grad)
             # grad = p * factor, factor = -logp_grad - entropy_grad (log p + H), built in log_p.
@@ -201,8 +200,8 @@ class _TokenLogp(torch.autograd.Function):
 #
 # Logits are never rounded to bfloat16, but their gradient is rounded to the weight's dtype before
 # the two matrix products that use it. The gradient of the head's weight is summed over chunks in
-# float32. In the backward pass, the logits of the last chunk are still in memory, and those of all
-# other chunks are recomputed.
+# float32. In the backward pass, the logits of the last chunk are still in memory, and the logits of
+# all other chunks are recomputed.
 
 
 def _new_buffer(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:

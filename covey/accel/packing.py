@@ -1,7 +1,7 @@
 """Pack a batch into one sequence without padding, and store each shared prompt only once.
 
-The CPU computes the layout of the packed row and sends it to the device in one transfer, because
-reading a length back from the GPU would wait for all queued GPU work.
+The CPU computes the layout of the packed row, and sends the layout to the device in one transfer.
+If the GPU computed the layout, reading a length back would wait for all queued GPU work.
 
 The dimensions in tensor shapes are B (rows), P (prompt tokens), T (completion tokens), N (packed
 tokens) and R (key positions).
@@ -135,7 +135,7 @@ class PackedTables(NamedTuple):
 
     @staticmethod
     def of(wide: Sequence[Numbers], narrow: Sequence[Numbers]) -> PackedTables:
-        """Convert the first five tables to int64 tensors, and the others to int32."""
+        """Make int64 tensors from the `wide` tables, and int32 tensors from the `narrow` tables."""
         tables = [torch.from_numpy(table.astype(np.int64, copy=False)) for table in wide]
         tables += [torch.from_numpy(table.astype(np.int32)) for table in narrow]
         return PackedTables._make(tables)
@@ -195,8 +195,8 @@ def packed_batch(
 def prompt_tables(prompts: Sequence[tuple[int, ...]]) -> tuple[PackedTables, MaxLengths]:
     """Compute, on the CPU, the index tables for prompts that are packed one after another.
 
-    The model predicts the first token after each prompt. Because this token is not known yet, the
-    token ids in `chosen` are 0.
+    The model predicts the first token after each prompt. Because the first token after a prompt is
+    not known yet, the token ids in `chosen` are 0.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     ends = lengths.cumsum()
@@ -232,7 +232,8 @@ class _RowIndex:
     number: Numbers
     """Index of the row's prompt."""
     home: npt.NDArray[np.bool_]
-    """Whether the row is the first with its prompt; this row has the prompt's queries."""
+    """Whether the row is the first of all rows with the same prompt; the first row has the prompt's
+    queries."""
     prompt_start: Numbers
 
     @staticmethod
@@ -300,7 +301,7 @@ class _RowIndex:
 
 
 def _starts(counts: Numbers) -> Numbers:
-    """Return the offset of each array when arrays with `counts` elements are concatenated."""
+    """Return each part's offset in a concatenation of parts with `counts` elements."""
     found: Numbers = counts.cumsum() - counts
     return found
 

@@ -1,9 +1,9 @@
 """Parity checks: compare a fast implementation with the model's own code, in float32.
 
 In bfloat16, the hidden states of two correct implementations may have a relative difference of 1/3
-after thirty layers, if the token sequences are unlike the training data. Such rounding differences
-would hide a mistake in an implementation. A parity check therefore runs the model's first layers,
-with the model's own weights, in float32.
+after thirty layers, if the token sequences are unlike the training data. Rounding in bfloat16 would
+therefore hide a mistake in an implementation. A parity check runs the model's first layers, with
+the model's own weights, in float32.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def _first(part: nn.Module, config: Any) -> nn.Module:
         # Include every layer type, even one that first appears late.
         enough = max([LAYERS, *(1 + kinds.index(kind) for kind in kinds)])
         return nn.ModuleList(copy.deepcopy(layer) for layer in part[:enough]).float()
-    embedding = getattr(
-        part, "original_module", part
-    )  # an adapter keeps the original module next to its copy
+    # An adapter keeps the original module next to the adapter's copy.
+    embedding = getattr(part, "original_module", part)
     if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == config.vocab_size:
         part = nn.Embedding.from_pretrained(embedding.weight[:TOKENS].detach())
     return copy.deepcopy(part).float()

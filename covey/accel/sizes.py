@@ -1,6 +1,7 @@
-"""Sizes and limits of the trainer's passes, in a module that does not import torch.
+"""Sizes and limits of forward and backward passes, in a module that does not import torch.
 
-The memory forecast (covey/analysis/plan) also reads these sizes, and torch takes seconds to import.
+The memory forecast (covey/analysis/plan) reads these sizes without importing torch, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ TOKEN_STEP = 256
 VOCABULARY_BLOCK = 2048
 """Number of vocabulary entries that one Triton program of the sampling kernel processes."""
 CHUNK_STEP = 128
-"""Number of rows of a tile on tensor cores. On a GPU, chunks of more than CHUNK_STEP tokens have a
-multiple of CHUNK_STEP tokens."""
+"""Number of rows of a tile on tensor cores. On a GPU, chunks of more than CHUNK_STEP tokens are
+rounded down to a multiple of CHUNK_STEP tokens."""
 LIVE_COPIES = 3
 """Number of tensors that the output head has in memory for each chunk: the logits, a buffer for
-intermediate results and a rounded copy."""
+intermediate results, and the gradient in the weight's dtype."""
 
 
 def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:
@@ -29,7 +30,8 @@ def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int
 def kernel_chunk_rows(vocabulary: int, megabytes: float, element_bytes: int) -> int:
     """Return how many tokens a chunk may have on a GPU, where kernels overwrite the logits.
 
-    A chunk has float32 logits, and a rounded copy of their gradient unless it can overwrite them.
+    A chunk has float32 logits. With a 16-bit weight, a chunk also has a 16-bit gradient of the
+    logits.
     """
     size = 4 if element_bytes == 4 else 4 + element_bytes
     rows = max(1, int(megabytes * 2**20 / (vocabulary * size)))
@@ -37,7 +39,7 @@ def kernel_chunk_rows(vocabulary: int, megabytes: float, element_bytes: int) -> 
 
 
 def padded_tokens(count: int) -> int:
-    """Round a token count up to a bucket size: by at most 1/16, or by at most TOKEN_STEP tokens."""
+    """Round a token count up to a bucket size, by at most max(count / 16, TOKEN_STEP) tokens."""
     return round_up(count, 16)
 
 

@@ -1,7 +1,7 @@
 """Call autograd functions without the overhead of autograd, for passes without gradients.
 
-Recording a function takes autograd about as long as a small kernel runs. Prefill calls hundreds of
-autograd functions, and the GPU would wait while Python records them.
+Autograd takes about as long to record a function as a small kernel takes to run. Prefill calls
+hundreds of autograd functions, and the GPU would wait while Python records them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Static buffers for CUDA graphs: a packed, padded micro-batch at fixed addresses.
 
-A CUDA graph reads and writes the same addresses with the same number of tokens every time. Padding
-tokens form separate short rows and are processed by the model like other tokens, so that every
-activation buffer is fully initialized; their gradient is zero. Unused entries of the index tables
-describe empty rows, unused key positions, and trained tokens whose gradient is zero.
+In every replay, a CUDA graph reads and writes the same addresses and processes the same number of
+tokens. Padding tokens form separate short rows. The model processes padding tokens like other
+tokens, so that every activation buffer is fully initialized. Padding tokens have zero gradient.
+Unused entries of the index tables describe empty rows, unused key positions, and trained tokens
+whose gradient is zero.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions) and M (trained tokens).
 """
@@ -37,8 +38,8 @@ class Size(NamedTuple):
     def of(tables: PackedTables, longest: MaxLengths) -> Size:
         """Return the size of the bucket for a micro-batch.
 
-        Counts that affect the run time are rounded up in small steps, and the other counts in large
-        steps.
+        Counts that affect the run time are rounded up in small steps, and all other counts are
+        rounded up in large steps.
         """
         tokens = padded_tokens(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)

@@ -1,10 +1,10 @@
 """Index tables that tell variable-length attention which packed tokens form each row.
 
-Every packed token has exactly one query, which belongs to one row; the queries of a shared prompt
-belong to the first row that uses it. A row has keys for all of its tokens, so the keys of a shared
-prompt appear in several rows. Attention is causal, with the causal mask aligned at the end of a
-row: the last query of a row sees all keys of the row, the second-to-last all keys but the last, and
-so on.
+Every packed token has exactly one query, which belongs to one row. The queries of a shared prompt
+belong to the first row with this prompt. A row has keys for all of its tokens, so the keys of a
+shared prompt appear in several rows. Attention is causal, with the causal mask aligned at the end
+of a row. The last query of a row sees all keys of the row, and the second-to-last query sees all
+keys except the last.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), K (key-value heads) and D
 (head size).
@@ -62,8 +62,8 @@ class VarlenRows:
     shared: KeyIndex | None = None
     """Indices for copying the keys of shared prompts; None if no rows share a prompt."""
     bounds: Bounds | None = None
-    """A CPU copy of `query_starts` and `key_starts`; None if there is no copy, as in a CUDA graph,
-    whose replays have other offsets."""
+    """A CPU copy of `query_starts` and `key_starts`; None if there is no copy, for example in a
+    CUDA graph, whose replays have other offsets."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
         """Expand keys or values of packed tokens [N, K, D] to all key positions [R, K, D]."""

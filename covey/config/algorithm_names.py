@@ -47,14 +47,14 @@ ALGORITHM_TITLES: Mapping[str, str] = {
 """Title of each algorithm, in the order of covey.objective.ALGORITHMS, which has the same keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms that train on preference pairs, which have no importance ratio and whose beta is not a
-KL weight."""
+"""Algorithms that train on preference pairs. The loss of these algorithms has no importance ratio,
+and its beta is not the weight of a KL penalty."""
 COMPOSED = "composed"
 """The objective.name of a user's combination of advantage, ratio, surrogate and weights."""
 
 
 def check_algorithm_name(name: str) -> None:
-    """Reject a name that is not an algorithm."""
+    """Raise ConfigError if a name is not the name of an algorithm."""
     if name != COMPOSED and name not in ALGORITHM_NAMES:
         hint = nearest(name, [*ALGORITHM_NAMES, COMPOSED])
         raise ConfigError(f"config: objective.name = {name!r} is not a known algorithm{hint}")

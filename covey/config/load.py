@@ -46,7 +46,7 @@ def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Con
 def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return a copy of the settings with `key=value` overrides applied."""
     changed = copy.deepcopy(dict(data))
-    # Names are set first, because a new task, reward or algorithm drops the old one's options.
+    # Names are set first, because a new name removes the options of the previous function.
     for override in sorted(overrides, key=_order):
         _apply(changed, override)
     return changed
@@ -129,7 +129,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return the `name` of a section, or the default for its keys if the section has no `name`."""
+    """Return the `name` of a section; if it has none, return the default name for its keys."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -182,7 +182,7 @@ def _other_section(key: str) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Return a configuration as TOML text that `load_config` reads as the same configuration."""
+    """Return TOML text from which `load_config` reads the same configuration."""
     lines = [f"{name} = {toml_value(getattr(config, name))}" for name in PLAIN]
     for name in Config.model_fields:
         section = getattr(config, name)
@@ -206,7 +206,7 @@ def toml_lines(values: Mapping[str, Any]) -> list[str]:
 
 
 def _key(key: str) -> str:
-    """Return a key as TOML, with quotes if TOML needs them."""
+    """Return a key in TOML syntax, in quotes if the key needs quotes."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 

@@ -108,7 +108,7 @@ COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temp
 
 
 def theirs(*names: str) -> str:
-    """Return a hint if one of these names is a setting of TRL or verl, or else an empty text."""
+    """Return a hint if one of `names` is a setting of TRL or verl, or else an empty text."""
     found = next((new for name in names if (new := ours(name))), None)
     return "" if found is None else f"; TRL's or verl's {names[-1]} is '{found}' here"
 

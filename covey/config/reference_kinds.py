@@ -36,7 +36,7 @@ def check_reference(section: Section) -> None:
 
 
 def read_token(variable: str, where: str) -> str:
-    """Return the bearer token in an environment variable; an empty text if `variable` is empty.
+    """Return the bearer token in the environment variable `variable`, or "" if `variable` is empty.
 
     `where` is the setting or the option that names the variable, for the error message.
     """

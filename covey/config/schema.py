@@ -1,7 +1,8 @@
 """The configuration schema, with a class for each section and a field for each setting.
 
-The sections `task`, `reward`, `length_penalty` and `objective` name a function and contain its
-options. Covey checks the options against the function's signature before a run starts.
+Each of the sections `task`, `reward`, `length_penalty` and `objective` names a function and
+contains the function's options. Covey checks the options against the function's signature before a
+run starts.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Vllm(Section):
     """Run vLLM in the trainer's process and on the trainer's GPU, instead of in a server; vLLM
     sleeps during training."""
     memory: Annotated[float, Field(gt=0)] = 0.5
-    """Fraction of a GPU's memory that a server uses; on a CPU, the size of a server's KV cache in
-    GiB."""
+    """Fraction of a GPU's memory that a vLLM server uses; on a CPU, the size of the server's KV
+    cache in GiB."""
     tensor_parallel: Positive = 1
     """Number of GPUs per vLLM server."""
     first_gpu: Count = 1
@@ -69,17 +70,18 @@ class Vllm(Section):
     """How weights are sent to vLLM servers: file (through a file in shared memory or in
     engine.vllm.folder) or nccl (from GPU to GPU)."""
     folder: str = ""
-    """With transfer = "file", a folder that trainer and servers share; empty means shared
-    memory."""
+    """With transfer = "file", the folder that the trainer and the vLLM servers share; empty means
+    shared memory."""
     host: str = "127.0.0.1"
-    """With transfer = "nccl", the address at which servers reach this machine."""
+    """With transfer = "nccl", the address at which vLLM servers reach this machine."""
     timeout: Seconds = 600.0
-    """Seconds to wait for the reply to a request before the server counts as dead."""
+    """Seconds to wait for the reply to a request before the vLLM server counts as dead."""
     patience: Seconds = 600.0
-    """Seconds to wait for a server to start or to restart."""
+    """Seconds to wait for a vLLM server to start or to restart."""
     restarts: Count = 3
-    """Maximum number of times that Covey restarts a dead server, or waits for it, before the run
-    ends."""
+    """Maximum number of restarts of a vLLM server; one more failure ends the run. Covey restarts
+    only servers that it has started, and waits until the user restarts a server in
+    engine.vllm.urls."""
     arguments: list[str] = []
     """Additional arguments for the command that starts vLLM."""
 
@@ -109,8 +111,8 @@ class Cluster(Section):
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs per engine."""
     trainer_gpus: Count = 0
-    """Number of GPUs of this machine that are reserved for the trainer; with cluster.trainers, the
-    number of GPUs per rank."""
+    """Number of this machine's GPUs that are reserved for the trainer. If cluster.trainers is set,
+    the number of GPUs per trainer rank."""
     scoring_actors: Count = 0
     """Number of scoring actors, each with scoring.workers processes; 0 means that scoring runs on
     the trainer's machine."""
@@ -118,7 +120,7 @@ class Cluster(Section):
     """Run a frozen reference policy in its own Ray actor, with as many CPUs and GPUs as an engine
     actor."""
     restarts: Count = 3
-    """Maximum number of actors that may die before one more death ends the run."""
+    """Number of Ray actor failures that the run survives; one more failure ends the run."""
     patience: Seconds = 300.0
     """Seconds to wait until the cluster has free resources for an actor."""
 
@@ -148,7 +150,7 @@ class Parallel(Section):
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """How the model is distributed over the ranks. With ddp, every rank has the whole model; with
-    fsdp (FSDP2), parameters, gradients and optimizer state are divided among the ranks."""
+    fsdp (FSDP2), parameters, gradients and optimizer state are sharded over the ranks."""
     shard_ranks: Count = 0
     """With strategy = "fsdp", the number of ranks that share one copy of the model, such as the
     ranks of one machine; 0 means all ranks."""
@@ -182,9 +184,9 @@ class Train(Section):
     """Training steps."""
     stop_after: StopAfter = StopAfter()
     """The limit at which the run ends: {tokens = n} sampled tokens, {updates = n} optimizer steps,
-    or {epochs = n} passes over the training prompts; {steps = n} is the same as `steps`. The
-    learning rate and the times of evaluations depend on the used fraction of the limit. Half of the
-    limit corresponds to step `steps` / 2."""
+    or {epochs = n} passes over the training prompts. Setting {steps = n} is the same as setting
+    train.steps = n. The used fraction of the limit determines the learning rate and when Covey
+    evaluates. For example, half of the limit corresponds to step `steps` / 2."""
     mini_batches: Positive = 1
     """Number of mini-batches in one epoch of a training step; each mini-batch takes one optimizer
     step."""
@@ -193,7 +195,8 @@ class Train(Section):
     micro_batch_tokens: Positive = 16_384
     """Maximum number of padded tokens in one micro-batch (a forward and backward pass)."""
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
-    """Maximum memory for logits, which the trainer computes for a few tokens at a time."""
+    """Maximum memory for logits in MiB; the trainer computes the logits of a few tokens at a
+    time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
     """Source of old_logp, the log-probs in the denominator of the ratio. With recompute, the
     trainer computes old_logp in a forward pass before the first optimizer step; with sampler,
@@ -202,8 +205,9 @@ class Train(Section):
     all other cases, auto means that the trainer computes old_logp, which needs no extra forward
     pass if a training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
-    """On a GPU, use CUDA graphs for forward and backward passes if the model allows it. CUDA graphs
-    make small models faster, but activations stay in memory between steps."""
+    """On a GPU, use CUDA graphs for forward and backward passes if the model supports CUDA graphs.
+    CUDA graphs make the training of small models faster, but activations stay in memory between
+    steps."""
 
     stop_on: Names = Field(default_factory=list)
     """Names of the health problems that end the run, such as nan or collapse; docs/health.md lists
@@ -225,7 +229,7 @@ class Train(Section):
         return {**data, "steps": stop["steps"], "stop_after": others}
 
     def over_prompts(self, prompts: int, per_step: int) -> Train:
-        """If `stop_after.epochs` is set, return the settings with `steps` computed from it.
+        """Return the settings; if `stop_after.epochs` is set, compute `steps` from it.
 
         All prompts of a step come from the same epoch. An epoch omits its last prompts if they do
         not fill a step.
@@ -253,7 +257,7 @@ class Train(Section):
 
     @property
     def total_optimizer_steps(self) -> int:
-        """The number of optimizer steps of a run; a token budget counts as `train.steps` steps."""
+        """The planned number of optimizer steps of a run; a token limit does not change it."""
         return self.amount if self.budget == "updates" else self.steps * self.optimizer_steps
 
 
@@ -270,8 +274,8 @@ class Teacher(Section):
     """
 
     path: str = ""
-    """The teacher: a model, in the form of model.path, or a LoRA adapter folder. The teacher must
-    have the policy's tokenizer."""
+    """The teacher model, in the form of model.path, or a LoRA adapter folder. The teacher must have
+    the policy's tokenizer."""
     offload: bool = False
     """Keep the teacher's weights in main memory between training steps. Offloading works only with
     teacher.path or with teacher.policy = "frozen"."""
@@ -283,9 +287,9 @@ class Teacher(Section):
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """Timeout of a request to the teacher's server, in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds to retry while the teacher's server cannot be reached."""
+    """Seconds to keep retrying while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature of a teacher that `path` or `url` names, used instead of
+    """Softmax temperature of a teacher that teacher.path or teacher.url names, used instead of
     rollout.temperature."""
     policy: Literal["", "current", "frozen", "moving"] = ""
     """For sdpo, the policy itself is the teacher, and gets privileged text in its prompt, such as a
@@ -325,12 +329,12 @@ class Environment(Named):
     max_calls: Count = 16
     """Maximum number of tool calls in an episode."""
     max_tokens: Positive = 2048
-    """Maximum number of tokens in a conversation, including the prompt; at most the model's
-    context."""
+    """Maximum number of tokens in a conversation, including the prompt; at most the model's context
+    length."""
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
     """Format of tool calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3),
-    or <tool>text</tool> (tags); auto means the chat template's format, or hermes if the template
-    has none."""
+    or <tool>text</tool> (tags). With auto, Covey uses the chat template's format, or hermes if the
+    chat template does not define a format."""
     parallel_calls: bool = True
     """Whether a turn may have several tool calls, instead of ending after the first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
@@ -386,14 +390,15 @@ class Curriculum(Section):
     memory: Share = 0.2
     """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01
-    """Smallest sampling weight of a prompt, or of one task in a mixed task, so that the run
-    sometimes draws every prompt."""
+    """Lower bound on the sampling weight of a prompt, or of a task in a mixed task, so that no
+    prompt is ignored."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Stop drawing a prompt when its pass rate over all its completions reaches this value, such as
     0.9; 0 means never."""
     mixture: Literal["fixed", "progress"] = "fixed"
-    """How a step's prompts are divided among the tasks of a mixed task: by the tasks' weights
-    (fixed), or by the recent change of each task's pass rate (progress)."""
+    """How a step's prompts are divided among the tasks of a mixed task. With fixed, each task's
+    share is proportional to the task's weight. With progress, the recent change of the task's pass
+    rate determines the share."""
 
     @property
     def active(self) -> bool:
@@ -432,7 +437,7 @@ class Preferences(Section):
 
     file: str = ""
     """JSON Lines file of preference pairs with the fields prompt, chosen and rejected. If the file
-    is set, the run trains on its pairs instead of on sampled completions."""
+    is set, the run trains on the file's pairs instead of on sampled completions."""
     max_tokens: Count = 0
     """Leave out pairs in which a completion has more tokens than this number; 0 means
     rollout.max_tokens."""
@@ -463,9 +468,10 @@ class Model(Section):
     """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
     auto means the tokenizer's chat template, or plain if the tokenizer has none."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
-    """Arguments of the chat template, as in {enable_thinking = false}."""
+    """Arguments of the chat template, such as {enable_thinking = false}."""
     prefill: str = ""
-    """Text that every completion starts with; it belongs to the prompt and is not trained."""
+    """Text with which every completion starts; this text belongs to the prompt and is not
+    trained."""
     prefill_in_text: bool = True
     """Include the prefill text in the completions that are scored and recorded."""
 
@@ -476,16 +482,16 @@ class Adapter(Section):
     rank: Annotated[int, Field(ge=0, le=2**16)] = 0
     """Train a LoRA adapter of this rank instead of the weights; 0 means no adapter."""
     alpha: Positive = 32
-    """The adapter is scaled by alpha / rank."""
+    """LoRA alpha; the adapter's output is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapter's inputs in training passes; generation uses no dropout."""
+    """Dropout on the adapter's inputs in training passes; generation uses no dropout."""
     load_in_4bit: bool = False
     """Keep the frozen weights in 4 bits (NF4), which needs bitsandbytes."""
     targets: Names = Field(default=["all-linear"])
     """Linear layers to adapt, such as q_proj; 'all-linear' means all linear layers except the
     head."""
     also_train: Names = Field(default=[])
-    """Modules to train in full, such as lm_head."""
+    """Modules to train in full beside the adapter, such as lm_head."""
 
 
 class Task(Named):
@@ -547,11 +553,11 @@ class Reference(Section):
 
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Kind of the reference policy for the KL penalty. A frozen reference is a copy of the initial
-    weights, and an offloaded reference is such a copy in main memory. With adapter_off, the
-    reference is the model without its adapter, and with server, it is the model of a reference
-    server. A moving reference is a moving average of the policy, and a renewed reference is a copy
-    of the policy that Covey renews every reference.every optimizer steps. The reference is loaded
-    only if the objective has a KL penalty."""
+    weights. An offloaded reference is a copy of the initial weights in main memory. With
+    adapter_off, the reference is the model without its adapter. With server, the reference is the
+    model of a reference server. A moving reference is a moving average of the policy, and a renewed
+    reference is a copy of the policy that Covey renews every reference.every optimizer steps. The
+    reference is loaded only if the objective has a KL penalty."""
     alpha: Share = 0.6
     """Weight of the policy in an update of a moving reference: reference = alpha * policy +
     (1 - alpha) * reference."""
@@ -564,7 +570,7 @@ class Reference(Section):
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """Timeout of a request to the reference server, in seconds."""
     patience: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds to retry while the reference server cannot be reached."""
+    """Seconds to keep retrying while the reference server cannot be reached."""
     fingerprint: str = ""
     """Digest that the reference server's weights must have; empty means the digest in the server's
     first reply."""
@@ -581,7 +587,8 @@ class Rollout(Section):
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
-    """Maximum number of tokens in a prompt; 0 means the model's context minus max_tokens."""
+    """Maximum number of tokens in a prompt; 0 means the model's context length minus
+    rollout.max_tokens."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
     """What to do with prompts that are too long: stop before training (error), leave them out
     (skip), or cut off their first tokens (truncate)."""
@@ -608,8 +615,8 @@ class Scoring(Section):
     """Number of worker processes for slow rewards; 0 means one per core. Quick rewards need no
     worker processes."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. A completion that takes longer counts as
-    unscored."""
+    """Time limit for scoring one completion, in seconds. A completion whose scoring takes longer
+    counts as unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process, in GiB."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -632,8 +639,8 @@ class Filter(Section):
     mask_truncated: bool = False
     """Do not train on truncated completions, although group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0, which changes no gradients, but excludes these completions
-    from token metrics."""
+    """Skip completions with advantage 0. Gradients stay the same, but token metrics leave out the
+    skipped completions."""
 
     @property
     def rounds(self) -> int:
@@ -649,7 +656,7 @@ class Overlap(Section):
     first generates and then trains."""
     mode: Literal["ahead", "copy"] = "ahead"
     """How generation runs ahead of training. With ahead, one engine call generates the rollouts of
-    staleness + 1 steps with the trainer's weights; with copy, an engine with a copy of the weights
+    staleness + 1 steps with the trainer's weights. With copy, an engine with a copy of the weights
     generates during training."""
     in_flight: bool = False
     """With overlap.mode = "copy", load new weights during the generation of completions, which
@@ -697,7 +704,7 @@ class Sft(Section):
     """[sft]"""
 
     steps: Count = 0
-    """Number of optimizer steps; 0 means as many as sft.epochs needs."""
+    """Number of SFT optimizer steps; 0 means the number of steps in sft.epochs epochs."""
     epochs: Positive = 1
     """Number of passes over all solutions if sft.steps is 0."""
     solutions: Positive = 32
@@ -742,15 +749,15 @@ class Save(Section):
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     best: str = ""
-    """Also keep the checkpoint with the best value of this metric of evaluations (such as greedy or
-    pass@4) or of training steps (such as objective/scores). A metric of training steps is checked
-    every save.every steps."""
+    """Metric whose best checkpoint is also kept; empty means no best checkpoint. The metric comes
+    from evaluations, such as greedy or pass@4, or from training steps, such as objective/scores. A
+    metric of training steps is checked every save.every steps."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether the largest or the smallest value of the metric save.best is the best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
-    """Number of steps that a sample page covers; 0 means no pages. A sample page shows the
+    """Number of steps that a sample page covers; 0 means no sample pages. A sample page shows the
     completions with the highest and the lowest rewards of its steps."""
     samples_shown: Positive = 20
     """Number of completions with the highest rewards, and of completions with the lowest rewards,
@@ -793,7 +800,7 @@ class Config(Section):
 
     @property
     def stale(self) -> bool:
-        """Whether steps may train on rollouts that older weights generated."""
+        """Whether training steps may train on rollouts that an older policy sampled."""
         return self.overlap.staleness > 0 or self.replay.groups > 0
 
     @property

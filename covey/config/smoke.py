@@ -1,4 +1,4 @@
-"""`--smoke`, which shrinks a configuration so that a run takes 1 to 2 minutes on two CPU cores.
+"""The option `--smoke`, which shrinks a config to a run of 1 to 2 minutes on two CPU cores.
 
 A smoke run shows that prompts, reward, objective, reference model, evaluation and checkpoints work
 together. The results of a smoke run are meaningless. Covey applies `--set` after `--smoke`, so
@@ -36,7 +36,8 @@ AT_MOST: Mapping[str, float] = {
 """Upper limits of settings in smoke runs."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings in which 0 means "all" or "as many as needed", and which smoke runs set to a limit."""
+"""Settings whose value 0 means "all" or "as many as needed"; smoke runs replace this 0 by the
+limit."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},
@@ -66,7 +67,8 @@ ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
     ("sft", ("template",)),
 )
-"""Settings of prompt and solution text; `--smoke` removes them when it replaces the task."""
+"""Settings for the text of prompts and solutions; `--smoke` removes them when it replaces the
+task."""
 
 
 def load_smoke(source: str | None, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:

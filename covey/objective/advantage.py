@@ -1,8 +1,8 @@
 """Advantages: the difference between a rollout's reward and a baseline, such as its group's mean.
 
 Shapes: B is the number of rollouts, and T is the number of completion tokens. Rewards, means and
-standard deviations are float64. In float32, the mean of equal rewards can differ slightly from the
-rewards. Dividing by the resulting standard deviation of 3e-8 would give advantages near 1.
+standard deviations are float64. In float32, rounding can give equal rewards a standard deviation of
+3e-8, and dividing by 3e-8 would give advantages near 1.
 
 The functions in the first half of this module take the rewards [B] and the group ids [B] of a whole
 rollout batch. The rollouts may be in any order, and groups may have any size. Means and standard
@@ -10,9 +10,9 @@ deviations are over a group or over the whole batch. A NaN reward means that sco
 rollout with a NaN reward is left out of all means and standard deviations, and has the advantage 0.
 
 The functions in the second half of this module take a batch and return the advantages of all tokens
-[B, T]. The field `advantage` of an `Objective` is such a function of a batch, whose keyword
-arguments are options of the objective. The decorator `of_rewards` turns a function of rewards and
-group ids into a function of a batch.
+[B, T]. The field `advantage` of an `Objective` is a function of a batch, and its keyword arguments
+are options of the objective. The decorator `of_rewards` turns a function of rewards and group ids
+into a function of a batch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def against_baseline(
 ) -> torch.Tensor:
     """Return each reward minus its group's weighted mean; `share` [B] contains the weights.
 
-    The result is 0 for all rollouts of a group with equal rewards.
+    In a group with equal rewards, all differences are exactly 0.
     """
     rewards = rewards.double()
     scored = ~rewards.isnan()
@@ -78,7 +78,7 @@ def against_baseline(
 
 
 def centered(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return the reward minus the mean reward of its group, A_i = R_i - mean_g R."""
+    """Return each reward minus its group's mean reward, A_i = R_i - mean_g R."""
     return against_baseline(rewards, group, torch.ones_like(rewards))
 
 
@@ -132,7 +132,7 @@ def sum_of_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Standardize each reward part [K, B] per group, and then the weighted sum of the parts.
+    """Standardize each reward part [K, B] per group, and standardize the parts' weighted sum.
 
     The K parts are separate scores, such as correctness and format. With equal weights, all parts
     have the same influence, even if their spreads differ (GDPO, arXiv 2601.05242).
@@ -209,10 +209,10 @@ def parts_standardized(
 ) -> torch.Tensor:
     """The advantage of GDPO: standardized reward parts, summed and standardized again.
 
-    GDPO, arXiv 2601.05242. A reward part is a separate score, such as correctness or format. Each
-    part is first standardized within its group, and `part_weights` gives the weights of the sum.
-    `gate` is the index of the gating part. If the gating part is below `gate_at`, all other parts
-    of the completion's reward count as 0.
+    GDPO, arXiv 2601.05242. A reward part is a separate score, such as correctness or format. The
+    reward parts are first standardized within each group, and then summed with the weights
+    `part_weights`. `gate` is the index of the gating part. If the gating part is below `gate_at`,
+    all other parts of the completion's reward count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
@@ -312,7 +312,7 @@ def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> 
 
 
 def token_rewards(batch: Batch) -> torch.Tensor:
-    """Return token rewards [B, T]: the rollout's reward at its last trained token, minus the KL."""
+    """Return token rewards [B, T]: the reward at the last token, minus each token's KL penalty."""
     later = batch.mask.flip(1).cumsum(dim=1).flip(1)
     rewards = batch.rewards[:, None].expand_as(batch.mask).where(batch.mask & (later == 1), 0.0)
     return rewards if batch.token_penalty is None else rewards - batch.token_penalty.double()
@@ -332,7 +332,7 @@ def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch
 def best_of_group(
     rewards: torch.Tensor, group: torch.Tensor, *, ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Advantages for pass@k training: only a group's best completion gets more than 0.
+    """Advantages for pass@k training: all completions except the best of a group get 0.
 
     arXiv 2503.19595. The best completion's advantage is (R_(1) - R_(2)) / (std_g R + eps), where
     R_(1) and R_(2) are the two highest rewards of the group. If several completions share the
@@ -374,10 +374,10 @@ def kept_rows(
 ) -> torch.Tensor:
     """Return a mask [B] of the `keep` best completions of each group.
 
-    The best completions are the shortest (`metric = "length"`), or those with the most reward per
-    token (`metric = "rate"`). Among equally good completions, the shorter completion is kept. Among
-    equally short completions, the earlier completion is kept. A completion that could not be scored
-    is never kept.
+    The best completions are the shortest completions (`metric = "length"`), or the completions with
+    the most reward per token (`metric = "rate"`). Among equally good completions, the shorter
+    completion is kept. Among equally short completions, the earlier completion is kept. A
+    completion that could not be scored is never kept.
     """
     scored = ~rewards.isnan()
     if metric == "rate" and bool((rewards[scored] < 0).any()):
@@ -410,7 +410,7 @@ def kept_rows(
 def best_of_k(
     rewards: torch.Tensor, group: torch.Tensor, *, k: int = 4, baseline: Baseline = "loo1"
 ) -> torch.Tensor:
-    """The advantage n (s_i - baseline) of each completion, which gives the gradient of max@k.
+    """PKPO's advantage, with which the policy gradient is an unbiased estimate of max@k's gradient.
 
     PKPO, arXiv 2505.15201.
     """
@@ -422,15 +422,15 @@ def best_of_k(
 
 
 def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.Tensor:
-    """Return s_i - baseline_i [n] for the rewards [n] of one group, in the same order.
+    """Return the gain s_i - baseline_i [n] of each completion, given the rewards [n] of one group.
 
         loo1     k/n rho_{k-1} without i: the gain of i over subsets of k - 1 others; never negative
         centred  k/n rho_k without i: results add up to 0; with k = 1 the result is RLOO / n
         loo      k/(n-1) rho_k without i, the paper's equation 29
 
-    Each baseline gives an unbiased gradient, and with k = 1, `loo1` equals `centred`. If scoring
-    failed for some completions of a group, k is lowered to the largest value that the baseline
-    allows for the scored completions.
+    Every baseline gives an unbiased gradient. With k = 1, the baseline `loo1` is replaced by
+    `centred`. If scoring failed for some completions of a group, k is lowered to the largest value
+    that the baseline allows for the scored completions.
     """
     n = len(rewards)
     if baseline == "loo1" and k == 1:
@@ -449,14 +449,14 @@ def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.
 
 
 def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return rho_k, the mean of the maxima of all k-subsets; `values` [n] must be ascending."""
+    """Return rho_k, the mean maximum of all k-subsets of the ascending `values` [n]."""
     return (values * _coefficients(values, lambda i: comb(i - 1, k - 1))).sum() / comb(
         len(values), k
     )
 
 
 def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the value s_i of each completion, given the rewards [n] in ascending order."""
+    """Return each completion's term s_i of PKPO, given the rewards [n] in ascending order."""
     own = values * _coefficients(values, lambda i: comb(i - 1, k - 1))
     later = values * _coefficients(values, lambda j: comb(j - 2, k - 2) if min(j, k) >= 2 else 0)
     above = later.flip(0).cumsum(0).flip(0) - later

@@ -53,7 +53,7 @@ def extended(
     veto: float = 0.0,
     off_policy_limit: float = 0.0,
 ) -> Objective:
-    """Set the options that all algorithms share; with default values, nothing changes."""
+    """Set the options that all algorithms share; default values leave the objective unchanged."""
     given = {
         "kl_in": kl_in,
         "kl_target": kl_target,

@@ -1,8 +1,8 @@
 """Builds an algorithm's function from component functions and the names of its options.
 
 An algorithm lists its component functions (advantage, ratio, surrogate, weights) and its options.
-An option's meaning, type and default come from the component function that has the option. An
-algorithm may set another default.
+An option's type and default come from the component function that has the option. An algorithm may
+override the default of an option.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         towards_teacher: TEACHER,
     }
 )
-"""Maps an advantage function to the inputs that it reads; other functions read only "groups"."""
+"""Maps an advantage function to the inputs that it reads; advantage functions that are not listed
+read only "groups"."""
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
@@ -107,11 +108,11 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
 
 def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
-    """Return the functions of an objective by kind; the function `kl` sets the KL penalty."""
+    """Return an objective's component functions by kind; the function `kl` sets the KL penalty."""
     kinds = (*PIECES, "marks", "targets", "value_loss")
     functions = {k: f for k in kinds if (f := getattr(objective, k)) is not None}
     name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
-    # The value of objectives on pairs is "pair", which is not a value of the option.
+    # Pairwise objectives have kl_in = "pair", which is not a value of the option `kl_in`.
     place: Any = objective.kl_in
     kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=place)
     return {**functions, "kl": kl}

@@ -51,7 +51,7 @@ def masked(
 def geometric_mask(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """Return 1 for completions whose geometric mean ratio is in [low, high], and 0 for others."""
+    """Return 1 if a completion's geometric mean of token ratios is in [low, high], else 0."""
     return masked(log_rho, mask, of=ratio.sequence, low=low, high=high).sign()
 
 
@@ -87,8 +87,8 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
-"""The corrections by name."""
+"""Maps the name of a correction to its function."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Maps a correction to the value that it compares with its bounds if engine and trainer agree.
+"""Maps a correction to the value of its criterion if engine and trainer have equal log-probs.
 Corrections that are not listed compare a ratio, which is 1 if engine and trainer agree."""

@@ -99,8 +99,8 @@ def clipped_value_loss(
 def explained_variance(values: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the explained variance 1 - Var(U - V) / Var U of the targets U by the values V.
 
-    The result is 1 for a perfect critic, 0 for a critic that always predicts the mean, and NaN if
-    all targets are equal.
+    The explained variance is 1 for a perfect critic, 0 for a critic that always predicts the mean,
+    and NaN if all targets are equal.
     """
     chosen, wanted = values[mask].double(), targets[mask].double()
     if len(wanted) < 2 or not float(wanted.var()):

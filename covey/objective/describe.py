@@ -119,7 +119,8 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "marks": "extra forward",
     }
 )
-"""Maps an input of an objective to its label in descriptions; descriptions omit other inputs."""
+"""Maps an input of an objective to its label in descriptions; descriptions omit inputs without a
+label."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")

@@ -2,7 +2,8 @@
 
 Every mean is stored as a sum and a count, and divided once at the end, so it is never a mean of
 means. If the objective has one ratio per completion, the ratio and clip metrics count each row of
-the batch once. Otherwise, the ratio and clip metrics count each token once.
+the batch once. If the objective has one ratio per token, the ratio and clip metrics count each
+token once.
 """
 
 from __future__ import annotations
@@ -70,20 +71,20 @@ class Meter:
         self._added.setdefault(name, []).append((value, count))
 
     def means(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
-        """Add every element of each tensor inside the mask as one observation."""
+        """Add the elements of each tensor inside the mask as observations."""
         stacked = torch.stack([v.double() for v in values.values()])
         sums = stacked.where(mask, 0.0).flatten(1).sum(dim=1)
         count = mask.sum(dtype=torch.float64)
         self._sums.setdefault(tuple(values), []).append((sums, count))
 
     def extremes(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Record the smallest and the largest of the elements in the mask."""
+        """Record the smallest and the largest element inside the mask."""
         if values.numel():
             low, high = values.where(mask, torch.inf).amin(), values.where(mask, -torch.inf).amax()
             self._ranges.setdefault(name, []).append((low.double(), high.double()))
 
     def measured(self) -> Measured:
-        """Copy all observations from the device at once, and reduce them per measurement.
+        """Copy all observations to the CPU at once, and return sums, counts and ranges by name.
 
         The reduction runs on the CPU, because a CPU adds a few numbers faster than a GPU launches a
         kernel.
@@ -94,7 +95,7 @@ class Meter:
         at_host = iter(torch.cat(flat).cpu().split(sizes) if flat else ())
 
         def stacked(pairs: Sequence[object]) -> list[torch.Tensor]:
-            """Return the stacked first tensors and the stacked second tensors of all pairs."""
+            """Stack the first tensors of all pairs, and stack the second tensors of all pairs."""
             copies = [(next(at_host), next(at_host)) for _ in pairs]
             return [torch.stack(side) for side in zip(*copies, strict=True)]
 
@@ -212,7 +213,7 @@ def observe_values(meter: Meter, batch: Batch, output: CriticLoss) -> None:
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Record how log-probs of engine and trainer differ before the first optimizer step."""
+    """Record how engine and trainer log-probs differ before a step's first optimizer step."""
     mask = batch.mask
     gap = difference(logp.detach(), batch.sampler_logp, mask).double()
     log_rho = bounded(gap)
@@ -248,7 +249,7 @@ def observe_correction(meter: Meter, batch: Batch) -> None:
 
 
 def summary(measured: Measured) -> dict[str, float]:
-    """Return every measured number, by the name of its metric."""
+    """Return the value of each metric by name; variances are derived from sums of squares."""
     numbers = measured.means()
     if "ratio_square" in numbers:
         # Var r = E r^2 - (E r)^2, from sums that add up over micro-batches.

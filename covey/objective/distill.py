@@ -18,7 +18,7 @@ from covey.types import Batch
 
 READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
 LEAST_LOGP = -20.0
-"""Lower limit of teacher log-probabilities; smaller ones are set to the limit."""
+"""Lower bound to which smaller teacher log-probabilities are clamped."""
 
 
 def towards_teacher(

@@ -1,12 +1,13 @@
-"""The type `Objective`, which consists of an algorithm's functions, and the policy loss.
+"""The policy loss, and the type `Objective`, which holds the functions that define an algorithm.
 
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
-computed over the batch of a training step. Token weights, corrections and the objective's `marks`
-are computed over an optimizer step. Given advantages, weights, corrections and marks, the loss of a
-micro-batch is a plain sum over its tokens.
+computed over the batch of a training step. Token weights, corrections and the results of the
+objective's `marks` function are computed over an optimizer step. Once advantages, weights,
+corrections and the results of `marks` are known, the loss of a micro-batch is a plain sum over its
+tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ValueLoss(NamedTuple):
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """Mask of the values outside the clip range, whose gradient is 0."""
+    """Mask of the tokens whose value loss is clipped, so that its gradient is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +65,8 @@ class Objective:
 
     advantage: Callable[[Batch], torch.Tensor]
     """Function that returns a training step's advantages [B, T], with one row per rollout. With
-    filter.skip_zero_gradient, the function gets old_logp only if the objective's `reads` contains
-    "old_logp"."""
+    filter.skip_zero_gradient, the advantage function gets old_logp only if the objective's `reads`
+    contains "old_logp"."""
     ratio: Ratio = token
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask; by default,
     each token has its own ratio."""
@@ -78,9 +79,9 @@ class Objective:
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer step. The
-    function takes the step's batch with advantages, and the logp [B, T] of the batch. `marks` is
-    None if the objective needs no such function."""
+    """Optional function that returns a mask, ratio bounds or pair margins [B, T] for an optimizer
+    step. The function `marks` takes the step's batch with advantages, and the logp [B, T] of the
+    batch."""
     targets: Callable[[Batch], torch.Tensor] | None = None
     """Function that returns the critic's targets [B, T], with the same arguments as `advantage`;
     None without a critic."""
@@ -91,16 +92,18 @@ class Objective:
     """Whether the KL penalty is a term of the loss or is subtracted from the reward. With `pair`,
     there is no KL penalty, and beta scales the margin between the two completions of a pair."""
     kl_target: float = 0.0
-    """The target KL, towards which beta is adapted after each step; 0 means a fixed beta."""
+    """Target of the adaptive KL controller, which changes beta after each step; 0 means a fixed
+    beta."""
     kl_horizon: float = 10_000.0
-    """Number of rollouts over which an adaptive beta moves the KL to the target KL."""
+    """Horizon of the adaptive KL controller, in rollouts; with a longer horizon, beta changes more
+    slowly."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
     """The fraction of tokens that get a policy gradient: the tokens with the highest entropy."""
     off_policy_limit: float = 0.0
     """Limit on how far the mean log-probability of a completion may fall after sampling. A
-    completion with a negative advantage and a larger fall is dropped. With 0, all completions are
-    kept.
+    completion with a negative advantage is dropped if its mean log-probability falls by more than
+    the limit. A limit of 0 keeps all completions.
     """
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of any token is below this number times
@@ -110,8 +113,8 @@ class Objective:
     """Names of the reward parts that `advantage` reads, in order. If `parts` is empty, `advantage`
     reads all reward parts in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
-    """The inputs that `advantage` reads. The property `needs` also lists inputs of other functions
-    and options."""
+    """The inputs that `advantage` reads. The property `needs` adds the inputs of the objective's
+    other functions and options."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -128,27 +131,27 @@ class Objective:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether a KL is part of the reward."""
+        """Whether a KL penalty is subtracted from the reward."""
         return self.beta != 0.0 and self.kl_in == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether a KL is part of the loss."""
+        """Whether a KL penalty is a term of the loss."""
         return self.beta != 0.0 and self.kl_in == "loss"
 
     @property
     def pairs(self) -> bool:
-        """Whether the loss compares one pair per group, and trains on no other completions."""
+        """Whether the loss is pairwise, as in DPO, with one pair of completions per group."""
         return self.kl_in == "pair"
 
     @property
     def corrects(self) -> bool:
-        """Whether the objective corrects for differences between engine and trainer."""
+        """Whether the loss corrects for differences between the log-probs of engine and trainer."""
         return self.correction is not None or self.veto > 0.0
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether old_logp is needed only for corrections that depend on a single rollout."""
+        """Whether old_logp is needed only for corrections, each of which depends on one rollout."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 
@@ -173,7 +176,7 @@ class PolicyLoss(NamedTuple):
     log_ratio: torch.Tensor
     gain: Gain
     penalty: torch.Tensor | None
-    """The KL estimate in the loss; None if the loss has no KL."""
+    """The KL penalty of each token, before the factor beta; None if the loss has no KL penalty."""
     kept: torch.Tensor | None
     """Mask [B, T] of the tokens that `off_policy_limit` keeps; None if no limit is set."""
     correction: torch.Tensor | None
@@ -181,7 +184,7 @@ class PolicyLoss(NamedTuple):
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
-    """Return a training step's batch with advantages, computed over all its rollouts.
+    """Return the batch of a training step with advantages, computed over all rollouts of the batch.
 
     If the objective has a critic, the returned batch also contains the critic's targets. With a
     critic, the mask of the returned batch leaves out rollouts that could not be scored, because a
@@ -236,8 +239,8 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
 def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None) -> Batch:
     """Return an optimizer step's batch with token weights and the objective's corrections.
 
-    Pass `totals` if the optimizer step contains more rows than `batch`. Without old_logp in the
-    batch, `policy_loss` computes the corrections later.
+    Pass `totals` if the optimizer step contains more rows than `batch`. If the batch has no
+    old_logp, `policy_loss` computes the corrections later.
     """
     totals = totals or Totals.of(batch)
     batch = replace(batch, weight=objective.weights(batch, totals))
@@ -288,7 +291,7 @@ def policy_loss(
 
     The loss of an optimizer step is the sum of the contributions of all its rows. All rows of a
     rollout must be in the same batch, because a ratio may depend on the whole rollout. `entropy` is
-    the current policy's entropy, for an objective with an entropy bonus.
+    the current policy's entropy, which only an objective with an entropy bonus needs.
     """
     rollouts = joined(batch)
     batch, mask, split = rollouts.batch, rollouts.batch.mask, rollouts.split
@@ -362,7 +365,7 @@ def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | 
 
 
 class CriticLoss(NamedTuple):
-    """The critic's loss on a micro-batch, and each token's contribution [B, T]."""
+    """The critic's loss on a micro-batch, and the critic's loss on each token [B, T]."""
 
     loss: torch.Tensor
     tokens: ValueLoss

@@ -6,9 +6,9 @@ tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
 M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
-data, so their ratio r is relative to the policy that generated the data. In M2PO and BAPO, r uses
-sampler_logp instead of old_logp. All functions of this module need the log-probabilities of the
-whole step at once, which takes one more forward pass.
+data, so their ratio r is relative to the policy that generated the data. In M2PO and BAPO, the
+ratio r uses sampler_logp instead of old_logp. All functions of this module need the
+log-probabilities of the whole step at once, which takes one more forward pass.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
 
 
 def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.Tensor:
-    """Return a mask of the `count` largest values, and of at least one value."""
+    """Return a mask of the `count` largest values inside `among`, but at least one value."""
     flat = values.masked_fill(~among, -torch.inf).flatten()
     picked = flat.topk(min(max(1, int(count)), int(among.sum()))).indices
     return torch.zeros_like(among).flatten().index_fill(0, picked, True).view_as(among)
@@ -69,8 +69,8 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.T
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    The number is a hash of the engine's log-probabilities of all tokens up to this token, and of
-    the whole completion. Because of the hash of the whole completion, tokens in a common prefix get
+    A token's number is a hash of the engine's log-probabilities: of all tokens up to the token, and
+    of the whole completion. Hashing the whole completion gives the tokens of a common prefix
     different numbers in different completions. The numbers do not depend on row order,
     micro-batches or ranks, and are the same in a resumed run.
     """
@@ -88,10 +88,10 @@ def _shuffled(batch: Batch) -> torch.Tensor:
 def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
     """Select tokens to drop until the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
 
-    The mean is over the remaining tokens with A > 0 and r > 1, or with A < 0 and r < 1. An
-    optimizer step would move the ratio r of these tokens further from 1. The tokens with the
-    largest (log r)^2 are dropped first. Among tokens with equal (log r)^2, earlier tokens are
-    dropped first.
+    The mean is over the remaining tokens whose ratio r would move further from 1 in an optimizer
+    step. The ratio r moves further from 1 if A > 0 and r > 1, or if A < 0 and r < 1. The tokens
+    with the largest (log r)^2 are dropped first. Among tokens with equal (log r)^2, earlier tokens
+    are dropped first.
     """
     log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
     further = scored_tokens(batch) & (advantage * log_ratio > 0)
@@ -119,9 +119,9 @@ def balanced_bounds(
 ) -> torch.Tensor:
     """Return the clip bound of each token's ratio: an upper bound if A > 0, else a lower bound.
 
-    Algorithm 1 of BAPO (arXiv 2510.18927) raises the upper clip bound to its maximum first, and
-    then the lower clip bound. The search stops when tokens with A > 0 make up at least the fraction
-    `target` of the step's surrogate, or when both clip bounds are at their maximum.
+    Algorithm 1 of BAPO (arXiv 2510.18927) first raises the upper clip bound, up to its maximum, and
+    then raises the lower clip bound. The search stops when tokens with A > 0 make up at least the
+    fraction `target` of the step's surrogate, or when both clip bounds are at their maximum.
     """
     ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
     advantage = advantage.where(scored_tokens(batch), 0.0)
@@ -138,8 +138,8 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the fraction of the sum of r |A| that comes from tokens with A > 0.
 
-    The sum includes only unclipped tokens, so raising either clip bound increases the fraction. If
-    the sum of r |A| is 0, the function returns 1.
+    The sum of r |A| includes only unclipped tokens, so raising either clip bound increases the
+    fraction from tokens with A > 0. If the sum of r |A| is 0, the function returns 1.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)

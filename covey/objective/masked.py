@@ -15,8 +15,8 @@ from covey.types import Batch
 
 Values = TypeVar("Values", "torch.Tensor", "torch.Tensor | None")
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this absolute value. A probability ratio above e^20 indicates an error,
-but the clamp keeps the loss finite."""
+"""Maximum absolute value of log-ratios, to which larger log-ratios are clamped. A probability ratio
+above e^20 indicates an error, but the clamp keeps the loss finite."""
 
 
 def scored_tokens(batch: Batch) -> torch.Tensor:
@@ -52,7 +52,7 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return, at each trained token, the mean of the values over its completion, [B, T].
+    """Return, at each trained token, the mean of the values over the token's completion, [B, T].
 
     Tokens that are not trained get 0. The backward pass also averages the gradient over the
     completion. If all tokens of a completion have the same gradient, averaging leaves the gradient
@@ -67,8 +67,8 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _sequence_mean() -> Any:
     """Return the autograd function of `sequence_mean`.
 
-    The class is made on first use, because its base class would load torch into commands that
-    need no torch.
+    The class is created on first use, because its base class needs torch, which some commands do
+    not import.
     """
 
     class SequenceMean(torch.autograd.Function):

@@ -165,7 +165,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 )
 
 
-# In each pair, the value of the first option must not exceed that of the second.
+# In each pair, the value of the first option must not exceed the value of the second option.
 PAIRS = (
     ("min_weight", "max_weight"),
     ("cov_low", "cov_high"),

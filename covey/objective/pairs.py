@@ -35,8 +35,8 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
     Among completions with equal rewards, the function takes the shortest. Among equally short
     completions, the function takes the first. A group whose rewards are all equal has no pair. The
-    value c is the number of groups divided by the number of pairs, so that a mean over all groups
-    becomes a mean over the groups that have a pair.
+    value c is the number of groups divided by the number of pairs. The factor c turns a mean over
+    all groups into a mean over the groups that have a pair.
     """
     rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
     able = ~rewards.isnan() & (lengths > 0)
@@ -90,7 +90,7 @@ def squared(tokens: Tokens, *, average: bool = True) -> Gain:
 
 def _margin(tokens: Tokens) -> torch.Tensor:
     assert tokens.marked is not None, "with_marks comes first"
-    # Otherwise NaN would get into the gradient of rows without a pair.
+    # Without this, NaN would get into the gradient of rows without a pair.
     return tokens.marked.to(tokens.logp.dtype).nan_to_num(nan=0.0)
 
 

@@ -29,12 +29,12 @@ MAX_ADAPTATION = 0.2
 
 
 def k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator k1, which is d itself."""
+    """The KL estimator k1 = d, where d = logp - ref_logp."""
     return d
 
 
 def k2(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator k2, d^2 / 2."""
+    """The KL estimator k2 = d^2 / 2, where d = logp - ref_logp."""
     return d.square() / 2
 
 
@@ -52,7 +52,7 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The estimator k3 for whole completions: d is first summed over a completion's tokens.
 
-    The DeepSeek-R1 paper prints this formula of k3 (arXiv 2501.12948).
+    The DeepSeek-R1 paper (arXiv 2501.12948) prints k3 in this form, for whole completions.
     """
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 
@@ -73,7 +73,7 @@ def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> to
 def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
     """Return the KL coefficient beta, adapted toward a target KL (arXiv 1909.08593).
 
-    The result is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). If
+    The new beta is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). If
     rollouts / horizon were not limited to 1, a training step with more rollouts than `horizon`
     could make beta oscillate or become negative.
     """

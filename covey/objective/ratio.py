@@ -1,7 +1,7 @@
 """Log-ratios between the current policy and the policy that collected the batch.
 
-Each function takes (x, mask), where x = logp - old_logp [B, T] is 0 outside the mask. The
-result is the log-ratio [B, T], clamped to +-20, and 0 outside the mask.
+Each function takes (x, mask), where x = logp - old_logp [B, T] is 0 outside the mask. Each function
+returns the log-ratio [B, T], which is clamped to +-20, and is 0 outside the mask.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from covey.objective.masked import bounded, row_sum, sequence_mean, spread
 
 
 def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The log-ratio of each token by itself, log r = x."""
+    """The log-ratio of each token, log r = x."""
     return bounded(x)
 
 
@@ -30,9 +30,9 @@ def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean log-ratio of the completion, but with the gradient of the token's own logp.
 
-    The GSPO paper calls this ratio GSPO-token. The gradient equals the gradient of `sequence` if
-    all tokens of a completion have the same advantage. With `sequence_token`, the tokens of a
-    completion may also have different advantages.
+    The GSPO paper calls this ratio GSPO-token. The gradient of `sequence_token` equals the gradient
+    of `sequence` if all tokens of a completion have the same advantage. With `sequence_token`, the
+    tokens of a completion may also have different advantages.
     """
     return sequence(x.detach(), mask) + (x - x.detach())
 
@@ -50,12 +50,12 @@ def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     GRPO-S, arXiv 2508.04349, equation 8.
     """
-    # Outside the mask there is no mean; any positive number keeps its log finite, and 1 gives 0.
+    # Outside the mask, there is no mean. The number 1 gives a log-ratio of 0 there.
     return sequence_mean(bounded(x).exp(), mask).where(mask, 1.0).log()
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A log-ratio of 0 with the gradient of logp; REINFORCE treats all data as on-policy."""
+    """The log-ratio 0 with the gradient of logp, for REINFORCE, which treats data as on-policy."""
     return x - x.detach()
 
 

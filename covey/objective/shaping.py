@@ -1,13 +1,14 @@
 """Advantages that depend on token entropies or token ids, not only on rewards.
 
-This module contains the entropy-shaped advantages of GTPO and GRPO-S (arXiv 2508.04349, v5), and
-the advantage of a different algorithm that is called GTPO too (arXiv 2508.03772). The entropy H is
-the entropy of the policy that collected the batch.
+This module contains the entropy-shaped advantages of GTPO and GRPO-S (arXiv 2508.04349, v5). The
+module also contains the advantage of another algorithm called GTPO (arXiv 2508.03772). The entropy
+H is the entropy of the policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. If all completions
 of a group are correct, or all are wrong, their advantages are 0. Means and standard deviations
-leave out these completions, because their advantages would depend on entropies alone. In the
-experiments of arXiv 2508.04349, dynamic sampling drops groups that are all correct or all wrong.
+leave out groups that are all correct or all wrong, because advantages within these groups would
+depend on entropies alone. In the experiments of arXiv 2508.04349, dynamic sampling drops groups
+that are all correct or all wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Scope = Literal["group", "batch"]
 SHAPED_BY_ENTROPY: frozenset[Need] = frozenset({"groups", "old_entropy", "success"})
 WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens"})
-"""The inputs that an objective must provide for the advantage functions of this module."""
+"""The inputs that the advantage functions of this module read."""
 
 
 def polarity(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +84,7 @@ def entropy_shaped_tokens(
 
 
 def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Divide each value by the mean over the group's completions at the same position."""
+    """Divide each token's value by the mean of the group's values at the same token position."""
     total = group_sum(values.where(mask, 0.0), group)
     return values / total.where(total > 0, 1.0) * group_sum(mask.double(), group)
 
@@ -116,10 +117,10 @@ def without_conflicts(
     max_entropy: float = 0.7,
     entropy_cost: float = 0.1,
 ) -> torch.Tensor:
-    """GTPO of arXiv 2508.03772: bad completions get no gradient for tokens shared with good ones.
+    """GTPO (arXiv 2508.03772), which gives no gradient to shared tokens in bad completions.
 
-    The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i, where mean_g R is the
-    group's mean reward and H_i is the completion's mean entropy. A_i is 0 if H_i exceeds
+    The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i. The term mean_g R is
+    the group's mean reward, and H_i is the completion's mean entropy. A_i is 0 if H_i exceeds
     max_entropy. A completion with R_i > mean_g R is good, and a completion with R_i < mean_g R is
     bad. A conflict token is a token of a prefix or suffix that a good and a bad completion of the
     group have in common. The advantage A_i is divided by the completion's number of conflict

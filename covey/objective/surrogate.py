@@ -1,4 +1,4 @@
-"""Surrogates: the per-token objectives that an optimizer step increases.
+"""Surrogates: the per-token objectives that training maximizes.
 
 On policy, where the ratio r is 1, the gradient of every surrogate with respect to logp is the
 advantage. Surrogates differ for tokens whose probability has changed since the batch was collected.
@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     advantage: torch.Tensor
     mask: torch.Tensor
     marked: torch.Tensor | None = None
-    """The result of the objective's function `marks`; None if there is no such function."""
+    """The result of the objective's function `marks`; None if the objective has no `marks`."""
     ref_logp: torch.Tensor | None = None
     """Log-probabilities under the reference, for pairwise surrogates such as DPO; None if there is
     no reference."""
@@ -51,10 +51,10 @@ def clipped(
 ) -> Gain:
     """The PPO surrogate min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), arXiv 1707.06347.
 
-    The gradient is r A for an unclipped token and 0 for a clipped token. A token is clipped if A >
-    0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low. A token with A > 0 and r < 1 is never
-    clipped. With `dual` (arXiv 1912.09729), a token with A < 0 is also clipped if r > dual, so the
-    surrogate is at least dual A.
+    The gradient with respect to logp is r A for an unclipped token and 0 for a clipped token. A
+    token is clipped if A > 0 and r > 1 + clip_high, or if A < 0 and r < 1 - clip_low. A token with
+    A > 0 and r < 1 is never clipped. With `dual` (arXiv 1912.09729), a token with A < 0 is also
+    clipped if r > dual, so the surrogate is at least dual * A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -136,9 +136,9 @@ def gamma_weight(
 ) -> Gain:
     """The surrogate phi(r) A logp with the weight phi(r) = r^power exp(rate (1 - r)).
 
-    VESPO, arXiv 2602.10693. No gradient flows through the weight phi, which is 1 for a ratio of 1,
-    and goes to 0 for ratios near 0 and far above 1. The ratio r of a whole completion may be tiny,
-    so it is clamped to at least 1e-8.
+    VESPO, arXiv 2602.10693. The weight phi is 1 at r = 1, and goes to 0 for ratios near 0 and far
+    above 1. No gradient flows through phi. The ratio r is clamped to at least 1e-8, because the
+    ratio of a whole completion may be tiny.
     """
     good = tokens.advantage >= 0
     power = _either(good, power_pos, power_neg, tokens)
@@ -151,12 +151,12 @@ def gamma_weight(
 def trust_mask(
     tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 20.0
 ) -> Gain:
-    """The surrogate min(r, max_weight) A logp; 0 for tokens whose probability changed a lot.
+    """The surrogate min(r, max_weight) A logp, or 0 if the token's probability changed too much.
 
     DPPO with total variation, arXiv 2602.04879. A token with A > 0 is trained if p - p_old <=
     clip_high, and any other token is trained if p - p_old >= -clip_low. The bounds clip_low and
-    clip_high limit the change of a token's probability p, not the ratio r. Under these bounds, the
-    probability of a rare token may double.
+    clip_high limit the change of a token's probability p, not the ratio r. The bounds allow the
+    probability of a rare token to double.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0

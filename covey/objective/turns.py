@@ -28,7 +28,7 @@ class TurnTable(NamedTuple):
     returns: torch.Tensor
     """The discounted return U of each turn, float64; NaN where scoring failed."""
     present: torch.Tensor
-    """Boolean mask: True for a turn of the rollout, False for padding."""
+    """Boolean mask of the turns that the rollout has; False for padding."""
     state: torch.Tensor
     number: torch.Tensor
     """The index of the turn that a token belongs to, [B, T]."""
@@ -39,7 +39,7 @@ class TurnTable(NamedTuple):
 
 
 def turn_table(batch: Batch, gamma: float) -> TurnTable:
-    """Return the discounted return of every turn."""
+    """Return the turns of the batch with their discounted returns."""
     number = torch.zeros_like(batch.tokens) if batch.turn is None else batch.turn
     number = number.where(batch.mask, 0)
     count = int(number.max()) + 1
@@ -59,7 +59,7 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
 
 
 def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
-    """Return turn values [B, count] from token values [B, T]; `place` has turn indices."""
+    """Return turn values [B, count] from token values [B, T] and turn indices `place` [B, T]."""
     table = values.new_zeros(len(values), count + 1)
     return table.scatter_(1, place, values)[:, :count]
 

@@ -25,7 +25,7 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 
     GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
     are penalized too little (arXiv 2503.20783). With one ratio per completion, all tokens of a
-    rollout have the same value, and the weighted sum is the mean of the rollouts' values.
+    rollout have the same surrogate, and the weighted sum is the mean surrogate of the rollouts.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -49,7 +49,7 @@ def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -
 def token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / T: the mean over all tokens of the step.
 
-    The released code of DAPO (arXiv 2503.14476) uses these weights.
+    The released code of DAPO (arXiv 2503.14476) uses the weights 1 / T.
     """
     return batch.mask.double() / max(1, totals.tokens)
 
@@ -66,13 +66,14 @@ def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
 def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (P T_i): average over each rollout's tokens, sum the averages, and divide by P.
 
-    These weights are for pairwise losses such as DPO, where each group has one pair of completions.
+    The weights 1 / (P T_i) are for pairwise losses such as DPO, where each group has one pair of
+    completions.
     """
     return sequence_mean_token_mean(batch, totals) * (totals.sequences / max(1, totals.groups))
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Return the token count of each rollout or group id, float64 [B, 1]; at least 1."""
+    """Look up the token count of each rollout id or group id, float64 [B, 1]; 0 counts as 1."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

@@ -1,9 +1,9 @@
 """In-place GPU AdamW with bfloat16 moments; float32 weights may be stored as 16-bit halves.
 
-The results are bit-identical to those of covey/training/compact_adamw.py on a CPU. To match the
-CPU, the kernel uses no fused multiply-add, rounds divisions and square roots correctly, and
-computes its random numbers from the same counters. The exact arithmetic takes no extra time,
-because memory bandwidth limits the kernel.
+The results are bit-identical to the results of covey/training/compact_adamw.py on a CPU. To match
+the CPU, the kernel uses no fused multiply-add, rounds divisions and square roots correctly, and
+computes its random numbers from the same counters as the CPU code. The exact arithmetic takes no
+extra time, because memory bandwidth limits the kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _mixed(x):
 
 @triton.jit
 def _rounded(values, random):
-    """Round stochastically to bfloat16; the low 16 bits give the probability of rounding up."""
+    """Stochastically round float32 to bfloat16, up with probability (lower 16 bits) / 2^16."""
     bits = values.to(tl.int32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     return (bits + tl.where(finite, random.to(tl.int32), 0)) >> 16

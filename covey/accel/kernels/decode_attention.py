@@ -4,13 +4,13 @@ When each sequence decodes one token, matrix products are small, and the operati
 take most of the time. One kernel therefore computes everything between the QKV projection and the
 output projection.
 
-A matrix product on tensor cores has at least 16 rows. A Triton program fills these rows with the
-query heads of several sequences that share a prompt, so that it reads the prompt's keys and values
-only once. The program then reads the completions of these sequences one after another; while it
-reads one completion, it masks the rows of the other sequences. If there are few sequences with long
-completions, each sequence is split into parts. One Triton program processes each part, and the
-program of part 0 combines the results of a sequence and key head. The result of a sequence never
-depends on the other sequences in the batch.
+A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows with the
+query heads of several sequences that share a prompt. The program reads the prompt's keys and values
+only once, for all of these sequences. After the prompt, the program reads the sequences'
+completions one after another. While the program reads one completion, it masks the rows of all
+other sequences. If there are few sequences with long completions, each sequence is split into
+parts. One Triton program processes each part. The program of part 0 combines the results of all
+parts. The result of a sequence never depends on the other sequences in the batch.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), P (prompts), H (heads), K (key-value heads), C (positions per page), B (pages),
@@ -30,35 +30,35 @@ from covey.accel.kernels.early_start import starts_early
 from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
-"""Minimum number of rows of a matrix product on tensor cores, to which the query heads that share a
-key head are padded."""
+"""Minimum number of rows of a matrix product on tensor cores. If the query heads that share a key
+head fill fewer rows, the kernel adds padding rows."""
 LEAST = tl.constexpr(-1e30)
-"""Initial value of a running maximum, finite so that differences are never NaN."""
+"""Initial value of a running maximum; it is finite, so that differences of maxima are never NaN."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Settings of a Triton program: positions per iteration, number of warps, number of stages. Large
-tiles (WIDE) are faster if few programs run, because each program then has many loads in flight, and
-small tiles (NARROW) if many run. EXACT is for float32, whose products the compiler unrolls: larger
-tiles would take four seconds to compile."""
+tiles (WIDE) are faster if few programs run, because each program then has many loads in flight.
+Small tiles (NARROW) are faster if many programs run. EXACT is for float32: the compiler unrolls
+float32 products, so larger tiles would take four seconds to compile."""
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
-"""The fastest tile settings on an H200, by the minimum number of Triton programs (at head size 64)
-for which they are used."""
+"""Maps a minimum number of Triton programs (at head size 64) to the fastest tile settings on an
+H200."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
-"""Maximum number of bytes of keys and values that a Triton program loads at the same time:
-STAGE_BYTES in one pipeline stage, and on Hopper and later GPUs, HOPPER_BYTES in all stages
-together. Large heads are therefore read in smaller tiles, because larger tiles would not fit in a
-multiprocessor's shared memory."""
+"""Maximum number of bytes of keys and values that a Triton program loads at the same time.
+STAGE_BYTES is the maximum in one pipeline stage. On Hopper and later GPUs, HOPPER_BYTES is the
+maximum in all pipeline stages together. Large heads are read in smaller tiles, because larger tiles
+would not fit in a multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
-"""One Triton program handles several sequences if sequences * key heads is at least this."""
+"""One Triton program handles several sequences if sequences * key heads is at least this number."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
 """With fewer than SPLIT_PROGRAMS Triton programs, completions are split into parts of at least
 SPLIT_POSITIONS positions."""
 SMALLEST_HEAD = 32
 """The smallest head size for which the engine uses this kernel with 16-bit dtypes. Tensor cores
-also support a head size of 16, but in bfloat16 the log-probs of engine and trainer then differed by
-3.6 nats on an H200, although the kernel is correct in Triton's interpreter. With head sizes of 64
-and 128, the log-probs differ only by rounding."""
+also support a head size of 16. With a head size of 16 in bfloat16, the log-probs of engine and
+trainer differed by 3.6 nats on an H200, although the kernel is correct in Triton's interpreter.
+With head sizes of 64 and 128, the log-probs differ only by rounding."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -96,7 +96,7 @@ class LayerCache(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How the kernel divides its work into Triton programs."""
+    """Settings that divide the kernel's work into Triton programs."""
 
     block: int
     """Positions per iteration."""
@@ -149,9 +149,9 @@ def _new_position(
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, norms: tl.constexpr,
     rounds: tl.constexpr,
 ):  # fmt: skip
-    """Store the new key and value; return the new score and value to start the softmax.
+    """Store the new key and value; return the new score and value, which start the softmax.
 
-    The key and value also stay in registers, because the kernel never reads what it stored.
+    The new key and value stay in registers, because the kernel never reads back what it has stored.
     """
     half, whole = tl.arange(0, size // 2), tl.arange(0, size)
     k1, k2 = _rotated(
@@ -184,7 +184,7 @@ def _decode_attention(
 ):  # fmt: skip
     if early:
         gdc_launch_dependents()
-    # Part 0 waits for the others, so its programs are the last to start.
+    # Part 0 waits for the other parts, so its programs are the last to start.
     part = splits - 1 - tl.program_id(0) // programs
     item = tl.program_id(0) % programs
     head = item % key_heads
@@ -372,7 +372,7 @@ def decode_attention(
     """Apply RoPE, write the KV cache and compute attention for one new token per sequence.
 
     `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product, and `rope` is
-    cosine and sine [positions, D / 2]. The result is [W, H * D].
+    cosine and sine [positions, D / 2]. The attention output is [W, H * D].
     """
     tiling = tiling_for(len(heads), cache) if tiling is None else tiling
     attended, programs, arguments, known = launch(

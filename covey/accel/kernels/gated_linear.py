@@ -2,8 +2,8 @@
 
 In a decode step of a small model, a separate SwiGLU kernel takes as long as the matrix product,
 because it reads `gate` and `up` from memory. In this kernel, one Triton program computes matching
-columns of `gate` and `up`, so that they need not be stored. The kernel still rounds `gate` and `up`
-to the weight's dtype, as if it wrote them to memory.
+columns of `gate` and `up`, so that `gate` and `up` need not be stored. The kernel still rounds
+`gate` and `up` to the weight's dtype, as if it wrote them to memory.
 
 The dimensions in tensor shapes are N (tokens), D (hidden size) and M (MLP size).
 """
@@ -22,12 +22,12 @@ from covey.accel.kernels.early_start import early_start
 MOST_WEIGHTS = 4 * 2**20
 """Up to this number of weights, this kernel is faster than a library's matrix product followed by a
 SwiGLU kernel. On an H200 with D = 576 and M = 1,536, this kernel took 4.9 to 9.4 microseconds, and
-the two kernels 6.0 to 11.4 microseconds. With D = 1,536 and M = 8,960, this kernel took 25
-microseconds, and the two kernels 22."""
+the two separate kernels took 6.0 to 11.4 microseconds. With D = 1,536 and M = 8,960, this kernel
+took 25 microseconds, and the two separate kernels took 22 microseconds."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
-"""Maximum number of tokens in float32, which only parity checks use: the compiler unrolls float32
-products, so only small tiles compile quickly."""
+"""Maximum number of tokens for this kernel in float32, which only parity checks use. The compiler
+unrolls float32 products, so only small tiles compile quickly."""
 
 
 class Tile(NamedTuple):
@@ -69,7 +69,7 @@ def _gated_linear(
     column = tl.program_id(0) // tall * columns + tl.arange(0, columns)
     real, kept = row < count, column < width
     # Rows and columns past the end read row and column 0. The results use the original indices,
-    # because the compiler would not see that the replaced ones are consecutive.
+    # because the compiler would not see that the replaced indices are consecutive.
     line = tl.where(real, row, 0).to(tl.int64) * size
     cells = tl.where(kept, column, 0).to(tl.int64) * size
     gate = tl.zeros((rows, columns), tl.float32)

@@ -1,4 +1,4 @@
-"""Matrix products of bfloat16 inputs with float32 results, without rounding in between."""
+"""Matrix products of bfloat16 inputs with float32 results that are never rounded to bfloat16."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _addmm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Write left @ right to `out`, which is float32 or the type of the inputs."""
+    """Write left @ right to `out`, which is float32 or has the dtype of the inputs."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     elif _has_out_dtype(left.device):
@@ -42,7 +42,7 @@ def matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def add_matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Add left @ right to `out`, which is float32 or the type of the inputs."""
+    """Add left @ right to `out`, which is float32 or has the dtype of the inputs."""
     if left.dtype == out.dtype:
         out.addmm_(left, right)
     elif _has_out_dtype(left.device):

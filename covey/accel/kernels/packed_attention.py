@@ -1,13 +1,13 @@
-"""Attention over packed rows for training: forward and backward.
+"""Attention over packed rows for training: forward and backward kernels.
 
-Attention is causal, with the causal mask aligned at the end of a row, so that the last query of a
-row sees all keys of the row (varlen_attention.py). The last queries of a row therefore see the most
-keys, and the first keys are seen by the most queries. Triton programs with the most work start
-first, so that all multiprocessors end at about the same time.
+Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
+all keys of the row (varlen_attention.py). The last queries of a row therefore see the most keys,
+and the first keys are seen by the most queries. Triton programs with the most work start first, so
+that all multiprocessors end at about the same time.
 
-In the backward pass, one kernel computes the gradient of queries, and another the gradients of keys
-and values. For each key head, the kernel for keys and values sums over the query heads that share
-the key head before it writes the gradients. All sums have a fixed order, so results are
+In the backward pass, one kernel computes the gradient of queries, and another kernel computes the
+gradients of keys and values. The kernel for keys and values sums gradients over the query heads
+that share a key head, and writes only the sums. All sums have a fixed order, so results are
 deterministic.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
@@ -31,7 +31,7 @@ SIZES = (16, 32, 64, 128)
 """Head sizes that the kernels support."""
 PROGRAMS = 500
 """Desired minimum number of Triton programs that compute the gradients of keys and values; an H200
-runs about 260 at a time."""
+runs about 260 of these programs at a time."""
 
 
 class Tile(NamedTuple):
@@ -272,7 +272,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(size: int, *, large: bool = True) -> Tiles:
-    """Return the fastest tiles for a head size (on an H200, rows of 384 and 1,024 tokens).
+    """Return the fastest tiles for a head size, measured on an H200 (rows of 384 and 1,024 tokens).
 
     `large` says whether a Triton program may use more than 99 KiB of shared memory.
     """
@@ -285,7 +285,7 @@ def tiles_for(size: int, *, large: bool = True) -> Tiles:
 def _has_large_shared_memory(device: torch.device) -> bool:
     """Return whether a Triton program can use at least 160 KiB of shared memory.
 
-    Data center GPUs since Ampere have this much.
+    Data center GPUs since Ampere have at least 160 KiB of shared memory.
     """
     if device.type != "cuda":
         return False
@@ -297,7 +297,7 @@ def _has_large_shared_memory(device: torch.device) -> bool:
 def _shared_options(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile
 ) -> dict[str, object]:
-    """Return the arguments that all kernels have in common."""
+    """Return the launch arguments that the forward and backward kernels share."""
     heads, size = query.shape[1:]
     names = ("query", "key", "value")
     options: dict[str, object] = {"heads": heads, "shared": heads // key.shape[1], "size": size}
@@ -370,7 +370,7 @@ def attention_backward(
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
     """Return the number of parts into which to divide the query heads that share a key head.
 
-    With few Triton programs, the GPU would wait for the slowest one. The function therefore
+    With few Triton programs, the GPU would wait for the slowest program. The function therefore
     increases the number of parts until there are at least PROGRAMS Triton programs, or until each
     part is a single query head.
     """

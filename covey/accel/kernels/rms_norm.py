@@ -1,7 +1,7 @@
 """Residual addition fused with RMSNorm: forward and backward kernels.
 
-The residual stream is float32, and the RMSNorm has the dtype of the next matrix product. The kernel
-computes in float32 and rounds its result once.
+The residual stream is float32, and the output of RMSNorm has the dtype of the next matrix product.
+The kernel computes in float32 and rounds its result once.
 
 A Triton program processes several rows, so that all threads have work even if rows are short. The
 dimensions in tensor shapes are N (tokens) and D (hidden size).
@@ -87,7 +87,7 @@ def _backward(
 def _add_up(
     parts, total, count, size, adds: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr
 ):
-    """Add the sum of `count` rows to `total` if `adds` is true, or else overwrite `total`."""
+    """Write the sum of `count` rows to `total`, or add the sum to `total` if `adds` is true."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     sums = tl.zeros((rows, columns), tl.float32)
     for start in range(0, count, rows):
@@ -189,7 +189,7 @@ def _gain_grad(
 def norm(
     hidden: torch.Tensor, gain: torch.Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return RMSNorm(hidden) * gain [N, D]; the default `dtype` is that of `gain`."""
+    """Return RMSNorm(hidden) * gain [N, D]; the default `dtype` is the dtype of `gain`."""
     normed: torch.Tensor
     _, normed = call(_AddNorm, hidden.contiguous(), None, gain, eps, dtype or gain.dtype)
     return normed

@@ -1,8 +1,9 @@
 """Apply RoPE to queries and keys, and copy a shared prompt's keys and values to every row.
 
-Attention needs the keys and values of a row to be consecutive in memory, so the kernel copies the
-keys and values of a prompt to every row that shares the prompt. Each packed token has only one
-query. The backward pass sums the gradients of shared keys and values in float32, in a fixed order.
+Attention needs the keys and values of a row to be consecutive in memory. The kernel therefore
+copies the keys and values of a prompt to every row that shares the prompt. Each packed token has
+only one query. The backward pass sums the gradients of shared keys and values in float32, in a
+fixed order.
 
 The dimensions in tensor shapes are N (packed tokens), R (key positions), H (heads), K (key-value
 heads) and D (head size).
@@ -129,7 +130,7 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
 
 
 class _Rope(torch.autograd.Function):
-    """Autograd function for RoPE; the input is one fused QKV tensor, or three tensors."""
+    """Autograd function for RoPE; the input is a fused QKV tensor, or queries, keys and values."""
 
     @staticmethod
     def forward(

@@ -38,7 +38,7 @@ def merge_parts(
     parts, flag, part, count, largest, total, result,
     rows: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
-    """Combine partial softmaxes: other parts store their results, and part 0 adds them."""
+    """Combine partial softmaxes: part 0 adds the results that all other parts store."""
     stride: tl.constexpr = rows * (size + 2)
     if part == 0:
         while tl.atomic_add(flag, 0, sem="acquire") < count - 1:

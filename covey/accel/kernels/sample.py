@@ -1,8 +1,8 @@
 """Kernels that sample each sequence's next token from logits and update the decoding state.
 
-The logits are read only once: a first kernel computes the maximum and the sum of exponentials of
-each block of the vocabulary, and a second kernel finds the block that contains the sampled token
-and reads only that block again.
+The first kernel reads all logits once, and computes the maximum and the sum of exponentials of each
+vocabulary block. The second kernel finds the block that contains the sampled token, and reads only
+this block again.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), V (vocabulary size) and R (maximum length of a completion).
@@ -81,8 +81,8 @@ def _sample(
     else:
         wanted = tl.load(uniforms + row * room + written) * mass
         upto = tl.cumsum(sums, axis=0)
-        # The first block whose cumulative mass exceeds `wanted`; if rounding leaves none, the last
-        # block with mass.
+        # The first block whose cumulative mass exceeds `wanted`; if rounding leaves no such block,
+        # the last block with mass.
         passing = (upto > wanted) & (sums > 0)
         filled = tl.max(tl.where(sums > 0, part, 0))
         chosen = tl.minimum(tl.min(tl.where(passing, part, most_parts)), filled)
@@ -124,7 +124,7 @@ def sample_tokens(
     """Sample the next token of the first W sequences from `logits` [W, V].
 
     Temperature 0 chooses the most likely token. A completion ends with a stop token or at its
-    maximum length. If logits are NaN, so is the log-probability of the sampled token.
+    maximum length. If logits are NaN, the log-probability of the sampled token is NaN too.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, VOCABULARY_BLOCK)

@@ -1,8 +1,8 @@
 """Decode attention of any model over a KV cache in which sequences can share a prompt.
 
 The model's own code applies RoPE and norms before this kernel. The kernel stores the new key and
-value, and then attends to each sequence's prompt, which several sequences may share, and to its own
-completion. The kernel supports sliding windows and soft caps.
+value of each sequence. The kernel then attends to the sequence's prompt, which several sequences
+may share, and to the sequence's own completion. The kernel supports sliding windows and soft caps.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), P (prompts), H (heads), K (key-value heads), C (positions per page) and D (head
@@ -39,8 +39,8 @@ def _attend(
 ):  # fmt: skip
     """Update a running softmax with positions `low` to `count` - 1; position 0 is at `begin`.
 
-    If `page` is not 0, `begin` is the first row of page 0; pages have `page` positions, and page p
-    begins at row `begin` + p * `stride`.
+    If `page` is not 0, keys and values are in pages of `page` positions each. Page p then begins at
+    row `begin` + p * `stride`.
     """
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):

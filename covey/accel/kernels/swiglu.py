@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 BLOCK = 1024
-"""Number of columns that a Triton program processes; one program processes a whole row of at most
-2 * BLOCK columns."""
+"""Number of columns that a Triton program processes; a row of up to 2 * BLOCK columns takes only
+one program."""
 
 
 @triton.jit

@@ -99,8 +99,8 @@ def logp_backward(
 ) -> None:
     """Write the gradient of logits [R, V] to `grad`, which may be the same tensor as the logits.
 
-    `kept` is the normalizer and entropy from the forward pass, and `grads` the gradients of
-    log-probability and entropy; each is [R].
+    `kept` contains the normalizer [R] and the entropy [R] from the forward pass. `grads` contains
+    the gradients [R] of the log-probabilities and of the entropies.
     """
     count, size = logits.shape
     block = min(BLOCK, triton.next_power_of_2(size))

@@ -18,12 +18,12 @@ def grpo() -> Objective:
         loss = - 1/N sum_i 1/T_i sum_t [ min(r A, clip(r, 1-clip_low, 1+clip_high) A) - beta k3 ]
         r    = exp(logp - old_logp),  k3 = exp(-d) - 1 + d,  d = logp - ref_logp
 
-    Choices: the paper does not specify ddof, eps and the clip range. The defaults are ddof 1, eps
+    Choices: the paper does not specify ddof, eps or the clip range. The defaults are ddof 1, eps
     1e-6 and a clip range of 0.2.
 
     Departure: if all rewards of a group are equal, the advantages of the group are exactly 0. The
-    paper's formula would divide the rounding error of the group's mean by eps. For example, six
-    float32 rewards of 0.3 with eps 1e-8 would give an advantage of 0.7.
+    paper's formula would divide the rounding error of the group's mean by eps. For example, the
+    paper's formula would give an advantage of 0.7 for six float32 rewards of 0.3 with eps 1e-8.
 
     Worth knowing: with beta 0, as in many recent recipes, Covey loads no reference model. A k3
     penalty in the loss has the gradient of the forward KL, KL(reference, policy). A k2 penalty in
@@ -50,9 +50,9 @@ def dr_grpo() -> Objective:
     `length`. Some libraries divide by the padded width of the batch, which changes from batch to
     batch.
 
-    Worth knowing: in other libraries, `dr_grpo` often still divides by the standard deviation (in
-    TRL, if only loss_type is set) or by the completion's own length. Covey's `dr_grpo` divides
-    neither by the standard deviation nor by the completion's length.
+    Worth knowing: in other libraries, Dr.GRPO often still divides by the standard deviation or by
+    the completion's length. In TRL, Dr.GRPO divides by the standard deviation if only loss_type is
+    set. Covey's `dr_grpo` divides neither by the standard deviation nor by the completion's length.
     """
     return Objective(
         advantage=advantage.group_centered,
@@ -74,9 +74,9 @@ def dapo(
     sampling (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
     punishment (length_penalty.name = "soft") are separate settings for any algorithm.
 
-    Where paper and released code differ: equation 8 of the paper first averages over the tokens of
-    each group (`aggregation = "group_mean_token_mean"`). The authors' released code averages over
-    all tokens of the optimizer step, and so does Covey by default.
+    Choice: the loss is a mean over all tokens of the optimizer step, as in the authors' released
+    code. Equation 8 of the paper first averages over the tokens of each group (`aggregation =
+    "group_mean_token_mean"`).
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -17,10 +17,11 @@ def opd(*, task: float = 0.0) -> Objective:
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
 
     With discount 0, a token's advantage depends only on the KL estimate at that token, not at later
-    tokens. With discount 0 and on policy, the gradient is that of a k2 KL penalty in the loss, with
-    the teacher as the reference. With discount 1, the gradient is an unbiased estimate of the
-    gradient of the KL over whole completions, but the estimate has more variance. `task` is the
-    weight of GRPO's advantage A_i. With `task = 0`, `opd` needs no rewards and no groups.
+    tokens. With discount 0 and on policy, the gradient equals the gradient of a k2 KL penalty in
+    the loss, with the teacher as the reference. With discount 1, the gradient is an unbiased
+    estimate of the gradient of the KL over whole completions, but the estimate has more variance.
+    `task` is the weight of GRPO's advantage A_i. With `task = 0`, `opd` needs no rewards and no
+    groups.
 
     The teacher must use the student's tokenizer. Teacher log-probabilities below -20 count as -20.
 
@@ -30,7 +31,8 @@ def opd(*, task: float = 0.0) -> Objective:
 
     Choice: the student's log-probability is old_logp, which does not change between the optimizer
     steps of a batch. Other libraries take the student's log-probability from the engine or from the
-    current policy. On policy, all three log-probabilities are equal.
+    current policy. On policy, old_logp equals the log-probabilities of the engine and of the
+    current policy.
     """
     return Objective(
         advantage=distill.towards_teacher,

@@ -38,12 +38,12 @@ def dpo() -> Objective:
     each optimizer step, one more forward pass computes the margin D of all pairs in the step.
 
     Choice: the loss is a mean over the pairs of a training step, so all pairs of a training step
-    have the same weight. With the option `average`, the margin D contains means over the tokens of
-    a completion instead of sums.
+    have the same weight. With the option `average`, the margin D uses the mean log-ratio of a
+    completion's tokens instead of the sum of log-ratios.
 
-    Worth knowing: if policy and reference agree, the gradient is that of REINFORCE with advantages
-    of beta / 2 and -beta / 2. DPO has no importance ratio, so it does not correct for stale pairs.
-    TRL's online DPO also makes pairs from completions with equal rewards.
+    Worth knowing: if policy and reference agree, the gradient equals the gradient of REINFORCE with
+    advantages of beta / 2 and -beta / 2. DPO has no importance ratio, so it does not correct for
+    stale pairs. TRL's online DPO also makes pairs from completions with equal rewards.
     """
     return _of_pairs(pairs.logistic)
 

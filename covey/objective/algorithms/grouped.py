@@ -25,15 +25,15 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     part of a completion's reward is below `gate_at`, all other parts count as 0 (equation 8). In a
     configuration, `parts` lists the names of the reward parts to use, in the same order as
     part_weights. Without `parts`, `gdpo` uses every number that the reward function reports, even
-    one that is not meant as a reward.
+    numbers that are not meant as rewards.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
     TRL. In verl, the summed advantages are standardized over tokens, so long completions count
     more. If one part of a completion's reward could not be computed, the completion is left out of
     all means and standard deviations.
 
-    Worth knowing: if the reward has only one part, the loss is that of GRPO times a factor that is
-    the same for the whole step. `gdpo` refuses a KL penalty in the reward, because `gdpo`
+    Worth knowing: if the reward has only one part, the loss is GRPO's loss times a factor that is
+    constant within a training step. `gdpo` refuses a KL penalty in the reward, because `gdpo`
     normalizes only numbers that the reward function reports. With `gdpo`, put the KL penalty into
     the loss.
     """
@@ -92,8 +92,8 @@ def pkpo() -> Objective:
     With `loo`, setting the advantages of equal rewards to 0 makes the gradient biased.
 
     Worth knowing: with k = 1, `pkpo` is RLOO. With `loo1` and binary rewards, a group of G
-    completions with more than G-k+1 successes has no gradient. When the policy solves more prompts,
-    lower k.
+    completions with more than G-k+1 successes has no gradient. As the policy learns to solve more
+    prompts, lower k.
     """
     return Objective(
         advantage=advantage.best_of_k,

@@ -76,10 +76,10 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
 
     The behaviour policy of a token is the version of the policy that sampled the token. The
-    proximal policy is the trainer's policy at the start of the batch, the same for every token. The
-    clip range is centred on the proximal policy, and the importance weight w corrects for tokens
-    that an older policy sampled. With one optimizer step per batch, the ratio r is 1, and only the
-    importance weight w has an effect.
+    proximal policy is the trainer's policy at the start of the batch, and is the same for every
+    token. The clip range is centred on the proximal policy, and the importance weight w corrects
+    for tokens that an older policy sampled. With one optimizer step per batch, the ratio r is 1,
+    and only the importance weight w has an effect.
 
     Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. AReaL's
     code no longer uses the importance weight by default. For another off-policy correction, set the

@@ -39,9 +39,9 @@ def gspo_token() -> Objective:
         s_t  = sg(s_i) exp(logp - sg(logp)),  sg: no gradient
         loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-clip_low, 1+clip_high) A)
 
-    If all tokens of a completion have the same advantage, the loss and the gradient are those of
-    `gspo`. Use `gspo_token` if the tokens of a completion have different advantages, for example
-    with the option `top_entropy`.
+    If all tokens of a completion have the same advantage, `gspo_token` and `gspo` have the same
+    loss and the same gradient. Use `gspo_token` if the tokens of a completion have different
+    advantages, for example with the option `top_entropy`.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -30,8 +30,8 @@ def gtpo() -> Objective:
     have rn = 0. The option `norm = "polarity"` follows another interpretation of the paper. With
     `norm = "polarity"`, the mean of rp is only over tokens of correct completions, and the mean of
     rn is only over tokens of wrong completions. The standard deviations of rp and rn are over the
-    same tokens as the means. With `norm = "polarity"`, alpha1 and alpha2 cancel out, and about half
-    the tokens of correct completions get a negative advantage.
+    same tokens as the means of rp and rn. With `norm = "polarity"`, alpha1 and alpha2 cancel out,
+    and about half the tokens of correct completions get a negative advantage.
 
     By default, `gtpo` sums entropies over the group, as in the paper's equations. The paper's
     experiments sum entropies over the batch (`scope = "batch"`). In the factor 1/H, an entropy H
