@@ -91,10 +91,10 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            abandoned = f"step {state.step} was abandoned while it waited or evaluated"
+            interruption = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(f"{abandoned}; resume from the last checkpoint") from None
-            log.note(abandoned)
+                raise RunError(f"{interruption}; resume from the last checkpoint") from None
+            log.note(interruption)
         except Exception:
             loop.keep_progress()
             raise

@@ -194,14 +194,14 @@ def test_an_option_reaches_its_piece(kind: str, piece: str, option: str) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": "sequenc"}, "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
-        ({"advantage": "centred"}, "config: objective.advantage = 'centred' is not known; did you mean 'centered'?"),
-        ({"surrogate": "clip"}, "config: objective.surrogate = 'clip' is not known; did you mean 'clipped'?"),
-        ({"weights": "mean"}, "config: objective.weights = 'mean' is not known; did you mean 'token_mean'?"),
-        ({"ratio": "zzz"}, "config: objective.ratio = 'zzz' is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
-        ({"ratio": [1]}, "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
-        ({"weights": "sequence_mean_token_sum_norm"}, "composed needs the option 'length'"),
-        ({"kl": "k9"}, "composed: objective.kl = 'k9' is not known; did you mean 'k3'?"),
+        ({"ratio": "sequenc"}, "config: objective.ratio = 'sequenc' is not a known value; did you mean 'sequence'?"),
+        ({"advantage": "centred"}, "config: objective.advantage = 'centred' is not a known value; did you mean 'centered'?"),
+        ({"surrogate": "clip"}, "config: objective.surrogate = 'clip' is not a known value; did you mean 'clipped'?"),
+        ({"weights": "mean"}, "config: objective.weights = 'mean' is not a known value; did you mean 'token_mean'?"),
+        ({"ratio": "zzz"}, "config: objective.ratio = 'zzz' is not a known value; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ({"ratio": [1]}, "config: objective.ratio = [1] is not a known value; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ({"weights": "sequence_mean_token_sum_norm"}, "algorithm composed needs the option 'length'"),
+        ({"kl": "k9"}, "composed: objective.kl = 'k9' is not a known value; did you mean 'k3'?"),
     ],
 )  # fmt: skip
 def test_a_piece_that_is_not_there(options: dict[str, Any], message: str) -> None:
@@ -220,9 +220,7 @@ def test_a_piece_that_is_not_there(options: dict[str, Any], message: str) -> Non
 )
 def test_an_option_of_a_piece_that_was_not_chosen(option: str, pieces: dict[str, str]) -> None:
     message = refused("composed", **pieces, **{option: 1})
-    start = (
-        f"composed has no option '{option}'; its options are advantage, ratio, surrogate, weights, "
-    )
+    start = f"algorithm composed has no option '{option}'; its options are advantage, ratio, surrogate, weights, "
     assert message.startswith(start)
     assert option not in message.removeprefix(start).split(", ")
     assert message.endswith(", ".join(SHARED))
@@ -262,8 +260,8 @@ def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('ratio = "sequenc"', "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
-        ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ('ratio = "sequenc"', "config: objective.ratio = 'sequenc' is not a known value; did you mean 'sequence'?"),
+        ("ratio = [1]", "config: objective.ratio = [1] is not a known value; choose from arithmetic, one, product, sequence, sequence_token, token"),
         ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
         ('ratio = "token"\nclip_low = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
         ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; the pieces of 'gspo' are fixed"),
@@ -447,7 +445,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:needy", "config: objective.strength must be set for own_module:needy, because it has no default"),
         (
             "builtins:int",
-            "config: the parameters of objective.name = 'builtins:int' cannot be read; wrap the function in a Python function with named parameters",
+            "config: objective.name = 'builtins:int': the parameters of this function cannot be read; wrap the function in a Python function with named parameters",
         ),
     ],
 )  # fmt: skip
@@ -559,10 +557,10 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("dapo", {"clip_low": True}, "dapo: objective.clip_low = True must be a number"),
         ("dapo", {"ddof": 0.5}, "dapo: objective.ddof = 0.5 must be an integer"),
         ("dapo", {"correction_mean_one": 1}, "dapo: objective.correction_mean_one = 1 must be true or false"),
-        ("dapo", {"kl": "k9"}, "dapo: objective.kl = 'k9' is not known; did you mean 'k3'?"),
-        ("dapo", {"kl_in": "rewards"}, "dapo: objective.kl_in = 'rewards' is not known; did you mean 'reward'?"),
-        ("dapo", {"correction": "token"}, "dapo: objective.correction = 'token' is not known; did you mean 'token_mask'?"),
-        ("dapo", {"aggregation": "mean"}, "dapo: objective.aggregation = 'mean' is not known; did you mean 'token_mean'?"),
+        ("dapo", {"kl": "k9"}, "dapo: objective.kl = 'k9' is not a known value; did you mean 'k3'?"),
+        ("dapo", {"kl_in": "rewards"}, "dapo: objective.kl_in = 'rewards' is not a known value; did you mean 'reward'?"),
+        ("dapo", {"correction": "token"}, "dapo: objective.correction = 'token' is not a known value; did you mean 'token_mask'?"),
+        ("dapo", {"aggregation": "mean"}, "dapo: objective.aggregation = 'mean' is not a known value; did you mean 'token_mean'?"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_refused(
