@@ -49,8 +49,8 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Compare the gradients of these algorithms, such as grpo,gspo, for the recorded "
-        "rollouts; 'all' compares all algorithms.",
+        help="Compare the gradients of these algorithms, separated by commas; 'all' compares all "
+        "algorithms.",
     ),
 ]
 Options = Annotated[
