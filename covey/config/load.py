@@ -95,7 +95,7 @@ def read_settings(source: str) -> dict[str, Any]:
     raise ConfigError(f"config: there is no file or recipe {source!r}{hint}")
 
 
-def _check_depth(data: Mapping[str, Any], where: str) -> None:
+def _check_depth(data: Mapping[str, Any], source: str) -> None:
     """Reject deeply nested data, which would exceed Python's recursion limit."""
     level: list[Any] = [data]
     for _ in range(DEEPEST):
@@ -104,7 +104,7 @@ def _check_depth(data: Mapping[str, Any], where: str) -> None:
         level = [v for v in level if isinstance(v, Mapping | list | tuple)]
     if level:
         raise ConfigError(
-            f"{where}: values are nested too deeply, in more than {DEEPEST} tables or lists"
+            f"{source}: values are nested too deeply, in more than {DEEPEST} tables or lists"
         )
 
 

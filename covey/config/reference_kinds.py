@@ -91,7 +91,7 @@ def _check_self_teacher(section: Teacher) -> None:
     if not section.context:
         raise ConfigError(
             "config: teacher.context is empty, so the teacher would get the same prompt as the "
-            "policy; add a text to teacher.context"
+            "policy; add a source of text to teacher.context"
         )
     for name, text in section.context.items():
         if "{text}" not in text:

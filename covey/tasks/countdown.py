@@ -124,7 +124,7 @@ class Countdown(GeneratedTask):
             )
         if self.template and not all(place in self.template for place in ("{numbers}", "{target}")):
             raise ConfigError(
-                f"task: the text template = {self.template!r} must contain {{numbers}} and "
+                f"task: the option template = {self.template!r} must contain {{numbers}} and "
                 "{target}"
             )
 
