@@ -143,7 +143,7 @@ class UserTask(SplitTask):
         count = len(listed) if isinstance(listed, list | tuple) else min(FIRST, len(listed))
         for index in range(count):
             if problem := _problem(listed[index]):
-                raise DataError(f"{call}: prompt {index} is invalid: it {problem}")
+                raise DataError(f"{call}: the prompt at index {index} is invalid: it {problem}")
         return listed
 
 

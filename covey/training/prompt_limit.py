@@ -79,7 +79,7 @@ def fitting_prompts(
         )
     kept = [prompts[index] for index in checked if index not in long]
     if not kept:
-        raise DataError(f"task: no {split} prompt is short enough: {long_prompts} ({reason})")
+        raise DataError(f"task: all {split} prompts are too long: {long_prompts} ({reason})")
     return kept, [f"{long_prompts}: these prompts are left out"]
 
 
