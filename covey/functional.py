@@ -229,7 +229,7 @@ def _batch(
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     for need, (name, why) in ARGUMENTS.items():
         if need in objective.needs and optional[name] is None:
-            raise ConfigError(f"this objective needs {name}, because {why}")
+            raise ConfigError(f"this objective needs the argument {name}, because {why}")
     if "groups" in objective.needs:
         _check_groups(objective, group)
     mask, rewards = mask.bool(), rewards.detach().double()
@@ -264,7 +264,7 @@ def _batch(
 
 def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]) -> None:
     if mask.ndim != 2:
-        raise ConfigError(f"mask must have the shape [B, T], not {list(mask.shape)}")
+        raise ConfigError(f"the tensor mask must have the shape [B, T], not {list(mask.shape)}")
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -273,7 +273,7 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
             expected = torch.Size((len(mask), tensor.shape[1]))
         if tensor.shape != expected:
             raise ConfigError(
-                f"{name} must have the shape {list(expected)}, not {list(tensor.shape)}"
+                f"the tensor {name} must have the shape {list(expected)}, not {list(tensor.shape)}"
             )
 
 

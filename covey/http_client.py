@@ -17,11 +17,11 @@ LONGEST_WAIT = 60.0
 """Maximum seconds to wait before a retry, even if the server requests a longer wait."""
 
 
-def check_url(url: str, key: str, example: str, secret: str = "") -> None:
+def check_url(url: str, setting: str, example: str, secret: str = "") -> None:
     """Raise ConfigError for a URL that is malformed or contains a secret.
 
-    The error message names the setting `key`, and shows `example`, a valid URL. The text `secret`
-    tells the user where to put a secret.
+    The message names the `setting`, shows the valid URL `example`, and says with `secret` where to put a
+    secret.
     """
     try:
         split = urlsplit(url)
@@ -30,9 +30,9 @@ def check_url(url: str, key: str, example: str, secret: str = "") -> None:
     except ValueError:
         proper = hides = None
     if hides:  # the URL is not shown, because it may contain a secret
-        raise ConfigError(f"{key} must not contain a password, a query or a fragment{secret}")
+        raise ConfigError(f"{setting} must not contain a password, a query or a fragment{secret}")
     if not proper or not re.fullmatch("[!-~]+", url):
-        raise ConfigError(f"{key} = {url!r} is not a URL such as {example}")
+        raise ConfigError(f"{setting} = {url!r} is not a URL such as {example}")
 
 
 def headers(content_type: str, token: str = "") -> dict[str, str]:

@@ -108,5 +108,5 @@ def pickled(thing: Any, name: str) -> bytes:
         why = str(error)
     raise ConfigError(
         f"{name} cannot be sent to a worker process ({why}); define the function or class in a "
-        "module, or give it the attribute `quick = True` if it is always fast"
+        "module, or, if it is always fast, set its attribute `quick = True`"
     )

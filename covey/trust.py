@@ -56,15 +56,15 @@ def is_import_path(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def import_callable(path: str, where: str) -> Callable[..., Any]:
+def import_callable(path: str, setting: str) -> Callable[..., Any]:
     """Import a trusted function or class by `package.module:name` or `package.module.name`.
 
-    The module may also be in the working directory. Error messages name the config key `where`.
+    The module may also be in the working directory. Error messages name the config key `setting`.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ConfigError(f"config: {where} = {path!r} must have the form 'module:function'")
-    _check_trust(module_name, path, where)
+        raise ConfigError(f"config: {setting} = {path!r} must have the form 'module:function'")
+    _check_trust(module_name, path, setting)
     folder = os.getcwd()
     sys.path.insert(0, folder)
     # Python reuses the bytecode of a file with the same size and the same modification time in
@@ -74,14 +74,14 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module can raise anything while it is imported
         why = str(error) if isinstance(error, ImportError) else users_error(error)
-        raise ConfigError(f"{where} = {path!r}: cannot import {module_name!r}: {why}") from error
+        raise ConfigError(f"{setting} = {path!r}: cannot import {module_name!r}: {why}") from error
     finally:
         sys.path.remove(folder)
         sys.dont_write_bytecode = writes
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{where} = {path!r}: {module_name!r} has no function {name!r}")
-    _check_origin(function, path, where)
+        raise ConfigError(f"{setting} = {path!r}: {module_name!r} has no function {name!r}")
+    _check_origin(function, path, setting)
     return function  # type: ignore[no-any-return]
 
 
@@ -90,16 +90,16 @@ def _trusted() -> list[str]:
     return [name for name in names if name]
 
 
-def _check_trust(module: str, path: str, where: str) -> None:
+def _check_trust(module: str, path: str, setting: str) -> None:
     if not is_trusted(module):
         raise ConfigError(
-            f"config: {where} = {path!r} would run code of the module {module!r}, which is not "
+            f"config: {setting} = {path!r} would run code of the module {module!r}, which is not "
             f"trusted; if you trust this code, add --trust {module}, or set the environment "
             f"variable {VARIABLE}={module}"
         )
 
 
-def _check_origin(function: Any, path: str, where: str) -> None:
+def _check_origin(function: Any, path: str, setting: str) -> None:
     """Raise ConfigError if a callable is not Python code or comes from an untrusted module."""
     defined = function
     while isinstance(defined, functools.partial):
@@ -108,12 +108,12 @@ def _check_origin(function: Any, path: str, where: str) -> None:
     if not (inspect.isfunction(defined) or inspect.isclass(defined)):
         defined = type(defined)  # for a callable object, its class has the code
         if not inspect.isfunction(defined.__call__):
-            raise ConfigError(f"config: {where} = {path!r} is not a Python function or class")
-    _check_trust(str(defined.__module__), path, where)
+            raise ConfigError(f"config: {setting} = {path!r} is not a Python function or class")
+    _check_trust(str(defined.__module__), path, setting)
     try:
         inspect.signature(function)
     except (ValueError, TypeError):
         raise ConfigError(
-            f"config: the parameters of {where} = {path!r} cannot be read; wrap the function in a "
-            "Python function with named parameters"
+            f"config: {setting} = {path!r}: the parameters of this function cannot be read; wrap "
+            "the function in a Python function with named parameters"
         ) from None

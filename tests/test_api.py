@@ -200,7 +200,7 @@ def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:
     first = small(tmp_path, callbacks=[stop])
     assert (first.step, first.interrupted) == (1, True)
     with pytest.raises(
-        ConfigError, match="was started with the argument dataset; pass the argument again"
+        ConfigError, match="was started with the argument dataset; pass the same argument again"
     ):
         covey.train(resume=first.folder)
     rest = covey.train(resume=first.folder, dataset=ROWS, rewards=[correct, short], quiet=True)
@@ -354,7 +354,7 @@ def test_an_evaluation_and_a_configuration() -> None:
     ("arguments", "message"),
     [
         ({"rewards": []}, "at least one reward function"),
-        ({"rewards": [correct, correct]}, "two functions are called correct"),
+        ({"rewards": [correct, correct]}, "two functions have the name correct"),
         (
             {"rewards": {correct: float("nan")}},
             "the weight of correct must be a finite number, not nan",

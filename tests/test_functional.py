@@ -105,21 +105,23 @@ def test_an_algorithm_needs_no_more_than_it_says(name: str) -> None:
     assert not gradient[~given["mask"]].any()
     for needed in NEEDS.get(name, []):
         given_less = {k: v for k, v in given.items() if k != needed}
-        assert refused(name, given_less).startswith(f"this objective needs {needed}, because ")
+        assert refused(name, given_less).startswith(
+            f"this objective needs the argument {needed}, because "
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "missing", "message"),
     [
-        ("grpo", {}, "ref_logp", "this objective needs ref_logp, because its beta is not 0"),
-        ("dapo", {"beta": 0.1}, "ref_logp", "this objective needs ref_logp, because its beta is not 0"),
-        ("gtpo", {}, "entropy", "this objective needs entropy, because it reads entropies"),
-        ("dapo", {"top_entropy": 0.2}, "entropy", "this objective needs entropy, because it reads entropies"),
-        ("dapo", {"entropy_bonus": 0.1}, "entropy", "this objective needs entropy, because it reads entropies"),
-        ("gtpo_trajectory", {}, "tokens", "this objective needs tokens, because it compares tokens"),
-        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
-        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
-        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs sampler_logp, because it compares the policy with the sampler"),
+        ("grpo", {}, "ref_logp", "this objective needs the argument ref_logp, because its beta is not 0"),
+        ("dapo", {"beta": 0.1}, "ref_logp", "this objective needs the argument ref_logp, because its beta is not 0"),
+        ("gtpo", {}, "entropy", "this objective needs the argument entropy, because it reads entropies"),
+        ("dapo", {"top_entropy": 0.2}, "entropy", "this objective needs the argument entropy, because it reads entropies"),
+        ("dapo", {"entropy_bonus": 0.1}, "entropy", "this objective needs the argument entropy, because it reads entropies"),
+        ("gtpo_trajectory", {}, "tokens", "this objective needs the argument tokens, because it compares tokens"),
+        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs the argument sampler_logp, because it compares the policy with the sampler"),
+        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs the argument sampler_logp, because it compares the policy with the sampler"),
+        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs the argument sampler_logp, because it compares the policy with the sampler"),
     ],
 )  # fmt: skip
 def test_a_tensor_that_is_needed_is_asked_for(
@@ -131,7 +133,7 @@ def test_a_tensor_that_is_needed_is_asked_for(
 
 
 def test_an_option_without_a_default_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"^dr_grpo needs the option 'length'$"):
+    with pytest.raises(ConfigError, match=r"^algorithm dr_grpo needs the option 'length'$"):
         loss("dr_grpo", **only(step(), "dr_grpo"))
 
 
@@ -141,7 +143,7 @@ def test_an_option_that_is_not_there_is_answered_with_those_that_are() -> None:
         "correction_high, correction_mean_one, veto, off_policy_limit"
     )
     assert refused("gspo", step(), dual=3.0) == (
-        f"gspo has no option 'dual'; its options are clip_low, clip_high, beta, kl, ddof, eps, {shared}"
+        f"algorithm gspo has no option 'dual'; its options are clip_low, clip_high, beta, kl, ddof, eps, {shared}"
     )
     assert refused("gropo", step()) == (
         "config: objective.name = 'gropo' is not a known algorithm; did you mean 'grpo'?"
@@ -155,20 +157,20 @@ def test_a_wrong_shape_is_told_from_the_right_one(tensor: str) -> None:
     given = step(success=torch.ones(ROWS))
     if tensor == "mask, flat":
         given["mask"] = given["mask"][:, 0]
-        assert refused("dapo", given) == "mask must have the shape [B, T], not [8]"
+        assert refused("dapo", given) == "the tensor mask must have the shape [B, T], not [8]"
     elif tensor == "mask, wide":
         given["mask"] = torch.ones(ROWS, WIDTH + 1)
-        assert refused("dapo", given) == "logp must have the shape [8, 6], not [8, 5]"
+        assert refused("dapo", given) == "the tensor logp must have the shape [8, 6], not [8, 5]"
     elif tensor == "parts":  # as many as there are, of each row
-        message = "parts must have the shape [8, 2], not [1, 2]"
+        message = "the tensor parts must have the shape [8, 2], not [1, 2]"
         assert refused("dapo", {**given, tensor: given[tensor][:1]}) == message
     elif given[tensor].ndim == 1:
         given[tensor] = given[tensor][:, None]
-        assert refused("dapo", given) == f"{tensor} must have the shape [8], not [8, 1]"
+        assert refused("dapo", given) == f"the tensor {tensor} must have the shape [8], not [8, 1]"
     else:
         # Either would be broadcast without a word.
         for part in (given[tensor][:, :1], given[tensor][:1]):
-            message = f"{tensor} must have the shape [8, 5], not {list(part.shape)}"
+            message = f"the tensor {tensor} must have the shape [8, 5], not {list(part.shape)}"
             assert refused("dapo", {**given, tensor: part}) == message
 
 

@@ -143,7 +143,8 @@ def test_another_reward_cannot_resume_the_run(tmp_path: Path) -> None:
     result = small(tmp_path, rewards=other, **{"train.steps": 1})
     again = {"resume": result.folder, "dataset": ROWS, "quiet": True, "train.steps": 2}
     with pytest.raises(
-        ConfigError, match="started with the reward other; pass the reward other, not some"
+        ConfigError,
+        match="started with the reward other; pass this reward instead of the reward some",
     ):
         covey.train(**again, rewards=some)
     assert covey.train(**again, rewards=other).step == 2

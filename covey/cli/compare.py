@@ -108,7 +108,7 @@ Report = Annotated[
     typer.Option(
         "--report",
         metavar="FOLDER",
-        help="Only write the reports of this comparison again, without training.",
+        help="Write the reports of the comparison in this folder again, without training.",
     ),
 ]
 DryRun = Annotated[
@@ -137,8 +137,8 @@ def compare_command(
 ) -> None:
     """Train several arms (algorithms or settings) under equal conditions, and compare the results.
 
-    All arms start from the same weights, with the same prompts, training budget and held-out
-    prompts. The report shows which differences are significant. After Ctrl-C or a crash, run the
+    All arms have the same initial weights, training prompts, held-out prompts and training
+    budget. The report shows which differences are significant. After Ctrl-C or a crash, run the
     same command again to resume the comparison.
     """
     from covey.analysis.compare.design import Request, parse_arm
@@ -162,7 +162,10 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError("--add needs an existing comparison in --folder, and keeps its settings")
+        raise ConfigError(
+            "--add adds arms to an existing comparison; give its folder with --folder, and leave "
+            "out options that change its settings"
+        )
     else:
         prepared = prepare(request, folder)
     _run(checked(prepared), parallel, plan_only)

@@ -42,7 +42,7 @@ Out = Annotated[
     typer.Option(
         "--out",
         help="Write the results to this file as JSON. Without --out, the results for a run folder "
-        "go to RUN/doctor.json.",
+        "are written to RUN/doctor.json.",
     ),
 ]
 
@@ -66,8 +66,8 @@ def doctor_command(
     """Check a configuration on this machine, in at most two minutes.
 
     The command takes a few small training steps to check the gradient, engine, reward, sandbox,
-    exact resume, memory and time. A large model generates fewer and shorter completions. The exit
-    code is 1 if a check fails, and 0 otherwise.
+    exact resume, memory and time. To save time, a large model generates fewer and shorter
+    completions. The exit code is 1 if a check fails, and 0 otherwise.
     """
     check_out(out)
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None

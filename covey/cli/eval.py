@@ -108,7 +108,7 @@ def eval_command(
 ) -> None:
     """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 
-    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. Given a run
+    The command reports greedy accuracy and, with --samples, also mean@k and pass@k. For a run
     folder, the command evaluates the run's newest checkpoint on the run's task. With --against, the
     command compares two models on the same prompts.
     """
@@ -178,7 +178,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 fitting, notes = fitting_prompts(config, model, prompts, "held-out")
                 if found and len(fitting) < len(prompts):
                     raise DataError(
-                        f"{path} cannot be evaluated on all prompts of the first model "
+                        f"the model {path} cannot be evaluated on all prompts of the first model "
                         f"({notes[0]}); lower rollout.max_prompt_tokens to a length that suits "
                         "both models"
                     )

@@ -49,8 +49,8 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Compute the step's gradient with each of these algorithms, such as grpo,gspo, or "
-        "with 'all' algorithms.",
+        help="Compare the gradients of these algorithms, separated by commas; 'all' compares all "
+        "algorithms.",
     ),
 ]
 Options = Annotated[
@@ -66,7 +66,7 @@ Exact = Annotated[
     typer.Option(
         "--exact",
         help="First repeat all training steps since the nearest checkpoint, so that the step "
-        "starts from its exact weights.",
+        "to explain starts from its exact weights.",
     ),
 ]
 

@@ -82,7 +82,10 @@ def export_command(
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target
     if step is not None and found != Path(target):
-        raise RunError(f"--step {step} chooses a checkpoint of a run, but {target} is not a run")
+        raise RunError(
+            f"--step {step} chooses a checkpoint of a run, but {target} is not a run folder; leave "
+            "out --step"
+        )
     if run is not None:
         tell_edited(run)
         source = str(weights_of(Path(target), "covey export {} " + shlex.quote(str(folder)), step))

@@ -40,8 +40,8 @@ Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="A TOML configuration file, the name of a recipe, or a run folder. In a run folder, "
-        "the newest checkpoint is measured. Default: arithmetic.",
+        help="A TOML configuration file, the name of a recipe, or a run folder. For a run folder, "
+        "the command measures the newest checkpoint. Default: arithmetic.",
     ),
 ]
 Updates = Annotated[
@@ -76,8 +76,8 @@ def numerics_command(
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:
         raise ConfigError(
-            "--model cannot be used with a run, which is measured with its own weights; leave "
-            "--model out"
+            "--model cannot be combined with a run folder, because a run is measured with its own "
+            "weights; leave out --model"
         )
     check_out(out)
     source = str(run.config_file) if run is not None else target or "arithmetic"

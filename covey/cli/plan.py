@@ -67,7 +67,7 @@ Ranks = Annotated[
         min=1,
         max=4096,
         metavar="N",
-        help="Plan for training with N ranks, one per device, and show the memory of each rank.",
+        help="Plan for training on N ranks with one device each, and show the memory of each rank.",
     ),
 ]
 
@@ -83,10 +83,10 @@ def plan_command(
     measure_steps: MeasureSteps = False,
     as_json: AsJson = False,
 ) -> None:
-    """Describe a run, estimate its time and memory, and list settings that have no effect.
+    """Describe a planned run, estimate its time and memory, and list settings without effect.
 
-    The command estimates time and memory from the model's configuration and tokenizer. Only with
-    --measure does the command load weights and train.
+    The command estimates time and memory from the model's configuration and tokenizer. With
+    --measure, the command also loads the weights and trains a few steps.
     """
     from covey.analysis.plan.task_facts import measuring
 

@@ -25,13 +25,13 @@ Connections = Annotated[
     typer.Option(
         "--max-connections",
         min=1,
-        help="Maximum number of open connections. If there are more, the server closes idle and "
+        help="Maximum number of open connections. At this limit, the server closes idle and "
         "unfinished connections.",
     ),
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Compute dtype of the model, with the same values as model.dtype."),
+    typer.Option(help="Dtype of the model's computations, as in the setting model.dtype."),
 ]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, help="The port to listen on; 0 chooses a free port.")
@@ -91,8 +91,8 @@ def serve_command(
     token = read_token(token_env, f"--token-env {token_env}")
     if host not in LOOPBACK and not token:
         raise ConfigError(
-            f"--host {host} accepts requests from other machines; protect the server with an "
-            "access token (--token-env)"
+            f"--host {host} makes the server reachable from other machines; add --token-env to "
+            "protect the server with an access token"
         )
     _need_extra()
     listener = _bound(host, port)

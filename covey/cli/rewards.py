@@ -57,8 +57,8 @@ LabelledOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON Lines file of completions with human labels. The label is true or false, in "
-        "the field `correct`.",
+        help="JSON Lines file of completions with human labels. The field `correct` contains the "
+        "label, true or false.",
     ),
 ]
 AllowedOption = Annotated[
@@ -230,8 +230,8 @@ def lab_command(
 ) -> None:
     """Test a reward for mistakes and hacks before you train with it.
 
-    Correct completions must get the full reward, and known reward hacks must not. The score of a
-    completion must be the same in every process. The exit code is 0 if all checks pass, and 1
+    Correct completions must get the full reward, and known reward hacks must not get it. The score
+    of a completion must be the same in every process. The exit code is 0 if all checks pass, and 1
     otherwise.
     """
     from covey.analysis.lab.cases import read_labelled

@@ -76,7 +76,7 @@ def check_command(
     run = RunFolder.open(path)
     rows = run.steps()
     if not rows:
-        raise RunError(f"{path} has no training steps yet")
+        raise RunError(f"the run {path} has no training steps yet")
     found = timeline(rows, settings_of(run))
     seconds = time.time() - (run.path / "steps.jsonl").stat().st_mtime
     silent = silence(rows, seconds) if run.in_use() else None
@@ -116,7 +116,7 @@ def report_command(
     """
     run = RunFolder.open(path)
     if out is not None and not out.is_dir():
-        raise RunError(f"--out {out}: this folder does not exist")
+        raise RunError(f"--out {out}: this folder does not exist; create the folder first")
 
     from covey.analysis.run_report.write import write_run_report
 
@@ -131,8 +131,8 @@ def verify_command(
         bool,
         typer.Option(
             "--recompute",
-            help="Also train the last saved step again, and compare the resulting weights with the "
-            "checkpoint.",
+            help="Also repeat the last saved training step, and compare the resulting weights with "
+            "the checkpoint.",
         ),
     ] = False,
     trust: Trust = None,
@@ -177,7 +177,7 @@ def runs_command(
     step: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Show the completions of this training step. FOLDER must be a run folder."
+            min=1, help="Show the completions of this training step; FOLDER must be a run folder."
         ),
     ] = None,
     as_json: AsJson = False,

@@ -40,12 +40,12 @@ def ui_command(
 ) -> None:
     """Show curves, groups, tokens, health and settings of runs in a web page.
 
-    The page reads run folders. It needs neither torch nor an internet connection.
+    The page reads run folders, and needs neither torch nor an internet connection.
     """
     roots = paths or [path for path in USUAL if path.is_dir()] or [Path()]
     for path in roots:
         if not path.is_dir():
-            raise RunError(f"there is no folder {path}")
+            raise RunError(f"the folder {path} does not exist")
 
     from covey.ui.server import Server
     from covey.ui.views import Site

@@ -169,7 +169,7 @@ def _set_aside(count: int) -> None:
     except ray.exceptions.RayError:
         raise ConfigError(
             f"config: cluster.trainer_gpus = {count}, but Ray has fewer free GPUs on this machine; "
-            "set a lower number, or free some GPUs"
+            "lower cluster.trainer_gpus, or free some GPUs"
         ) from None
     _held.append(holder)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
@@ -186,8 +186,8 @@ def check_room(actors: Sequence[Actors]) -> None:
         if wanted > available:
             kinds = ", ".join(each.text for each in actors if each.count)
             raise ConfigError(
-                f"config: [cluster] needs {wanted:g} {resource}s for {kinds}, but Ray has "
-                f"{available:g}; set fewer actors, or fewer {resource}s per actor"
+                f"config: [cluster] needs {wanted:g} {resource}s for {kinds}, but the Ray cluster "
+                f"has only {available:g}; configure fewer actors, or fewer {resource}s per actor"
             )
 
 

@@ -61,7 +61,7 @@ def covey_script(text: str, config: str, name: str = "script.py") -> str:
         _attribute(edits, node)
     if not edits.trains:
         raise ConfigError(
-            f"port: {name} never calls train() on its GRPOTrainer; add a statement that does"
+            f"port: {name} never calls train() on its GRPOTrainer; add this call to the script"
         )
     lines = edits.apply(text)
     result = "\n".join([*_leftovers(lines, edits.removed), *lines]) + "\n"

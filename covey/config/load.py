@@ -95,7 +95,7 @@ def read_settings(source: str) -> dict[str, Any]:
     raise ConfigError(f"config: there is no file or recipe {source!r}{hint}")
 
 
-def _check_depth(data: Mapping[str, Any], where: str) -> None:
+def _check_depth(data: Mapping[str, Any], source: str) -> None:
     """Reject deeply nested data, which would exceed Python's recursion limit."""
     level: list[Any] = [data]
     for _ in range(DEEPEST):
@@ -104,7 +104,7 @@ def _check_depth(data: Mapping[str, Any], where: str) -> None:
         level = [v for v in level if isinstance(v, Mapping | list | tuple)]
     if level:
         raise ConfigError(
-            f"{where}: values are nested too deeply, in more than {DEEPEST} tables or lists"
+            f"{source}: values are nested too deeply, in more than {DEEPEST} tables or lists"
         )
 
 
@@ -120,7 +120,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise ConfigError(
-                f"config: {key}: {section!r} is a single value, not a table with keys"
+                f"config: {key} cannot be set, because {section!r} is a single value, not a table"
             )
     value = _value(raw.strip())
     if last == "name" and value != _present_name(sections, table):
@@ -143,7 +143,7 @@ def _value(raw: str) -> Any:
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except RecursionError:
-        raise ConfigError("config: the given value is nested too deeply") from None
+        raise ConfigError("config: the value of a setting is nested too deeply") from None
     except ValueError:  # not TOML, or a number with too many digits for Python
         return raw
 

@@ -35,15 +35,15 @@ def check_reference(section: Section) -> None:
         )
 
 
-def read_token(variable: str, where: str) -> str:
-    """Return the bearer token in the environment variable `variable`, or "" if `variable` is empty.
+def read_token(variable: str, setting: str) -> str:
+    """Return the bearer token in an environment variable; an empty text if `variable` is empty.
 
-    `where` is the setting or the option that names the variable, for the error message.
+    `setting` is the setting or the option that names the variable, for the error message.
     """
     token = os.environ.get(variable, "") if variable else ""
     if variable and not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"{where}, but this environment variable does not contain a valid token; a token "
+            f"{setting}: this environment variable does not contain a valid access token; a token "
             "consists of printable ASCII characters"
         )
     return token
@@ -91,7 +91,7 @@ def _check_self_teacher(section: Teacher) -> None:
     if not section.context:
         raise ConfigError(
             "config: teacher.context is empty, so the teacher would get the same prompt as the "
-            "policy; add a text to teacher.context"
+            "policy; add a source of text to teacher.context"
         )
     for name, text in section.context.items():
         if "{text}" not in text:
@@ -106,4 +106,7 @@ def _check_self_teacher(section: Teacher) -> None:
 def _check_idle(section: Teacher, names: tuple[str, ...], other: str) -> None:
     for name in names:
         if getattr(section, name) != Teacher.model_fields[name].default:
-            raise ConfigError(f"config: teacher.{name} has no effect without teacher.{other}")
+            raise ConfigError(
+                f"config: teacher.{name} has no effect without teacher.{other}; set "
+                f"teacher.{other}, or leave out teacher.{name}"
+            )

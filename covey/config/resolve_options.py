@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 def choose(
-    registry: Mapping[str, Callable[..., T]], section: Named, where: str
+    registry: Mapping[str, Callable[..., T]], section: Named, table: str
 ) -> Callable[..., T]:
     """Return the function that the section's `name` refers to in the registry."""
     if section.name not in registry:
         hint = nearest(section.name, registry)
-        raise ConfigError(f"config: {where}.name = {section.name!r} is not known{hint}")
+        raise ConfigError(f"config: {table}.name = {section.name!r} is not a known name{hint}")
     return registry[section.name]
 
 
 def resolve_options(
     function: Callable[..., Any],
     section: Named,
-    where: str,
+    table: str,
     defaults: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Check the given options of `function`, and add the defaults of its other options.
@@ -42,23 +42,23 @@ def resolve_options(
     if others and rest is None:
         key = next(iter(others))
         if new := getattr(function, "renamed_options", {}).get(key):
-            raise ConfigError(f"config: {where}.{key} was renamed to {where}.{new}")
+            raise ConfigError(f"config: {table}.{key} was renamed to {table}.{new}")
         hint = theirs(key) or nearest(key, parameters)
-        raise ConfigError(f"config: {where}.{key} is not an option of {section.name}{hint}")
+        raise ConfigError(f"config: {table}.{key} is not an option of {section.name}{hint}")
     resolved = {}
     for key, parameter in parameters.items():
         if key in section.options:
-            resolved[key] = _checked(types.get(key, Any), section.options[key], f"{where}.{key}")
+            resolved[key] = _checked(types.get(key, Any), section.options[key], f"{table}.{key}")
         elif parameter.default is not parameter.empty:
             resolved[key] = parameter.default
         elif key in defaults:
             resolved[key] = defaults[key]
         else:
             raise ConfigError(
-                f"config: {where}.{key} must be set for {section.name}, because it has no default"
+                f"config: {table}.{key} must be set for {section.name}, because it has no default"
             )
     for key, value in others.items():
-        resolved[key] = _checked(types.get(rest or "", Any), value, f"{where}.{key}")
+        resolved[key] = _checked(types.get(rest or "", Any), value, f"{table}.{key}")
     return resolved
 
 
@@ -82,7 +82,7 @@ def _types(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _checked(kind: Any, value: Any, where: str) -> Any:
+def _checked(kind: Any, value: Any, setting: str) -> Any:
     adapter: TypeAdapter[Any] = TypeAdapter(
         kind, config=ConfigDict(strict=True, allow_inf_nan=False)
     )
@@ -93,4 +93,4 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"]
         problem = message[0].lower() + message[1:]
-        raise ConfigError(f"config: {where} = {value!r}: {problem}") from None
+        raise ConfigError(f"config: {setting} = {value!r}: {problem}") from None

@@ -51,7 +51,7 @@ def read_documents(folder: str) -> dict[str, str]:
     if not found:
         endings = " or ".join(ENDINGS)
         raise ConfigError(
-            f"environment: folder = {folder!r} has no documents that end in {endings}"
+            f"environment: folder = {folder!r} has no files whose names end in {endings}"
         )
     return found
 

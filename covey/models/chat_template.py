@@ -250,8 +250,8 @@ def _filled(form: str, messages: Sequence[Message]) -> str:
     rest = [m["content"] for m in messages if m["role"] != "system"]
     if len(rest) != 1:
         raise DataError(
-            "model: model.template has the field {question} for one message, but a prompt has "
-            f"{len(rest)} messages; set model.template to 'chat' or 'plain'"
+            "model: the text in model.template accepts only one message per prompt, but a prompt "
+            f"has {len(rest)} messages; set model.template to 'chat' or 'plain'"
         )
     return form.format(question=rest[0], system="\n".join(system))
 
@@ -333,7 +333,7 @@ def _unusable_worker(code: int) -> ModelError:
     if code == FAILED:
         return ModelError("model: the process that renders chat templates failed to start")
     why = f"took longer than {SECONDS:g} seconds" if code == -SIGPROF else "took too much memory"
-    return ModelError(f"model: the chat template {why} for one prompt; {ADVICE}")
+    return ModelError(f"model: the chat template cannot render a prompt: it {why}; {ADVICE}")
 
 
 _PROCESS = RenderProcess()

@@ -120,7 +120,7 @@ def wrap(
     """Split a model into backbone and head; check that the two reproduce the model's logits."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
-        raise ModelError(f"model: Covey needs a linear output layer, which {name} does not have")
+        raise ModelError(f"model: {name} has no linear output layer, which Covey needs")
     _disable_dropout(model)
     training = model.training
     model.eval()

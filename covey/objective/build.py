@@ -77,9 +77,9 @@ def extended(
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
                 f"objective.correction_low = {correction_low} must be at most {agreement:g}, and "
-                f"objective.correction_high = {correction_high} must be at least {agreement:g}; "
-                f"the value that objective.correction = {correction!r} compares with these bounds "
-                f"is {agreement:g} if engine and trainer agree"
+                f"objective.correction_high = {correction_high} must be at least {agreement:g}, "
+                f"because objective.correction = {correction!r} computes {agreement:g} where "
+                "engine and trainer agree"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)
@@ -111,10 +111,10 @@ def build(name: str, **options: Any) -> Objective:
     for key in options:
         if key not in parameters:
             known = ", ".join(parameters)
-            raise ConfigError(f"{name} has no option {key!r}; its options are {known}")
+            raise ConfigError(f"algorithm {name} has no option {key!r}; its options are {known}")
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in options:
-            raise ConfigError(f"{name} needs the option {key!r}")
+            raise ConfigError(f"algorithm {name} needs the option {key!r}")
     return function(**options)
 
 

@@ -141,7 +141,7 @@ def composed(
     for kind, name in names.items():
         if not isinstance(name, str) or name not in PIECES[kind]:
             hint = nearest(str(name), PIECES[kind])
-            raise ConfigError(f"config: objective.{kind} = {name!r} is not known{hint}")
+            raise ConfigError(f"config: objective.{kind} = {name!r} is not a known value{hint}")
     pieces: dict[str, Any] = {kind: PIECES[kind][name] for kind, name in names.items()}
     return Objective(**pieces, reads=READS.get(pieces["advantage"], COMPARES))
 

@@ -183,7 +183,7 @@ def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any])
             choices = typing.get_args(hint)
             if value not in choices:
                 suggestion = nearest(str(value), choices)
-                raise ConfigError(f"{setting} is not known{suggestion}")
+                raise ConfigError(f"{setting} is not a known value{suggestion}")
         elif hint is bool and not isinstance(value, bool):
             raise ConfigError(f"{setting} must be true or false")
         elif hint in (int, float) and not _is_number(value, Integral if hint is int else Real):

@@ -120,7 +120,7 @@ class ServerReference(Reference):
                 part, weights = decode_reply(reply, shape, self.temperature)
             except WireError as error:
                 raise ModelError(
-                    f"reference: {self.address.url} sent an invalid reply: {error}"
+                    f"reference: the server {self.address.url} sent an invalid reply: {error}"
                 ) from None
             self._check_weights(weights)
             for target, values in zip(whole, part, strict=True):
@@ -168,8 +168,8 @@ class ServerReference(Reference):
                 health["fingerprint"][key].encode()
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(
-                f"reference: {self.address.url} is not a reference server; start one with `covey "
-                "reference serve`"
+                f"reference: {self.address.url} is not a reference server; start a server with "
+                "`covey reference serve`"
             ) from None
         return health
 
@@ -223,7 +223,8 @@ def _send(address: Address, method: str, path: str, body: bytes | None, most: in
         read = response.read(most + 1)
         if len(read) > most and response.status == 200:
             raise ModelError(
-                f"reference: {address.url}: the reply to {path} is larger than {most} bytes"
+                f"reference: the server {address.url} sent a reply of more than {most} bytes to "
+                f"the request {path}"
             )
         if len(read) <= most and response.length:
             raise http.client.IncompleteRead(read, response.length)

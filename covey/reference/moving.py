@@ -82,8 +82,8 @@ class MovingReference(FrozenReference):
         for name, weight in self.weights.items():
             if name not in saved or saved[name].shape != weight.shape:
                 raise RunError(
-                    f"checkpoint {folder}: {self.file} has no tensor {name} of the right shape; "
-                    "resume from another checkpoint"
+                    f"checkpoint {folder}: the tensor {name} is missing from {self.file}, or has "
+                    "the wrong shape; resume from another checkpoint"
                 )
             weight.copy_(placed_like(saved[name], weight))
         self._round_to_parameters()

@@ -228,7 +228,7 @@ class ReplyCache:
             os.replace(name, file)
         except OSError as error:
             raise RewardError(
-                f"cannot write a reply into the cache folder {self.folder!r}: {error}"
+                f"cannot write a reply to the cache folder {self.folder!r}: {error}"
             ) from None
 
     def _file(self, url: str, body: Mapping[str, Any]) -> Path:

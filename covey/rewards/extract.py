@@ -146,7 +146,7 @@ def check_styles(styles: Sequence[str]) -> None:
     for style in styles:
         if style not in _READERS:
             hint = nearest(style, STYLES)
-            raise ConfigError(f"reward: {style!r} is not an answer style{hint}")
+            raise ConfigError(f"reward: {style!r} is not a known answer style{hint}")
     if not styles:
         raise ConfigError(f"reward: the option `styles` is empty; choose from {', '.join(STYLES)}")
 

@@ -80,7 +80,7 @@ def counts(number: int, relation: str, wanted: int) -> bool:
              "at most": number <= wanted, "exactly": number == wanted}  # fmt: skip
     if relation not in rules:
         known = ", ".join(rules)
-        raise DataError(f"instructions: the relation {relation!r} is unknown; use {known}")
+        raise DataError(f"instructions: the relation {relation!r} is unknown; use one of: {known}")
     return rules[relation]
 
 
@@ -295,7 +295,10 @@ def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
     try:
         return CHECKS[name](text, known)
     except KeyError as error:
-        raise DataError(f"instructions: {name} needs the argument {error} in the data") from None
+        raise DataError(
+            f"instructions: the instruction {name} needs the argument {error}, which the data "
+            "does not contain"
+        ) from None
 
 
 def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
@@ -305,8 +308,8 @@ def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
         name, renamed = OPEN_INSTRUCT[data["func_name"]]
     except (ValueError, KeyError, TypeError):
         raise DataError(
-            f"instructions: the target {target[:80]!r} must be JSON with the name of a known "
-            "instruction as func_name"
+            f"instructions: the target {target[:80]!r} must be a JSON object with the name of a "
+            "known instruction in the field func_name"
         ) from None
     return name, {renamed.get(k, k): v for k, v in data.items() if k != "func_name"}
 

@@ -201,7 +201,7 @@ class Judge(Reward):
                 raise ConfigError(f"judge: {name} = {value} must be between {least} and {most}")
         for name in ("model", "criteria"):
             if not getattr(self, name).strip():
-                raise ConfigError(f"judge: {name} = {getattr(self, name)!r} must not be empty")
+                raise ConfigError(f"judge: the option {name} must not be empty")
         self._key()
 
     @property

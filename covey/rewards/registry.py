@@ -81,7 +81,9 @@ def by_task(
         where = f"reward.tasks.{key}"
         rewards[key] = check_alone(str(table.get("name")), _inner(where, dict(table)), where)
     if default and default not in rewards:
-        raise ConfigError(f"config: reward.default = {default!r} is not a name in reward.tasks")
+        raise ConfigError(
+            f"config: reward.default = {default!r} must be one of the names in reward.tasks"
+        )
     return ByTask(tasks=rewards, column=column, default=default)
 
 
@@ -124,30 +126,30 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
 )
 
 
-def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
+def find_reward(name: str, table: str = "reward") -> Callable[..., Any]:
     """Return a reward class or function, given its registry name or its import path."""
     if name in REWARDS:
         return REWARDS[name]
     if is_import_path(name):
-        return import_callable(name, f"{where}.name")
+        return import_callable(name, f"{table}.name")
     if name == FUNCTIONS:
         raise ConfigError(
-            f"config: {where}.name = {name!r} needs reward functions from Python; call "
+            f"config: {table}.name = {name!r} needs reward functions from Python; call "
             "covey.train(..., rewards=...) in Python, and add resume=RUN to resume a run"
         )
     hint = nearest(name, REWARDS)
-    raise ConfigError(f"config: {where}.name = {name!r} is not a known reward{hint}")
+    raise ConfigError(f"config: {table}.name = {name!r} is not a known reward{hint}")
 
 
-def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
+def reward_options(section: Named, table: str = "reward") -> dict[str, Any]:
     """Validate a reward's config section, and return all of the reward's options."""
-    maker = find_reward(section.name, where)
+    maker = find_reward(section.name, table)
     if section.name in REWARDS or inspect.isclass(maker):
-        return resolve_options(maker, section, where)
-    return _function_options(maker, section, where)
+        return resolve_options(maker, section, table)
+    return _function_options(maker, section, table)
 
 
-def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
+def _function_options(function: Callable[..., Any], section: Named, table: str) -> dict[str, Any]:
     """Check the options of a user's reward function against its keyword-only arguments.
 
     In a TRL-style reward function, arguments without a default are data columns, not options.
@@ -162,36 +164,36 @@ def _function_options(function: Callable[..., Any], section: Named, where: str) 
     for key in section.options:
         if key not in known:
             hint = nearest(key, known)
-            raise ConfigError(f"config: {where}.{key} is not an option of {section.name}{hint}")
+            raise ConfigError(f"config: {table}.{key} is not an option of {section.name}{hint}")
     options = known | section.options
     for key, value in options.items():
         if value is inspect.Parameter.empty:
             raise ConfigError(
-                f"config: {where}.{key} must be set for {section.name}, because it has no default"
+                f"config: {table}.{key} must be set for {section.name}, because it has no default"
             )
     return options
 
 
-def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") -> Reward:
+def make_reward(name: str, options: Mapping[str, Any], table: str = "reward") -> Reward:
     """Build a reward from its name and its resolved options."""
-    maker = find_reward(name, where)
+    maker = find_reward(name, table)
     return maker(**options) if name in REWARDS else as_reward(maker, options)
 
 
-def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
+def check_alone(name: str, reward: Reward, table: str = "reward") -> Reward:
     """Raise ConfigError for a reward that must not be the only reward, such as an LLM judge."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
-            f"config: {where}.name = {name!r} cannot be the only reward, because a policy can "
+            f"config: {table}.name = {name!r} cannot be the only reward, because a policy can "
             "learn to manipulate an LLM judge; combine the judge with a rule-based reward in "
             "'mix', or use the reward 'retrieval'"
         )
     return reward
 
 
-def _inner(where: str, table: dict[str, Any]) -> Reward:
-    name = table.pop("name", None)
+def _inner(table: str, options: dict[str, Any]) -> Reward:
+    name = options.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"config: {where}.name must be set to the name of a reward")
-    section = Named.model_validate({"name": name, **table})
-    return make_reward(name, reward_options(section, where), where)
+        raise ConfigError(f"config: {table}.name must be set to the name of a reward")
+    section = Named.model_validate({"name": name, **options})
+    return make_reward(name, reward_options(section, table), table)

@@ -140,7 +140,8 @@ class UserFunction(_GroupReward):
                 if name in NOT_PASSED:
                     why = f"only TRL passes this argument; give it the default {name}=None"
                 raise ConfigError(
-                    f"reward: {_name(self.function)} needs the argument {name!r}, but {why}"
+                    f"reward: the function {_name(self.function)} needs the argument {name!r}, "
+                    f"but {why}"
                 )
 
     def _arguments(self, prompt: Prompt, texts: Sequence[str], call: Call) -> dict[str, Any]:
@@ -317,7 +318,7 @@ def function_reward(
             )
         name = _name(function)
         if name in functions:
-            raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
+            raise ConfigError(f"rewards: two functions have the name {name}; rename one of them")
         if not math.isfinite(weight):
             raise ConfigError(
                 f"rewards: the weight of {name} must be a finite number, not {weight}"

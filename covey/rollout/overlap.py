@@ -65,7 +65,8 @@ class CopySource:
         if self.in_flight and not parts.engine.info.loads_in_flight:
             raise ConfigError(
                 f"config: overlap.in_flight = true does not work with engine.kind = "
-                f"{parts.config.engine.kind!r}, which cannot load weights while it generates"
+                f"{parts.config.engine.kind!r}, because this engine cannot load weights while it "
+                "generates"
             )
         self.queue: SimpleQueue[tuple[Ticket, Snapshot] | None] = SimpleQueue()
         self.started: dict[int, Future[StepRollouts]] = {}

@@ -107,6 +107,6 @@ def check_metric(name: str, *, samples: int) -> None:
     if name not in known:
         choices = [*known, *METRICS] if closest(name, METRICS) else known
         raise ConfigError(
-            f"config: save.best: {name!r} is not a metric of training steps, nor of evaluations "
+            f"config: save.best: {name!r} is not a metric of training steps or of evaluations "
             f"with evaluate.samples = {samples}{nearest(name, choices)}"
         )

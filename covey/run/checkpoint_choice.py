@@ -36,7 +36,7 @@ def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     others = [folder for _, folder in reversed(run.checkpoints()) if folder != chosen]
     good = next((folder for folder in others if not damage(folder, but=ONLY_FOR_TRAINING)), None)
     if good is None:
-        raise RunError(f"{problem}; the run has no other checkpoint")
+        raise RunError(f"{problem}; the run has no other checkpoint to use instead")
     instead = command.format(shlex.quote(str(good)))
     raise RunError(f"{problem}; to use the last good checkpoint, run: {instead}")
 
@@ -46,17 +46,17 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
     if not checkpoints:
         saved = max(run.saved_steps() or [], default=None)
         if saved is None:
-            raise RunError(f"{run.path} has no checkpoint yet")
-        where = run.path / "checkpoints"
+            raise RunError(f"the run {run.path} has no checkpoint yet")
+        folder = run.path / "checkpoints"
         raise RunError(
-            f"{run.path} saved a checkpoint of step {saved}, but the folder {where} contains no "
-            "checkpoint; mount the disk of this folder, or restore the folder"
+            f"the run {run.path} saved a checkpoint of step {saved}, but the folder {folder} has "
+            "no checkpoints; mount the disk of this folder, or restore the folder"
         )
     wanted = max(checkpoints) if step is None else step
     if wanted not in checkpoints:
         kept = ", ".join(str(s) for s in checkpoints)
         raise RunError(
-            f"--step {step}: {run.path} has no checkpoint of this step; it has checkpoints of "
-            f"steps {kept}"
+            f"--step {step}: the run {run.path} has no checkpoint of this step; it has checkpoints "
+            f"of steps {kept}"
         )
     return checkpoints[wanted]

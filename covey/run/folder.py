@@ -96,7 +96,7 @@ class RunFolder:
             whole = [p for p in path.parents if all((p / name).is_file() for name in files)]
             if whole and path.exists():
                 raise RunError(f"{path} is part of a run; give the run folder: {whole[0]}")
-            raise RunError(f"{path} is not a run: it has no config.toml")
+            raise RunError(f"{path} is not a run folder: it has no config.toml")
         return RunFolder(path)
 
     @property
@@ -216,14 +216,14 @@ class RunFolder:
         if rows:
             return rows
         if self.is_sft:
-            raise RunError(f"{self.path} is an SFT run, which samples no completions")
+            raise RunError(f"the run {self.path} is an SFT run, which samples no completions")
         steps = [number for number, _ in self.numbered("rollouts", ".jsonl")]
         available = (
-            f"the run has completions of steps {steps[0]} to {steps[-1]}"
+            f"it has completions of steps {steps[0]} to {steps[-1]}"
             if steps
-            else "the run has no completions, because save.rollouts = false or no step has ended"
+            else "it has no completions, because save.rollouts = false or no step has ended"
         )
-        raise RunError(f"{self.path} has no completions of step {step}; {available}")
+        raise RunError(f"the run {self.path} has no completions of step {step}; {available}")
 
     @property
     def is_sft(self) -> bool:
@@ -325,7 +325,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunError(f"{self.path} is in use by another process") from None
+                raise RunError(f"the run {self.path} is in use by another process") from None
             yield
 
 

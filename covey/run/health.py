@@ -176,4 +176,4 @@ def check_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in CHECKS:
             hint = nearest(name, CHECKS)
-            raise ConfigError(f"config: train.stop_on: {name!r} is not a health check{hint}")
+            raise ConfigError(f"config: train.stop_on: {name!r} is not a known health check{hint}")

@@ -66,8 +66,8 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
         if step and step not in found:
             have = ", ".join(str(each) for each in found) or "none"
             raise RunError(
-                f"--step {step}: {run.path} has no checkpoint of this step; it has checkpoints of "
-                f"these steps: {have}"
+                f"--step {step}: the run {run.path} has no checkpoint of this step; it has "
+                f"checkpoints of these steps: {have}"
             )
     if step == 0:
         return Start()

@@ -155,7 +155,7 @@ class RolloutIndex:
                 file.seek(found[0].offset)
                 row = _row(file.read(found[0].size))
         if row is None:
-            raise RunError(f"line {line} of {self.path} cannot be read")
+            raise RunError(f"line {line} of the file {self.path} cannot be read")
         return row
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:

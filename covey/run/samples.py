@@ -101,7 +101,9 @@ def read_samples(checkpoint: Path, count: int) -> SamplePage:
     try:
         page = _PAGE.validate_python(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
-        raise RunError(f"checkpoint {checkpoint} cannot be read: {FILE}: {error}") from None
+        raise RunError(
+            f"checkpoint {checkpoint} cannot be read, because {FILE} is invalid: {error}"
+        ) from None
     page.count = count
     return page
 

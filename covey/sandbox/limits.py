@@ -38,7 +38,7 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             if not 0 < value < 2**50:
-                raise ConfigError(f"sandbox: {field.name} must be positive, not {value}")
+                raise ConfigError(f"sandbox: the limit {field.name} must be positive, not {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def _open_locks(folders: Sequence[str]) -> int:
         os.close(file)  # another user who owns it could take every lock
     raise RewardError(
         f"sandbox: cannot create a lock file in any of the folders {', '.join(folders)}; make one "
-        "of them writable"
+        "of these folders writable"
     )
 
 

@@ -120,7 +120,9 @@ class Pool:
         future: Future[list[ScoreResult]] = Future()
         with self._changed:
             if self._closed:
-                raise RewardError("reward: cannot score, because the scoring processes are closed")
+                raise RewardError(
+                    "reward: cannot score completions, because the scoring processes are closed"
+                )
             self._queue.append((job, future))
             self._changed.notify()
         return future
@@ -149,7 +151,9 @@ class Pool:
         """Start a worker process and register it at once, so that `close` can kill it."""
         with self._changed:
             if self._closed:
-                raise RewardError("reward: cannot score, because the scoring processes are closed")
+                raise RewardError(
+                    "reward: cannot score completions, because the scoring processes are closed"
+                )
             try:
                 worker = Worker(self._payload, self._gigabytes, self._timeout)
             except OSError as error:  # out of memory, processes or file descriptors

@@ -124,7 +124,8 @@ class Countdown(GeneratedTask):
             )
         if self.template and not all(place in self.template for place in ("{numbers}", "{target}")):
             raise ConfigError(
-                f"task: template = {self.template!r} must contain {{numbers}} and {{target}}"
+                f"task: the option template = {self.template!r} must contain {{numbers}} and "
+                "{target}"
             )
 
     def _prompt(self, split: str, index: int) -> Prompt:

@@ -47,9 +47,7 @@ class DatasetTask(SplitTask):
         if all(chosen):
             chosen = self._held_out([prompt.id for prompt in self.prompts])
         if all(chosen):
-            raise ConfigError(
-                "dataset: pass at least two rows, or pass the held_out rows separately"
-            )
+            raise ConfigError("dataset: pass at least two rows, or pass separate rows as held_out")
         held_out = split == "held_out"
         return [p for p, out in zip(self.prompts, chosen, strict=True) if out == held_out]
 

@@ -71,7 +71,7 @@ class Mixed:
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise ConfigError("task: parts must name at least one task")
+            raise ConfigError("task: the option `parts` must name at least one task")
         for key, options in self.parts.items():
             if not isinstance(options, Mapping):
                 raise ConfigError(f"config: task.parts.{key} = {options!r} must be a table")
@@ -131,21 +131,21 @@ def _weight(key: str, options: Mapping[str, Any]) -> float:
 def _build(key: str, options: Mapping[str, Any]) -> Task:
     from covey.tasks.registry import find_task, make_task  # the registry imports this module
 
-    where = f"task.parts.{key}"
+    table = f"task.parts.{key}"
     name = options.get("name", key)
     if not isinstance(name, str):
-        raise ConfigError(f"config: {where}.name = {name!r} must be the name of a task")
-    constructor, preset = find_task(name, f"{where}.name")
+        raise ConfigError(f"config: {table}.name = {name!r} must be the name of a task")
+    constructor, preset = find_task(name, f"{table}.name")
     given = {k: v for k, v in options.items() if k not in ("name", "weight")}
     for option in sorted(preset.keys() & given.keys()):
         raise ConfigError(
-            f"config: {where}.{option} cannot be set, because the task name {name!r} already sets "
+            f"config: {table}.{option} cannot be set, because the task name {name!r} already sets "
             "this option"
         )
     section = Named.model_validate({"name": name, **preset, **given})
-    resolved = resolve_options(constructor, section, where)
+    resolved = resolve_options(constructor, section, table)
     try:
-        return make_task(name, resolved, f"{where}.name")
+        return make_task(name, resolved, f"{table}.name")
     except ConfigError as error:
         reason = str(error).removeprefix("task: ").removeprefix("config: ")
-        raise ConfigError(f"config: {where}: {reason}") from None
+        raise ConfigError(f"config: {table}: {reason}") from None

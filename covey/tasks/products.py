@@ -43,7 +43,7 @@ class Products(GeneratedTask):
             self.question.format(left=1, right=1)
         except (KeyError, IndexError, ValueError):
             raise ConfigError(
-                f"task: question = {self.question!r} must contain {{left}} and {{right}}"
+                f"task: the option question = {self.question!r} must contain {{left}} and {{right}}"
             ) from None
 
     def _prompt(self, split: str, index: int) -> Prompt:

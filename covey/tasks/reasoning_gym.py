@@ -175,7 +175,7 @@ class ReasoningGym(GeneratedTask):
         if dependent and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             datasets = ", ".join(sorted(dependent))
             raise ConfigError(
-                f"task: {datasets} of reasoning_gym gives different prompts or targets in each "
+                f"task: reasoning_gym generates other prompts or targets for {datasets} in each "
                 "process, so a run could not be resumed or compared; set the environment variable "
                 "PYTHONHASHSEED=0"
             )

@@ -54,7 +54,7 @@ def is_user_task(name: str) -> bool:
     return is_import_path(name) and not name.startswith(_GYM)
 
 
-def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task], dict[str, Any]]:
+def find_task(name: str, setting: str = "task.name") -> tuple[Callable[..., Task], dict[str, Any]]:
     """Return a task's constructor, and the options that the task's name implies.
 
     A task name is a key of TASKS, a dataset of reasoning_gym such as `reasoning_gym:chain_sum`, or
@@ -68,19 +68,19 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
     if name.startswith(_GYM):
         return ReasoningGym, {"dataset": name.removeprefix(_GYM)}
     if is_user_task(name):
-        return import_callable(name, where), {}
+        return import_callable(name, setting), {}
     if name == DATASET:
         raise ConfigError(
-            f"config: {where} = {name!r} needs a dataset from Python; call covey.train(..., "
+            f"config: {setting} = {name!r} needs a dataset from Python; call covey.train(..., "
             "dataset=...) in Python, and add resume=RUN to resume a run"
         )
     hint = nearest(name, TASKS)
-    raise ConfigError(f"config: {where} = {name!r} is not a known task{hint}")
+    raise ConfigError(f"config: {setting} = {name!r} is not a known task{hint}")
 
 
-def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:
-    """Make a task from its name and resolved options. A user's task is also checked."""
-    maker, _ = find_task(name, where)
+def make_task(name: str, options: Mapping[str, Any], setting: str = "task.name") -> Task:
+    """Make a task from its name and resolved options, and check a user's task."""
+    maker, _ = find_task(name, setting)
     if not is_user_task(name):
         return maker(**options)
     try:
@@ -89,12 +89,12 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
         raise
     except Exception as error:
         raise ConfigError(
-            f"config: {where} = {name!r} raised an error: {users_error(error)}"
+            f"config: {setting} = {name!r} raised an error: {users_error(error)}"
         ) from error
     methods = all(callable(getattr(task, method, None)) for method in ("train", "held_out"))
     if not methods or not isinstance(getattr(task, "name", None), str):
         raise ConfigError(
-            f"config: {where} = {name!r} returned {type(task).__name__}, which is not a task; a "
+            f"config: {setting} = {name!r} returned {type(task).__name__}, which is not a task; a "
             "task has a name, train() and held_out()"
         )
     return UserTask(task, name)
@@ -126,7 +126,7 @@ class UserTask(SplitTask):
         return found
 
     def _prompts(self, split: str) -> Sequence[Prompt]:
-        where = f"task: {self.path}: {split}()"
+        call = f"task: {self.path}: {split}()"
         try:
             found: Any = getattr(self.task, split)()
             listed = found if isinstance(found, Sequence) else None
@@ -135,16 +135,15 @@ class UserTask(SplitTask):
         except CoveyError:
             raise
         except Exception as error:
-            raise DataError(f"{where} raised an error: {users_error(error)}") from error
+            raise DataError(f"{call} raised an error: {users_error(error)}") from error
         if listed is None or isinstance(listed, str | bytes):
             raise DataError(
-                f"{where} returned {type(found).__name__}; it must return a sequence of "
-                "covey.Prompt"
+                f"{call} returned {type(found).__name__}; it must return a sequence of covey.Prompt"
             )
         count = len(listed) if isinstance(listed, list | tuple) else min(FIRST, len(listed))
         for index in range(count):
             if problem := _problem(listed[index]):
-                raise DataError(f"{where}: prompt {index} is invalid: it {problem}")
+                raise DataError(f"{call}: the prompt at index {index} is invalid: it {problem}")
         return listed
 
 

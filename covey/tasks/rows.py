@@ -73,7 +73,7 @@ class RowReader:
 
     def __post_init__(self) -> None:
         if self.prompt and self.template:
-            raise ConfigError("task: set either prompt or template, but not both")
+            raise ConfigError("task: set the option `prompt` or the option `template`, not both")
         names = dict(self.columns or {})
         if len(set(names.values())) < len(names):
             raise ConfigError(

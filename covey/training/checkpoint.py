@@ -266,7 +266,7 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     if lacking := {name for _, _, name in saved} ^ set(masters):
         raise RunError(
             f"checkpoint {folder} belongs to another model: the tensor {min(lacking)} is missing "
-            "in the checkpoint or in the model"
+            "from the checkpoint or from the model"
         )
     tensors = {
         key: torch.zeros(()) if kind == "step" else torch.empty_like(masters[name].detach())

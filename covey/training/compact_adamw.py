@@ -200,7 +200,7 @@ def _check(parameters: Mapping[str, nn.Parameter]) -> None:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ConfigError(
                 f"config: optimizer.state = 'compact' needs weights in bfloat16 or float32, but "
-                f"{name} is in {dtype}; set optimizer.state = 'float32'"
+                f"the tensor {name} is in {dtype}; set optimizer.state = 'float32'"
             )
 
 

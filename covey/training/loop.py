@@ -91,10 +91,12 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            abandoned = f"step {state.step} was abandoned while it waited or evaluated"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
-                raise RunError(f"{abandoned}; resume from the last checkpoint") from None
-            log.note(abandoned)
+                raise RunError(
+                    f"step {state.step} was abandoned while it waited or evaluated; resume from "
+                    "the last checkpoint"
+                ) from None
+            log.note(f"step {state.step} was abandoned while it waited or evaluated")
         except Exception:
             loop.keep_progress()
             raise

@@ -58,7 +58,7 @@ def check_resumed(folder: RunFolder, passed: Collection[str], reward: Reward | N
         if before and where not in passed:
             raise ConfigError(
                 f"resume: the run {folder.path} was started with the argument {argument}; pass the "
-                "argument again"
+                "same argument again"
             )
         if where in passed and not before:
             raise ConfigError(
@@ -68,6 +68,6 @@ def check_resumed(folder: RunFolder, passed: Collection[str], reward: Reward | N
     then = str(folder.environment().get("reward") or "").partition("@")[0]
     if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):
         raise ConfigError(
-            f"resume: {folder.path} was started with the reward {then}; pass the reward {then}, "
-            f"not {own_name(reward)}"
+            f"resume: the run {folder.path} was started with the reward {then}; pass this reward "
+            f"instead of the reward {own_name(reward)}"
         )

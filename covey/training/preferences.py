@@ -35,7 +35,9 @@ def read_pairs(file: str) -> list[Prompt]:
         rejected = prompt.info.get("rejected")
         if not isinstance(rejected, str):
             number = prompt.id.rsplit("/", 1)[1]
-            raise DataError(f"preferences: {file}:{number} has no text in the field 'rejected'")
+            raise DataError(
+                f"preferences: line {number} of {file} has no text in the field 'rejected'"
+            )
     return prompts
 
 

@@ -74,12 +74,12 @@ def fitting_prompts(
         return prompts, [f"{long_prompts}: the first tokens of these prompts are cut off"]
     if choice == "error":
         raise DataError(
-            f"task: {long_prompts} ({reason}); set rollout.long_prompts = 'skip' to leave out long "
-            "prompts, or 'truncate' to cut off their first tokens"
+            f"task: some prompts are too long: {long_prompts} ({reason}); set rollout.long_prompts "
+            "= 'skip' to leave out long prompts, or 'truncate' to cut off their first tokens"
         )
     kept = [prompts[index] for index in checked if index not in long]
     if not kept:
-        raise DataError(f"task: no {split} prompt is short enough: {long_prompts} ({reason})")
+        raise DataError(f"task: all {split} prompts are too long: {long_prompts} ({reason})")
     return kept, [f"{long_prompts}: these prompts are left out"]
 
 

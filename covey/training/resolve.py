@@ -87,12 +87,12 @@ def _check_engine(config: Config) -> None:
     The engine's device is checked later, when a run starts (`check_float8`).
     """
     overlap, engine, rank = config.overlap, config.engine, config.adapter.rank
-    float8 = f"config: engine.{engine.rounds} = 'float8'"
+    setting = f"config: engine.{engine.rounds} = 'float8'"
     if engine.rounds and engine.kind == "vllm":
-        raise ConfigError(f"{float8} works only with Covey's own engine, not with vLLM")
+        raise ConfigError(f"{setting} works only with Covey's own engine, not with vLLM")
     if engine.rounds and rank:
         raise ConfigError(
-            f"{float8} does not work with adapter.rank = {rank}, because layers with an adapter "
+            f"{setting} does not work with adapter.rank = {rank}, because layers with an adapter "
             "are not quantized; leave out one of the two settings"
         )
     if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
@@ -118,8 +118,8 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
     check_teacher(resolved.teacher, privileged=privileged)
     if privileged and resolved.environment.name != NONE:
         raise ConfigError(
-            f"config: {resolved.objective.name} does not work with an environment, because the "
-            "teacher's prompt with the privileged text has only one turn; leave out "
+            f"config: the algorithm {resolved.objective.name} does not work with an environment, "
+            "because the teacher's prompt with the privileged text has only one turn; leave out "
             "environment.name"
         )
 
@@ -137,8 +137,8 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     size, k = resolved.rollout.group_size, option(objective.advantage, "k")
     if size == 1 and "groups" in objective.needs:
         raise ConfigError(
-            f"config: rollout.group_size = 1, but {resolved.objective.name} compares the "
-            "completions of a prompt; set rollout.group_size to at least 2"
+            f"config: rollout.group_size = 1, but the algorithm {resolved.objective.name} compares "
+            "several completions of a prompt; set rollout.group_size to at least 2"
         )
     others = option(objective.advantage, "baseline") not in (None, "loo1")
     if k is not None and k > size - others:
@@ -150,8 +150,8 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     if objective.pairs and mini_batches > prompts:
         raise ConfigError(
             f"config: train.mini_batches = {mini_batches} must be at most rollout.prompts_per_step "
-            f"= {prompts}, because {resolved.objective.name} needs whole groups in every optimizer "
-            "step"
+            f"= {prompts}, because the algorithm {resolved.objective.name} needs whole groups in "
+            "every optimizer step"
         )
     given = resolved.objective.options
     if "parts" in objective.needs and not objective.parts:
@@ -185,8 +185,8 @@ def _check_preferences(config: Config, objective: Objective) -> None:
         )
     if config.curriculum.active:
         raise ConfigError(
-            "config: preferences.file does not work with [curriculum], because every pair has the "
-            "same pass rate; leave out [curriculum]"
+            "config: preferences.file does not work with [curriculum], because all preference "
+            "pairs have the same pass rate; leave out [curriculum]"
         )
 
 
@@ -195,12 +195,13 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
-            f"config: {name} uses ratios to the engine's log-probs, but rollout.top_k, top_p or "
-            "min_p truncates the engine's distribution; set rollout.mask_replay = true"
+            f"config: the algorithm {name} uses ratios to the engine's log-probs, but "
+            "rollout.top_k, top_p or min_p truncates the engine's distribution; set "
+            "rollout.mask_replay = true"
         )
     if objective.corrects:
         raise ConfigError(
-            f"config: {name} already uses ratios to the engine's log-probs, so "
+            f"config: the algorithm {name} already uses ratios to the engine's log-probs, so "
             "objective.correction and objective.veto have nothing to correct; leave out both "
             "settings"
         )
@@ -272,8 +273,8 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     if from_sampler and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
-            "min_p, because the engine then returns log-probs of a truncated distribution; set "
-            "rollout.mask_replay = true"
+            "min_p, because with them the engine returns log-probs of a truncated distribution; "
+            "set rollout.mask_replay = true"
         )
     if resolved.engine.rounds and not from_sampler and objective.correction is None:
         raise ConfigError(

@@ -113,6 +113,6 @@ def _end(model: LanguageModel) -> int:
     if end is None:
         raise ModelError(
             "model: the tokenizer has no end-of-sequence token, but every solution must end with "
-            "this token; use a model whose tokenizer has one"
+            "this token; use a model whose tokenizer has an end-of-sequence token"
         )
     return int(end)

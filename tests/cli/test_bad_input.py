@@ -43,7 +43,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["model.device=foo"], 2, ["model.device = 'foo'", "auto|cpu|cuda"]),
         (["model.path="], 2, ["model.path = ''"]),
         (["model.path=" + "x" * 300], 1, ["File name too long"]),
-        (["seed=" + "[" * 3000], 2, ["config: the given value is nested too deeply"]),
+        (["seed=" + "[" * 3000], 2, ["config: the value of a setting is nested too deeply"]),
         (["a." * 3000 + "b=1"], 2, ["nested too deeply"]),
         (
             ["task.name=jsonl", 'task.train_file="a\\u0000"', "task.held_out_file=b"],

@@ -280,12 +280,12 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["--algorithms", "grpo"], "nothing to compare: give at least two arms"),
-        (["--add", "dapo"], "--add needs an existing comparison in --folder"),
-        (["--report", "nowhere"], "nowhere is not the folder of a comparison"),
+        (["--add", "dapo"], "--add adds arms to an existing comparison"),
+        (["--report", "nowhere"], "nowhere is not a comparison folder"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
         (
             ["--algorithms", "grpo,gspo", "--budget", "tokens"],
-            "--budget tokens needs the number of tokens",
+            "--budget tokens needs --amount TOKENS",
         ),
     ],
 )

@@ -76,8 +76,8 @@ def test_a_server_with_other_weights_is_not_gone_on_with(
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--host", "0.0.0.0"], 2, "--host 0.0.0.0 accepts requests from other machines"),
-        (["--token-env", "NO_SUCH_TOKEN"], 2, "NO_SUCH_TOKEN, but this environment variable"),
+        (["--host", "0.0.0.0"], 2, "--host 0.0.0.0 makes the server reachable from other machines"),
+        (["--token-env", "NO_SUCH_TOKEN"], 2, "NO_SUCH_TOKEN: this environment variable"),
         (["--model", "/no/such/model"], 1, "cannot load '/no/such/model'"),
         (["--max-tokens", "0"], 2, "--max-tokens"),
         (["--host", "203.0.113.7", "--token-env", "PATH"], 2, "--host 203.0.113.7 --port 0"),

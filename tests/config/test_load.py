@@ -437,8 +437,11 @@ def test_an_override_that_is_not_key_and_value_says_what_one_is(override: str) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["seed=1", "seed.x=1"], "config: seed.x: 'seed' is a single value"),
-        (["train.steps=1", "train.steps.x=1"], "config: train.steps.x: 'steps' is a single value"),
+        (["seed=1", "seed.x=1"], "config: seed.x cannot be set, because 'seed' is a single value"),
+        (
+            ["train.steps=1", "train.steps.x=1"],
+            "config: train.steps.x cannot be set, because 'steps' is a single value",
+        ),
         (["seed.x=1"], "config: seed = {'x': 1}: input should be a valid integer"),
         (["train=5"], "config: train is a table: write [train], or train.KEY=VALUE"),
         (["train.=5"], "config: train. is not a setting"),

@@ -171,9 +171,9 @@ def test_a_section_names_its_function() -> None:
 def test_an_unknown_name_gives_the_nearest() -> None:
     with pytest.raises(ConfigError) as raised:
         choose({"grpo": blend, "dapo": blend}, Named(name="gropo"), "objective")
-    message = "config: objective.name = 'gropo' is not known; did you mean 'grpo'?"
+    message = "config: objective.name = 'gropo' is not a known name; did you mean 'grpo'?"
     assert str(raised.value) == message
-    with pytest.raises(ConfigError, match=r"is not known; choose from dapo, grpo$"):
+    with pytest.raises(ConfigError, match=r"is not a known name; choose from dapo, grpo$"):
         choose({"grpo": blend, "dapo": blend}, Named(name="zzz"), "objective")
 
 

@@ -68,7 +68,9 @@ def test_a_scoring_worker_that_is_killed_loses_no_score() -> None:
 
 def test_more_than_the_cluster_has_is_one_line() -> None:
     connect("local")
-    with pytest.raises(ConfigError, match=r"needs 3000 CPUs for 1000 engines, but Ray has"):
+    with pytest.raises(
+        ConfigError, match=r"needs 3000 CPUs for 1000 engines, but the Ray cluster has only"
+    ):
         check_room([Actors(name="engines", count=1000, need=Need(cpus=3))])
 
 

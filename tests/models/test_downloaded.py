@@ -53,7 +53,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_endless_template_is_a_one_line_error(bomb: str, why: str, quick: None) -> None:
     with pytest.raises(ModelError) as raised:
         made(bomb + CHAT)
-    assert str(raised.value).startswith(f"model: the chat template {why} for one prompt; set model")
+    assert str(raised.value).startswith(
+        f"model: the chat template cannot render a prompt: it {why}; set model"
+    )
     # Later renders work as before.
     assert made(CHAT).text([ASKED]) == "1+1?"
 

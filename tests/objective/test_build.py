@@ -194,14 +194,14 @@ def test_an_option_reaches_its_piece(kind: str, piece: str, option: str) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": "sequenc"}, "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
-        ({"advantage": "centred"}, "config: objective.advantage = 'centred' is not known; did you mean 'centered'?"),
-        ({"surrogate": "clip"}, "config: objective.surrogate = 'clip' is not known; did you mean 'clipped'?"),
-        ({"weights": "mean"}, "config: objective.weights = 'mean' is not known; did you mean 'token_mean'?"),
-        ({"ratio": "zzz"}, "config: objective.ratio = 'zzz' is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
-        ({"ratio": [1]}, "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
-        ({"weights": "sequence_mean_token_sum_norm"}, "composed needs the option 'length'"),
-        ({"kl": "k9"}, "composed: objective.kl = 'k9' is not known; did you mean 'k3'?"),
+        ({"ratio": "sequenc"}, "config: objective.ratio = 'sequenc' is not a known value; did you mean 'sequence'?"),
+        ({"advantage": "centred"}, "config: objective.advantage = 'centred' is not a known value; did you mean 'centered'?"),
+        ({"surrogate": "clip"}, "config: objective.surrogate = 'clip' is not a known value; did you mean 'clipped'?"),
+        ({"weights": "mean"}, "config: objective.weights = 'mean' is not a known value; did you mean 'token_mean'?"),
+        ({"ratio": "zzz"}, "config: objective.ratio = 'zzz' is not a known value; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ({"ratio": [1]}, "config: objective.ratio = [1] is not a known value; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ({"weights": "sequence_mean_token_sum_norm"}, "algorithm composed needs the option 'length'"),
+        ({"kl": "k9"}, "composed: objective.kl = 'k9' is not a known value; did you mean 'k3'?"),
     ],
 )  # fmt: skip
 def test_a_piece_that_is_not_there(options: dict[str, Any], message: str) -> None:
@@ -220,9 +220,7 @@ def test_a_piece_that_is_not_there(options: dict[str, Any], message: str) -> Non
 )
 def test_an_option_of_a_piece_that_was_not_chosen(option: str, pieces: dict[str, str]) -> None:
     message = refused("composed", **pieces, **{option: 1})
-    start = (
-        f"composed has no option '{option}'; its options are advantage, ratio, surrogate, weights, "
-    )
+    start = f"algorithm composed has no option '{option}'; its options are advantage, ratio, surrogate, weights, "
     assert message.startswith(start)
     assert option not in message.removeprefix(start).split(", ")
     assert message.endswith(", ".join(SHARED))
@@ -262,8 +260,8 @@ def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('ratio = "sequenc"', "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
-        ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ('ratio = "sequenc"', "config: objective.ratio = 'sequenc' is not a known value; did you mean 'sequence'?"),
+        ("ratio = [1]", "config: objective.ratio = [1] is not a known value; choose from arithmetic, one, product, sequence, sequence_token, token"),
         ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
         ('ratio = "token"\nclip_low = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
         ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; the pieces of 'gspo' are fixed"),
@@ -447,7 +445,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:needy", "config: objective.strength must be set for own_module:needy, because it has no default"),
         (
             "builtins:int",
-            "config: the parameters of objective.name = 'builtins:int' cannot be read; wrap the function in a Python function with named parameters",
+            "config: objective.name = 'builtins:int': the parameters of this function cannot be read; wrap the function in a Python function with named parameters",
         ),
     ],
 )  # fmt: skip
@@ -548,8 +546,8 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("sapo", {"tau_pos": 0.0}, "sapo: objective.tau_pos = 0.0 must be at least 1e-09"),
         ("cispo", {"min_weight": 6.0}, "cispo: objective.min_weight = 6.0 must not exceed objective.max_weight = 5.0"),
         ("clip_cov", {"cov_low": 7.0}, "clip_cov: objective.cov_low = 7.0 must not exceed objective.cov_high = 5.0"),
-        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction_low = 0.0 must be at most 1, and objective.correction_high = 0.9 must be at least 1; the value that objective.correction = 'token_mask' compares with these bounds is 1 if engine and trainer agree"),
-        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction_low = 0.5 must be at most 0, and objective.correction_high = 2.0 must be at least 0; the value that objective.correction = 'divergence_mask' compares with these bounds is 0 if engine and trainer agree"),
+        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction_low = 0.0 must be at most 1, and objective.correction_high = 0.9 must be at least 1, because objective.correction = 'token_mask' computes 1 where engine and trainer agree"),
+        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction_low = 0.5 must be at most 0, and objective.correction_high = 2.0 must be at least 0, because objective.correction = 'divergence_mask' computes 0 where engine and trainer agree"),
         ("gspo", {"correction_low": 3.0}, "gspo: objective.correction_low = 3.0 must not exceed objective.correction_high = 2.0"),
         ("rloo", {"kl": "k3_sequence"}, "rloo: objective.kl = 'k3_sequence' does not work with objective.kl_in = 'reward', because this KL estimate covers whole completions; set objective.kl = 'k1', or objective.kl_in = 'loss'"),
         ("dapo", {"veto": 1.5}, "dapo: objective.veto = 1.5 must be at least 0 and at most 1"),
@@ -559,10 +557,10 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("dapo", {"clip_low": True}, "dapo: objective.clip_low = True must be a number"),
         ("dapo", {"ddof": 0.5}, "dapo: objective.ddof = 0.5 must be an integer"),
         ("dapo", {"correction_mean_one": 1}, "dapo: objective.correction_mean_one = 1 must be true or false"),
-        ("dapo", {"kl": "k9"}, "dapo: objective.kl = 'k9' is not known; did you mean 'k3'?"),
-        ("dapo", {"kl_in": "rewards"}, "dapo: objective.kl_in = 'rewards' is not known; did you mean 'reward'?"),
-        ("dapo", {"correction": "token"}, "dapo: objective.correction = 'token' is not known; did you mean 'token_mask'?"),
-        ("dapo", {"aggregation": "mean"}, "dapo: objective.aggregation = 'mean' is not known; did you mean 'token_mean'?"),
+        ("dapo", {"kl": "k9"}, "dapo: objective.kl = 'k9' is not a known value; did you mean 'k3'?"),
+        ("dapo", {"kl_in": "rewards"}, "dapo: objective.kl_in = 'rewards' is not a known value; did you mean 'reward'?"),
+        ("dapo", {"correction": "token"}, "dapo: objective.correction = 'token' is not a known value; did you mean 'token_mask'?"),
+        ("dapo", {"aggregation": "mean"}, "dapo: objective.aggregation = 'mean' is not a known value; did you mean 'token_mean'?"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_refused(

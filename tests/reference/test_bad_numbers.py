@@ -76,7 +76,7 @@ def test_a_reply_that_no_model_can_mean_names_the_server(
     reference = connect(url, [], patience=0)
     with pytest.raises(ModelError) as raised:
         reference.logp(batch)
-    assert str(raised.value).startswith(f"reference: {url} sent an invalid reply: ")
+    assert str(raised.value).startswith(f"reference: the server {url} sent an invalid reply: ")
     assert words in str(raised.value)
 
 
@@ -95,7 +95,9 @@ def test_a_reply_without_end_is_not_read_to_its_end(scripted: Scripted) -> None:
     most = reply_bytes(batch.tokens.shape)
     replies += [(200, json.dumps(HEALTH).encode()), (200, b"x" * (most + 1))]
     reference = connect(url, [], patience=0)
-    with pytest.raises(ModelError, match=f"the reply to /logp is larger than {most} bytes"):
+    with pytest.raises(
+        ModelError, match=f"sent a reply of more than {most} bytes to the request /logp"
+    ):
         reference.logp(batch)
 
 

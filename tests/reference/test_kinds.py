@@ -278,7 +278,7 @@ def test_kinds_that_an_adapter_needs_or_forbids(qwen: str, monkeypatch: pytest.M
     monkeypatch.delenv("NO_TOKEN", raising=False)
     with pytest.raises(
         ConfigError,
-        match="'NO_TOKEN', but this environment variable does not contain a valid token",
+        match="'NO_TOKEN': this environment variable does not contain a valid access token",
     ):
         made("server", plain, "reference.url=http://127.0.0.1:1", "reference.token_env=NO_TOKEN")
 

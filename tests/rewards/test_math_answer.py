@@ -387,7 +387,7 @@ def test_quick_unless_symbolic_and_options_are_checked() -> None:
     assert (MathAnswer().quick, MathAnswer(symbolic=False).quick) == (False, True)
     with pytest.raises(ConfigError, match=r"tolerance = -1"):
         MathAnswer(tolerance=-1)
-    with pytest.raises(ConfigError, match="not an answer style"):
+    with pytest.raises(ConfigError, match="not a known answer style"):
         MathAnswer(styles=("tags",))
     with pytest.raises(ConfigError, match=r"threshold = 0"):
         FuzzyText(threshold=0)

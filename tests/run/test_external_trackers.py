@@ -195,7 +195,7 @@ def test_wandb_without_a_login_is_one_line(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_unknown_tracker_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="trackers: 'wandbb' is not a tracker; did you mean 'wandb'"
+        ConfigError, match="trackers: 'wandbb' is not a known tracker; did you mean 'wandb'"
     ):
         check_trackers(["wandbb"])
 

@@ -160,7 +160,7 @@ def test_a_file_where_the_folder_should_be_is_an_error_of_ours(tmp_path: Path) -
 def test_only_a_folder_with_a_configuration_opens_as_a_run(run: RunFolder, tmp_path: Path) -> None:
     assert RunFolder.open(run.path) == run
     for path in (tmp_path, tmp_path / "missing", run.path / "missing"):
-        with pytest.raises(RunError, match=r"is not a run: it has no config\.toml$"):
+        with pytest.raises(RunError, match=r"is not a run folder: it has no config\.toml$"):
             RunFolder.open(path)
     for path in (run.config_file, run.path / "checkpoints"):
         with pytest.raises(RunError, match=f"give the run folder: {run.path}$"):
@@ -201,7 +201,7 @@ def test_a_run_is_held_by_one_process_until_that_is_killed(run: RunFolder) -> No
 def test_another_process_is_refused_while_this_one_holds_the_run(run: RunFolder) -> None:
     with run.locked(), hold(run) as process:
         output, _ = process.communicate(timeout=30)
-        assert output == f"{run.path} is in use by another process\n"
+        assert output == f"the run {run.path} is in use by another process\n"
 
 
 def test_the_lock_is_given_back_after_an_exception(run: RunFolder) -> None:

@@ -226,7 +226,7 @@ def test_a_name_that_is_no_check_is_refused() -> None:
     check_names(["nan", "collapse"])
     with pytest.raises(
         ConfigError,
-        match=r"train\.stop_on: 'colapse' is not a health check; did you mean 'collapse'",
+        match=r"train\.stop_on: 'colapse' is not a known health check; did you mean 'collapse'",
     ):
         check_names(["colapse"])
 

@@ -213,7 +213,9 @@ def test_a_checkpoint_has_the_samples_of_a_page_that_is_not_yet_due(tmp_path: Pa
     page.save(tmp_path)
     assert read_samples(tmp_path, 2) == page
     (tmp_path / "samples.json").write_text('{"count": 2, "samples": 3}')
-    with pytest.raises(RunError, match=r"checkpoint .* cannot be read: samples\.json"):
+    with pytest.raises(
+        RunError, match=r"checkpoint .* cannot be read, because samples\.json is invalid"
+    ):
         read_samples(tmp_path, 2)
 
 

@@ -350,7 +350,9 @@ def test_filters_are_programs_whose_jumps_stay_inside(machine: str) -> None:
 @pytest.mark.parametrize("name", Limits.__dataclass_fields__)
 @pytest.mark.parametrize("value", [0, -1, 2**60])
 def test_limits_must_be_positive(name: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"^sandbox: {name} must be positive, not {value}$"):
+    with pytest.raises(
+        ConfigError, match=f"^sandbox: the limit {name} must be positive, not {value}$"
+    ):
         Limits(**{name: value})
 
 

@@ -337,7 +337,10 @@ def test_what_was_skipped_is_no_option_and_no_part_of_equality(file: Path) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "m", "template": "{x}"}, "task: set either prompt or template, but not both"),
+        (
+            {"prompt": "m", "template": "{x}"},
+            "task: set the option `prompt` or the option `template`, not both",
+        ),
         (
             {"columns": {"a": "c", "b": "c"}},
             "task: the option `columns` gives the same name to two columns",

@@ -152,7 +152,7 @@ def test_mixtures_may_be_mixed() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({}, "task: parts must name at least one task"),
+        ({}, "task: the option `parts` must name at least one task"),
         ({"a": 3}, "config: task.parts.a = 3 must be a table"),
         (
             {"arithmetik": {}},

@@ -155,12 +155,12 @@ TRUNCATED = "but rollout.top_k, top_p or min_p truncates the engine's distributi
         (["objective.name=gdpo", "objective.part_weights=[1.0, 2.0]"], "config: objective.part_weights depends on the order of the reward parts; list the parts in objective.parts"),
         (["objective.name=gdpo", "objective.gate=0"], "config: objective.gate depends on the order of the reward parts; list the parts in objective.parts"),
         (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' does not work with gdpo, which normalizes each part of the reward separately; set objective.kl_in = 'loss'"),
-        (["objective.name=bapo", "rollout.top_p=0.9"], f"config: bapo uses ratios to the engine's log-probs, {TRUNCATED}"),
-        (["objective.name=m2po", "objective.veto=0.1"], "config: m2po already uses ratios to the engine's log-probs, so objective.correction and objective.veto have nothing to correct; leave out both settings"),
+        (["objective.name=bapo", "rollout.top_p=0.9"], f"config: the algorithm bapo uses ratios to the engine's log-probs, {TRUNCATED}"),
+        (["objective.name=m2po", "objective.veto=0.1"], "config: the algorithm m2po already uses ratios to the engine's log-probs, so objective.correction and objective.veto have nothing to correct; leave out both settings"),
         ([TEACHER], ONE_TEACHER),
         ([TEACHER, "teacher.path=a", "teacher.url=http://b"], ONE_TEACHER),
-        ([TEACHER, "teacher.path=a", "teacher.timeout=3"], "config: teacher.timeout has no effect without teacher.url"),
-        ([TEACHER, "teacher.url=http://b", "teacher.offload=true"], "config: teacher.offload has no effect without teacher.path"),
+        ([TEACHER, "teacher.path=a", "teacher.timeout=3"], "config: teacher.timeout has no effect without teacher.url; set teacher.url, or leave out teacher.timeout"),
+        ([TEACHER, "teacher.url=http://b", "teacher.offload=true"], "config: teacher.offload has no effect without teacher.path; set teacher.path, or leave out teacher.offload"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(

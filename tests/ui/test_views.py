@@ -313,7 +313,7 @@ def test_the_command_refuses_a_missing_folder_and_a_port_in_use(
     serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["ui", str(tmp_path / "nothing")]) == 1
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     port = serve(tmp_path).server_port
     assert command(["ui", str(tmp_path), "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err

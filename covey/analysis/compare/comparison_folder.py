@@ -134,7 +134,7 @@ def read_design(folder: Path) -> Design:
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(
-            f"{folder} is not the folder of a comparison, because it has no {DESIGN_FILE}; give "
+            f"{folder} is not a comparison folder, because it has no file {DESIGN_FILE}; give "
             "another folder"
         )
     try:

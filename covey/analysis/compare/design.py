@@ -134,8 +134,8 @@ def _with_budget(
     if amount is None:
         if budget == "tokens":
             raise ConfigError(
-                "--budget tokens needs the number of tokens that each run may sample; add --amount "
-                "TOKENS"
+                "--budget tokens needs --amount TOKENS, the number of tokens that each run may "
+                "sample"
             )
         amount = common.train.total_optimizer_steps
     return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
@@ -147,7 +147,7 @@ def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm
     for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
         declared = _declared(design, arm)
         if found.setdefault(arm.name, declared) != declared:
-            raise ConfigError(f"two arms are called {arm.name!r}; rename one of them")
+            raise ConfigError(f"two arms have the name {arm.name!r}; rename one of them")
     return replace(design, arms=tuple(found.values()))
 
 

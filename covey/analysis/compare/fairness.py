@@ -36,8 +36,8 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
         expected = expected or digest  # the digest of the first arm
         if digest != expected:
             raise ConfigError(
-                f"arm {name}: the held-out prompts differ from those of arm {first}, so accuracies "
-                "cannot be compared; set [task] for all arms instead"
+                f"arm {name} and arm {first} have different held-out prompts, so their accuracies "
+                "cannot be compared; use the same [task] settings for all arms"
             )
         section = config.task.model_dump()
         if section in seen:

@@ -111,7 +111,7 @@ def objectives(
         if critics and not every:
             raise ConfigError(
                 f"--replay {critics[0]}: this algorithm needs a critic, but the run has no critic; "
-                "leave the algorithm out"
+                "leave out the algorithm"
             )
         built = {name: o for name, o in built.items() if name not in critics}
     unknown = [key for key in keys if key not in used]

@@ -59,24 +59,24 @@ def read_labelled(path: Path) -> list[Case]:
     return cases
 
 
-def _case(line: str, where: str) -> Case:
+def _case(line: str, place: str) -> Case:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}; write one JSON object per line") from None
+        raise DataError(f"{place} is not JSON: {error}; write one JSON object per line") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where} is a {type(row).__name__}, but each line must be a JSON object")
+        raise DataError(f"{place} is a {type(row).__name__}, but each line must be a JSON object")
     text = _pop(row, TEXTS)
     if not isinstance(text, str):
         keys = " or ".join(map(repr, TEXTS))
-        raise DataError(f"{where} has no completion text; put the text under the key {keys}")
+        raise DataError(f"{place} has no completion text; put the text under the key {keys}")
     content, target = _pop(row, PROMPTS), _pop(row, ("target", "answer"))
     correct = row.pop("correct", None)
     if correct is not None and not isinstance(correct, bool):
-        raise DataError(f"{where}: the field 'correct' must be true or false, not {correct!r}")
+        raise DataError(f"{place}: the field 'correct' must be true or false, not {correct!r}")
     info = row.pop("info", {})
     prompt = Prompt(
-        id=str(row.pop("prompt_id", None) or where),
+        id=str(row.pop("prompt_id", None) or place),
         task=str(row.pop("task", "") or ""),
         messages=({"role": "user", "content": "" if content is None else str(content)},),
         target="" if target is None else str(target),

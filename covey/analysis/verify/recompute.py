@@ -39,8 +39,8 @@ def recomputed(run: RunFolder) -> Result:
     training_step(trainee.learner.at(trainee.state), recorded.groups, step)
     if not (folder / OPTIMIZER_FILE).exists():
         raise RunError(
-            f"several ranks wrote the checkpoint {folder}; verify the run with the same number of "
-            "ranks"
+            f"the checkpoint {folder} was saved by several ranks; verify the run with the same "
+            "number of ranks"
         )
     found = {**trainee.policy.optimizer.masters, **trainee.policy.optimizer.state()}
     then = {**read_weights(trainee.policy, folder), **load_file(folder / OPTIMIZER_FILE)}

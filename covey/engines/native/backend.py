@@ -165,7 +165,7 @@ def choose_backend(model: LanguageModel, precision: Precision = MODEL_PRECISION)
     if not precision.exact:
         raise ModelError(
             "model: engine.dtype or engine.kv_dtype = 'float8' does not work with this model, "
-            f"because {why}; leave both settings out"
+            f"because {why}; leave out both settings"
         )
     description = f"without a KV cache, which is slow, because {why}"
     return EagerBackend(model, RecomputeDecoder(model), None, description=description)

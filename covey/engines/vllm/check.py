@@ -74,14 +74,14 @@ def check_memory(config: Config) -> None:
     if config.model.device != "cpu" and torch.cuda.is_available():
         total = section.tensor_parallel * torch.cuda.get_device_properties(0).total_memory
         have, need = section.memory * total, float(weights)
-        where, advice = "engine.vllm.memory", "raise engine.vllm.memory"
+        limit, advice = "the share engine.vllm.memory of the GPU", "raise engine.vllm.memory"
     else:
         need = section.servers * (weights + section.memory * GIB + PROCESS_BYTES)
-        have, where = float(available_memory()), "this machine"
+        have, limit = float(available_memory()), "the free memory of this machine"
         advice = "lower engine.vllm.servers or engine.vllm.memory"
     if need > have:
         raise EngineError(
-            f"engine: the vLLM servers need about {need / GIB:.1f} GiB, but {where} has "
+            f"engine: the vLLM servers need about {need / GIB:.1f} GiB of memory, but {limit} is "
             f"{have / GIB:.1f} GiB; {advice}, or set engine.kind = 'native'"
         )
 

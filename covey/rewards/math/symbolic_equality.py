@@ -46,9 +46,9 @@ def require_math_verify(unsafe: bool) -> None:
         return
     try:
         require_isolation()
-    except ConfigError as error:
+    except ConfigError as no_sandbox:
         raise ConfigError(
-            f"{error}, or set symbolic = false to compare formulas without algebra"
+            f"{no_sandbox}, or set symbolic = false to compare formulas without algebra"
         ) from None
 
 

@@ -28,7 +28,7 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             hint = nearest(name, TRACKERS)
-            raise ConfigError(f"config: trackers: {name!r} is not a tracker{hint}")
+            raise ConfigError(f"config: trackers: {name!r} is not a known tracker{hint}")
         if find_spec(name) is None:
             raise ConfigError(
                 f"config: trackers: {name!r} is not installed: pip install 'covey[{name}]'"

@@ -65,7 +65,7 @@ def rank_info() -> RankInfo:
         if numbers[name] >= numbers[size_name]:
             raise ConfigError(
                 f"ranks: {name} = {numbers[name]} must be less than {size_name} = "
-                f"{numbers[size_name]}, because ranks are counted from 0"
+                f"{numbers[size_name]}, because ranks start at 0"
             )
     lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if size > 1 and lacking:

@@ -227,8 +227,8 @@ def _blocks(root: Any) -> list[nn.Module]:
     alike = [m for m in lists if len({type(block) for block in m}) == 1]
     if not alike:
         raise ModelError(
-            "model: parallel.strategy = 'fsdp' needs a model with a list of equal blocks, which "
-            "this model does not have; set parallel.strategy = 'ddp'"
+            "model: parallel.strategy = 'fsdp' needs a model with a list of identical blocks, but "
+            "this model has no such list; set parallel.strategy = 'ddp'"
         )
     largest: nn.ModuleList = max(alike, key=lambda m: sum(p.numel() for p in m.parameters()))
     return list(largest)

@@ -131,7 +131,7 @@ def test_a_mistake_in_an_arm_is_found_before_anything_runs() -> None:
         planned("grpo", arms=("other: optimizer.learning_rte=1",))
     with pytest.raises(ConfigError, match=r"'grpoo' is not a known algorithm; did you mean 'grpo'"):
         planned("grpoo")
-    with pytest.raises(ConfigError, match="two arms are called 'grpo'"):
+    with pytest.raises(ConfigError, match="two arms have the name 'grpo'"):
         planned("grpo", arms=("grpo: optimizer.learning_rate=0",))
     with pytest.raises(ConfigError, match="turns evaluations off, but a comparison needs them"):
         planned("grpo", overrides=("evaluate.every=0",))
@@ -160,7 +160,7 @@ def test_budgets_are_part_of_every_arms_configuration() -> None:
     updates = planned("grpo", arms=("twice: train.epochs=2",), budget="updates")
     assert updates.amount == 400  # 100 steps of 4 mini-batches
     assert {c.train.amount for c in arm_configs(updates).values()} == {400}
-    with pytest.raises(ConfigError, match="--budget tokens needs the number of tokens"):
+    with pytest.raises(ConfigError, match="--budget tokens needs --amount TOKENS"):
         planned("grpo", budget="tokens")
 
 
@@ -184,7 +184,7 @@ def test_design_survives_writing_and_reading(tmp_path: Path) -> None:
     assert replace(again, common=design.common) == design
     assert arm_configs(again) == arm_configs(design)
     with pytest.raises(
-        RunError, match=r"is not the folder of a comparison, because it has no comparison\.toml"
+        RunError, match=r"is not a comparison folder, because it has no file comparison\.toml"
     ):
         read_design(tmp_path / "nowhere")
     (tmp_path / "comparison.toml").write_text("seeds = [1]\n")

@@ -36,7 +36,7 @@ def test_held_out_prompt_in_the_training_data_is_an_error(tmp_path: Path) -> Non
 def test_arms_are_measured_on_the_same_prompts(tmp_path: Path) -> None:
     train = prompts(tmp_path / "train.jsonl", "1+0?")
     one, two = (config_of(train, prompts(tmp_path / f"{n}.jsonl", f"{n}-2?")) for n in (3, 4))
-    with pytest.raises(ConfigError, match="arm b: the held-out prompts differ from those of arm a"):
+    with pytest.raises(ConfigError, match="arm b and arm a have different held-out prompts"):
         check_prompts({"a": one, "b": two})
 
 
@@ -45,7 +45,7 @@ def test_arms_are_scored_with_the_same_targets(tmp_path: Path) -> None:
     one, two = (config_of(train, prompts(tmp_path / f"{n}.jsonl", "3-2?")) for n in "ab")
     check_prompts({"a": one, "b": two})
     (tmp_path / "b.jsonl").write_text('{"question": "3-2?", "answer": "2"}\n')
-    with pytest.raises(ConfigError, match="arm b: the held-out prompts differ from those of arm a"):
+    with pytest.raises(ConfigError, match="arm b and arm a have different held-out prompts"):
         check_prompts({"a": one, "b": two})
 
 

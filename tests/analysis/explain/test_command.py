@@ -79,7 +79,7 @@ def test_replay_prints_families_and_cosines(
         (
             ["--step", "9"],
             1,
-            "has no completions of step 9; the run has completions of steps 1 to 3",
+            "has no completions of step 9; it has completions of steps 1 to 3",
         ),
         (["--step", "1", "--rollout", "33"], 2, "--rollout 33: the step has only 32 rollouts"),
         (

@@ -172,7 +172,7 @@ def test_groups_are_separated_and_filtered_ones_are_not_trained(
 
 def test_missing_and_empty_steps_are_errors(recorded_run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(
-        RunError, match="no completions of step 7; the run has completions of steps 1 to 3"
+        RunError, match="no completions of step 7; it has completions of steps 1 to 3"
     ):
         read_step(recorded_run, 7)
     run = without_checkpoints(recorded_run, tmp_path / "run")

@@ -158,7 +158,7 @@ def test_a_server_is_checked_before_a_model_is_loaded() -> None:
 
 def test_servers_without_room_are_refused_before_a_model_is_loaded() -> None:
     check_memory(load_config(overrides=["engine.vllm.memory=0.5"]))
-    wanted = r"the vLLM servers need about 100\d\d\.\d GiB, but this machine has"
+    wanted = r"the vLLM servers need about 100\d\d\.\d GiB of memory, but the free memory of this machine is"
     with pytest.raises(EngineError, match=wanted):
         check_memory(load_config(overrides=["engine.vllm.memory=10000"]))
 
