@@ -20,8 +20,8 @@ LONGEST_WAIT = 60.0
 def check_url(url: str, setting: str, example: str, secret: str = "") -> None:
     """Raise ConfigError for a URL that is malformed or contains a secret.
 
-    The message names the `setting`, shows the valid URL `example`, and says with `secret` where to put a
-    secret.
+    The error message names the `setting`, shows a valid URL, `example`, and tells the user with the
+    text `secret` where to put a secret.
     """
     try:
         split = urlsplit(url)
