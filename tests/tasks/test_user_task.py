@@ -39,8 +39,14 @@ def broken() -> Any:
     [
         (None, "returned NoneType; it must return a sequence of covey.Prompt"),
         ("text", "returned str"),
-        ([{"prompt": "1+1?"}], "the prompt at index 0 is invalid: it is of type dict, not covey.Prompt"),
-        ([prompt(), prompt(target=2)], "the prompt at index 1 is invalid: it has target = 2, which is not text"),
+        (
+            [{"prompt": "1+1?"}],
+            "the prompt at index 0 is invalid: it is of type dict, not covey.Prompt",
+        ),
+        (
+            [prompt(), prompt(target=2)],
+            "the prompt at index 1 is invalid: it has target = 2, which is not text",
+        ),
         ([prompt(messages="1+1?")], "messages that are not a tuple"),
         ([prompt(messages=({"role": "user"},))], "lacks 'role' or 'content'"),
         ([prompt(messages=({"role": "user", "content": 5},))], "role or content is not text"),
