@@ -402,8 +402,8 @@ def description(config: Any, device: torch.device, dtype: torch.dtype, longest: 
 def measured(shape: ShapeClass) -> Choice:
     """Measure kernels on rows of equal length, and choose the fastest kernel.
 
-    This function turns inference mode off, because the first caller may be the engine's prefill,
-    and backward passes do not run in inference mode.
+    This function runs backward passes, which need inference mode off. The first caller may be the
+    engine's prefill, which runs in inference mode.
     """
     rows = _Rows(shape)
     expected = rows.results(FLASH)

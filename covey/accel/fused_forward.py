@@ -1,11 +1,11 @@
 """Fused forward pass of Llama-like models for training on a GPU.
 
-The fused forward pass uses the model's own weights. Compared with the model's own code, the
-operations between matrix products and the order of the products with LoRA matrices are different.
-One matrix product computes all linear layers that have the same input, if their weights are fused.
-The residual stream is float32, as in the engine's fused decoder. The outputs of norms, attention
-and MLP have the dtype of the weights. If the optimizer attached a GradSink to a weight, the
-backward pass adds the weight's gradient to a float32 buffer.
+The fused forward pass uses the model's own weights. The fused forward pass differs from the model's
+own code in the operations between matrix products, and in the order of the products with LoRA
+matrices. One matrix product computes all linear layers that have the same input, if their weights
+are fused. The residual stream is float32, as in the engine's fused decoder. The outputs of norms,
+attention and MLP have the dtype of the weights. If the optimizer attached a GradSink to a weight,
+the backward pass adds the weight's gradient to a float32 buffer.
 
 The dimensions in tensor shapes are N (packed tokens), H (heads), K (key-value heads) and D (head
 size).

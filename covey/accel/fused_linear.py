@@ -132,7 +132,8 @@ class _Weights:
         return self._scaled((values @ self._stacked().t()).split(self.ranks, dim=1))
 
     def inner_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradients of every A x as one tensor [N, sum of ranks]; None without LoRA."""
+        """Return the gradients of all products `A x` as one tensor [N, sum of ranks]; None without
+        LoRA."""
         if not self.low_rank:
             return None
         inner = grad.new_empty(len(grad), sum(self.ranks))

@@ -119,7 +119,8 @@ class PackedTables(NamedTuple):
     """The token ids and index tables of a packed batch, for flash attention."""
 
     input_ids: torch.Tensor
-    """[N] int64; `input_ids` to `cells` have the same meaning as in PackedBatch."""
+    """[N] int64; the fields have the same meaning as the fields of PackedBatch with the same
+    names."""
     position_ids: torch.Tensor
     predictor: torch.Tensor
     chosen: torch.Tensor

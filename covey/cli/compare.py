@@ -74,8 +74,8 @@ Folder = Annotated[
     Path | None,
     typer.Option(
         help=(
-            "Start or resume the comparison in this folder. Without --folder, Covey resumes the "
-            "comparison in ./comparisons with the same settings, or creates comparisons/NAME-N."
+            "Start or resume the comparison in this folder. By default, Covey resumes a comparison "
+            "in ./comparisons that has the same settings, or else starts comparisons/NAME-N."
         )
     ),
 ]
@@ -90,8 +90,8 @@ Parallel = Annotated[
     typer.Option(
         min=1,
         max=1024,
-        help="Number of runs to train at the same time. The default is 1 on a GPU, and the number "
-        "of cores divided by --threads on a CPU.",
+        help="Number of runs to train at the same time. On a GPU, the default is 1. On a CPU, the "
+        "default is the number of cores divided by --threads.",
     ),
 ]
 Threads = Annotated[
@@ -108,7 +108,7 @@ Report = Annotated[
     typer.Option(
         "--report",
         metavar="FOLDER",
-        help="Write the reports of the comparison in this folder again, without training.",
+        help="Only write the reports again, for the comparison in this folder.",
     ),
 ]
 DryRun = Annotated[

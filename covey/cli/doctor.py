@@ -66,7 +66,7 @@ def doctor_command(
     """Check a configuration on this machine, in at most two minutes.
 
     The command takes a few small training steps to check the gradient, engine, reward, sandbox,
-    exact resume, memory and time. To save time, a large model generates fewer and shorter
+    exact resume, memory and time. To save time, large models are checked with fewer and shorter
     completions. The exit code is 1 if a check fails, and 0 otherwise.
     """
     check_out(out)

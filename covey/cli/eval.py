@@ -56,8 +56,8 @@ Source = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Configuration that defines the task and the reward. Without --config, a run is "
-        "evaluated with its own configuration, and any other model with the recipe 'arithmetic'.",
+        help="Configuration that defines the task and the reward. By default, the "
+        "configuration of the run, or the recipe 'arithmetic' if the model is not a run.",
     ),
 ]
 Overrides = Annotated[
@@ -178,9 +178,9 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 fitting, notes = fitting_prompts(config, model, prompts, "held-out")
                 if found and len(fitting) < len(prompts):
                     raise DataError(
-                        f"the model {path} cannot be evaluated on all prompts of the first model "
-                        f"({notes[0]}); lower rollout.max_prompt_tokens to a length that suits "
-                        "both models"
+                        f"the model {path} cannot be evaluated on all prompts that fit the first "
+                        f"model ({notes[0]}); lower rollout.max_prompt_tokens to a length that "
+                        "suits both models"
                     )
                 prompts = fitting
                 engine = NativeEngine(model)

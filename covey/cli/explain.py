@@ -58,15 +58,15 @@ Options = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set an option, such as beta=0, in every algorithm of --replay that has the option.",
+        help="With --replay, set an option, such as beta=0, in all algorithms that have it.",
     ),
 ]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="First repeat all training steps since the nearest checkpoint, so that the step "
-        "to explain starts from its exact weights.",
+        help="First repeat all training steps since the last earlier checkpoint, so that the "
+        "explained step starts from its exact weights.",
     ),
 ]
 

@@ -83,7 +83,7 @@ def plan_command(
     measure_steps: MeasureSteps = False,
     as_json: AsJson = False,
 ) -> None:
-    """Describe a planned run, estimate its time and memory, and list settings without effect.
+    """Describe a planned run, estimate its time and memory, and list settings that have no effect.
 
     The command estimates time and memory from the model's configuration and tokenizer. With
     --measure, the command also loads the weights and trains a few steps.

@@ -25,8 +25,8 @@ Connections = Annotated[
     typer.Option(
         "--max-connections",
         min=1,
-        help="Maximum number of open connections. At this limit, the server closes idle and "
-        "unfinished connections.",
+        help="Maximum number of open connections. At this limit, the server closes "
+        "connections that are idle or slow to send a request.",
     ),
 ]
 Dtype = Annotated[

@@ -44,7 +44,7 @@ ConfigOption = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="A TOML file or the name of a recipe, with the configuration of the reward.",
+        help="The configuration of the reward: a TOML file or the name of a recipe.",
     ),
 ]
 SetOption = Annotated[
@@ -67,7 +67,7 @@ AllowedOption = Annotated[
         "--allow-errors",
         min=0.0,
         max=1.0,
-        help="The largest fraction of the human labels that the reward may contradict.",
+        help="Maximum fraction of human labels that the reward may contradict.",
     ),
 ]
 

@@ -42,8 +42,8 @@ Verify = Annotated[
     bool,
     typer.Option(
         "--verify",
-        help="Before training, repeat the steps before the newest checkpoint, and stop if the "
-        "weights differ from the checkpoint. Needs --resume.",
+        help="First repeat the training steps between the two newest checkpoints, and stop if the "
+        "resulting weights differ from the newest checkpoint. Needs --resume.",
     ),
 ]
 Ray = Annotated[

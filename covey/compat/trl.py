@@ -56,7 +56,7 @@ class Ported:
     computed: Mapping[str, str] = field(default_factory=dict)
     """Maps each setting whose value is unknown to the TRL option that determines it."""
     unpacked: tuple[str, ...] = ()
-    """Each `**name` argument of the script whose contents are unknown."""
+    """The script's `**name` arguments with unknown contents."""
 
     def toml(self) -> str:
         """Return the settings as a configuration file, with the notes as comments."""

@@ -554,9 +554,9 @@ class Reference(Section):
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Kind of the reference policy for the KL penalty. A frozen reference is a copy of the initial
     weights. An offloaded reference is a copy of the initial weights in main memory. With
-    adapter_off, the reference is the model without its adapter. With server, the reference is the
-    model of a reference server. A moving reference is a moving average of the policy, and a renewed
-    reference is a copy of the policy that Covey renews every reference.every optimizer steps. The
+    "adapter_off", the reference is the model without its adapter. With "server", the reference is
+    the model of a reference server. A moving reference is a moving average of the policy. A renewed
+    reference is a copy of the policy, made again after every `reference.every` optimizer steps. The
     reference is loaded only if the objective has a KL penalty."""
     alpha: Share = 0.6
     """Weight of the policy in an update of a moving reference: reference = alpha * policy +
@@ -655,9 +655,9 @@ class Overlap(Section):
     """Number of training steps by which generation may be ahead of training; 0 means that each step
     first generates and then trains."""
     mode: Literal["ahead", "copy"] = "ahead"
-    """How generation runs ahead of training. With ahead, one engine call generates the rollouts of
-    staleness + 1 steps with the trainer's weights. With copy, an engine with a copy of the weights
-    generates during training."""
+    """How generation runs ahead of training. In mode "ahead", one engine call generates the
+    rollouts of staleness + 1 steps with the trainer's weights. In mode "copy", an engine with a
+    copy of the weights generates during training."""
     in_flight: bool = False
     """With overlap.mode = "copy", load new weights during the generation of completions, which
     makes results depend on timing."""
@@ -751,9 +751,9 @@ class Save(Section):
     best: str = ""
     """Metric whose best checkpoint is also kept; empty means no best checkpoint. The metric comes
     from evaluations, such as greedy or pass@4, or from training steps, such as objective/scores. A
-    metric of training steps is checked every save.every steps."""
+    metric of training steps is checked at each checkpoint, every `save.every` steps."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Whether the largest or the smallest value of the metric save.best is the best."""
+    """Whether the highest or the lowest value of the metric `save.best` counts as best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100

@@ -87,8 +87,8 @@ def skip_determinism_check() -> Iterator[None]:
     """Allow deterministic operations that torch's determinism check refuses.
 
     For example, torch refuses a cumulative sum over each row, although the sum adds in a fixed
-    order. In deterministic mode, torch also writes to indexed elements with kernels that a CUDA
-    graph cannot capture.
+    order. A CUDA graph cannot capture the kernels that write to indexed elements in deterministic
+    mode.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

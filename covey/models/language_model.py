@@ -86,7 +86,8 @@ class LanguageModel:
         return byte_pieces(self.tokenizer, len(self.head.linear.weight))
 
     def decode_many(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of several completions, if possible with the byte table of `pieces`."""
+        """Return the texts of several completions, decoded with the byte table `pieces` if it
+        exists."""
         pieces = self.pieces
         if pieces is not None:
             return [joined_text(pieces, tokens) for tokens in completions]

@@ -78,8 +78,8 @@ def extended(
             raise ConfigError(
                 f"objective.correction_low = {correction_low} must be at most {agreement:g}, and "
                 f"objective.correction_high = {correction_high} must be at least {agreement:g}, "
-                f"because objective.correction = {correction!r} computes {agreement:g} where "
-                "engine and trainer agree"
+                f"because the correction {correction!r} is {agreement:g} if the log-probs of "
+                "engine and trainer are equal"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)

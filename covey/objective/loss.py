@@ -151,7 +151,7 @@ class Objective:
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether old_logp is needed only for corrections, each of which depends on one rollout."""
+        """Whether old_logp is needed only for corrections that look at one rollout at a time."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 

@@ -157,8 +157,8 @@ class RateLimit:
             if time.monotonic() + delay >= until:
                 raise RewardError(
                     f"requests_per_minute = {self.requests} and tokens_per_minute = {self.tokens} "
-                    "delay a request beyond its time limit; raise these rate limits or the time "
-                    "limits total_seconds and scoring.timeout, or lower scoring.workers"
+                    "delay a request beyond its time limit; raise one of these rate limits, raise "
+                    "total_seconds and scoring.timeout, or lower scoring.workers"
                 )
             time.sleep(delay)
             waited += delay

@@ -33,8 +33,8 @@ class Mix(Reward):
     the weights are:
 
     - A correct completion scores in the upper half of the reward range, in proportion to the
-      weighted mean of the parts. If the format of a correct completion is wrong, the weighted mean
-      includes only the part `format`.
+      weighted mean of the parts. If a completion has the correct answer in the wrong format, the
+      weighted mean includes only the part `format`.
     - An incorrect completion scores in the lower half of the reward range, in proportion to the
       weighted mean of the accuracy, the judges and, if `gated`, the format. All other reward parts
       of an incorrect completion are ignored.

@@ -109,7 +109,7 @@ def retrieval(
     """Reward mix for answers that cite sources.
 
     Accuracy is the similarity of the answer to the target, and `format` requires at least `sources`
-    citations. `judge` (a table with `base_url` and `model`) adds an LLM judge, which gets half of
+    citations. `judge` (a table with `base_url` and `model`) adds an LLM judge, whose weight is half
     the weight of `accuracy`. By default, `gated` is false, so a correct answer with too few sources
     still earns a reward.
     """

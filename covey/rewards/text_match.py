@@ -108,8 +108,8 @@ class FuzzyText(TargetReward):
 
     The similarity is the mean of `word_overlap` and `letter_similarity`, and ignores case and
     whitespace. Only the first 2,000 characters of the answer and of the target are compared. If the
-    answer or the target is longer, the similarity is multiplied by `shorter length / longer
-    length`, so that padding never helps. The final answer is extracted as in `ExactText`.
+    lengths differ, the similarity is multiplied by `shorter length / longer length`, so that
+    padding never helps. The final answer is extracted as in `ExactText`.
     """
 
     threshold: float = 0.9

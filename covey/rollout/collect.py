@@ -159,7 +159,8 @@ class _Scoring:
     ended: dict[int, dict[int, Rollout]] = field(default_factory=dict)
     """Finished rollouts by prompt index and sample index, if the reward scores whole groups."""
     jobs: dict[int, dict[int, Pending]] = field(default_factory=dict)
-    """Submitted scoring jobs, by prompt index and the sample index of the job's first rollout."""
+    """Submitted scoring jobs, keyed by prompt index and by the sample index of the first
+    rollout."""
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
     """Errors of environments; the key is (prompt index, sample index). A rollout with an error is
     not scored."""

@@ -14,7 +14,8 @@ ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.js
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run folder of `path`, a run or a checkpoint, or None for any other path."""
+    """Return the run folder that `path` is or belongs to; None if `path` is no run or
+    checkpoint."""
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
 

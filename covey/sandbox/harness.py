@@ -38,7 +38,8 @@ Pipe = tuple[int, int]
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run every test case, and write a line of numbers and the outputs of each case to stdout."""
+    """Run all test cases; for each case, write a line of numbers and the case's outputs to
+    stdout."""
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python has a handler for it

@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
-A policy that learns only the best constant answer reaches the accuracy of this answer. The reward
-curve of a policy with a constant answer rises as if the policy learned the task.
+A policy that learns only the best constant answer reaches the accuracy of this answer. While a
+policy learns to give one constant answer, its reward rises as if it learned the task.
 """
 
 from __future__ import annotations

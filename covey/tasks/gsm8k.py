@@ -52,8 +52,8 @@ class Gsm8k(SplitTask):
     def __post_init__(self) -> None:
         if bool(self.train_file) != bool(self.held_out_file):
             raise ConfigError(
-                "task: set both train_file and held_out_file, or set neither file to use the "
-                "dataset openai/gsm8k"
+                "task: set both train_file and held_out_file, or leave out both; without files, "
+                "the task uses the dataset openai/gsm8k"
             )
 
     def _prompts(self, split: str) -> list[Prompt]:

@@ -47,7 +47,8 @@ Made = tuple[str, dict[str, Any]]
 
 
 def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable[[Random], Made]:
-    """Return a function that makes an instruction with a random number named `key`."""
+    """Return a function that makes an instruction with a random number, which is the argument
+    `key`."""
 
     def make(chance: Random) -> Made:
         number = chance.randint(low, high)

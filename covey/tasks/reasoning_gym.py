@@ -40,8 +40,8 @@ FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
 """Maximum number of seeds to try until a problem belongs to the requested split.
 
-Consecutive seeds differ by MAX_SIZE, because entry i of a dataset uses seed + i. All seeds are
-below 2**32.
+Entry i of a dataset uses seed + i, so the seeds to try are MAX_SIZE apart. All seeds are below
+2**32.
 """
 
 EXAMPLES = {
@@ -175,9 +175,9 @@ class ReasoningGym(GeneratedTask):
         if dependent and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             datasets = ", ".join(sorted(dependent))
             raise ConfigError(
-                f"task: reasoning_gym generates other prompts or targets for {datasets} in each "
-                "process, so a run could not be resumed or compared; set the environment variable "
-                "PYTHONHASHSEED=0"
+                f"task: reasoning_gym generates different prompts or targets for {datasets} in "
+                "each process, so a run could not be resumed or compared; set the environment "
+                "variable PYTHONHASHSEED=0"
             )
 
     def _check_options(self) -> None:

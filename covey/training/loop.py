@@ -93,10 +93,10 @@ def run_loop(
         except GivenUp:
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
                 raise RunError(
-                    f"step {state.step} was abandoned while it waited or evaluated; resume from "
+                    f"a stop signal ended step {state.step} before it was complete; resume from "
                     "the last checkpoint"
                 ) from None
-            log.note(f"step {state.step} was abandoned while it waited or evaluated")
+            log.note(f"a stop signal ended step {state.step} before it was complete")
         except Exception:
             loop.keep_progress()
             raise

@@ -143,7 +143,7 @@ class Seen:
     number: int
     """Index of the optimizer step within the training step, from 0."""
     rows: torch.Tensor
-    """Indices in the batch of the rows that this pass processes."""
+    """The batch indices of the rows that this pass processes."""
     micro: Batch
     """The micro-batch: the batch rows with the indices `rows`, and their token weights."""
     now: LogProbs
@@ -303,8 +303,8 @@ CAUSES = {
         "optimizer.learning_rate and resume from an earlier checkpoint",
     ),
 }
-"""Maps each batch field with log-probs to the component that computes the field, and to advice for
-the user if a value is not finite."""
+"""Maps each batch field with log-probs to a pair: the component that computes the field, and advice
+for the user if a value is not finite."""
 
 
 def check_finite(batch: Batch, step: int) -> None:

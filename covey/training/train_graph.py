@@ -71,7 +71,8 @@ class GradientBuffers:
         self._own: dict[nn.Parameter, torch.Tensor] = {}
 
     def attach(self) -> None:
-        """Assign each gradient sum to `.grad` of its parameter; set cleared sums to zero."""
+        """Assign each gradient sum to its parameter's `.grad`. Sums whose `.grad` was None restart
+        at 0."""
         cleared = [total for sink in self._sinks if (total := sink.resume()) is not None]
         for parameter, total in self._own.items():
             if parameter.grad is total:

@@ -121,5 +121,7 @@ def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("files", [("a", ""), ("", "b")])
 def test_one_file_of_two_is_a_config_error(files: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match="set both train_file and held_out_file, or set neither"):
+    with pytest.raises(
+        ConfigError, match="set both train_file and held_out_file, or leave out both"
+    ):
         Gsm8k(train_file=files[0], held_out_file=files[1])

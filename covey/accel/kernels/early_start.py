@@ -1,8 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the previous kernel is still running.
 
-Before a kernel that starts early reads or writes memory, it calls `gdc_wait` to wait for the
-previous kernel. In a CUDA graph of small kernels on an H200, early starts save about 0.6
-microseconds per kernel.
+An early kernel calls `gdc_wait` before it reads or writes memory, to wait for the previous kernel.
+In a CUDA graph of small kernels on an H200, early starts save about 0.6 microseconds per kernel.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def logp_forward(
     scale: float,
     cap: float | None,
 ) -> None:
-    """Write each row's token log-probability, entropy and normalizer [R] to `out`."""
+    """Write the token log-probability, entropy and normalizer of each row to `out`, three tensors
+    [R]."""
     size = logits.shape[1]
     block = min(BLOCK, triton.next_power_of_2(size))
     _forward[(len(logits),)](

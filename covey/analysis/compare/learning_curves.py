@@ -83,7 +83,7 @@ def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | Non
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
-    """Return the evaluations to average at each step of the mean curve.
+    """Return, for each step of the mean curve, the evaluations that the curve averages.
 
     The mean curve has the steps at which all runs were evaluated. The last value of the mean curve
     averages the last evaluation of each run, because runs with a token budget end at different

@@ -132,7 +132,8 @@ def pair_results(
 ) -> tuple[PairResult, ...]:
     """Compare every pair of arms.
 
-    `runs` maps each arm to its finished runs, and `missing` to one line per unfinished run.
+    `runs` maps each arm to its finished runs. `missing` maps each arm to one line per unfinished
+    run.
     """
     pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
     tested = [pair for pair in pairs if pair.tested]

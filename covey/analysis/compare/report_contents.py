@@ -114,7 +114,7 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
 
 
 def _common_seed(comparison: Comparison) -> int | None:
-    """Return the seed with the most finished runs, or the first of several such seeds."""
+    """Return the seed with the most finished runs; on a tie, the first such seed."""
     counts = {
         seed: sum(run.finished for run in comparison.runs if run.seed == seed)
         for seed in comparison.seeds

@@ -40,7 +40,10 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
     name = str(question.get("algorithm", "grpo"))
     rewards, lengths = _numbers(question, "rewards"), _numbers(question, "lengths")
     if len(rewards) != len(lengths) or not 1 < len(rewards) <= MOST_COMPLETIONS:
-        raise ConfigError(f"give 2 to {MOST_COMPLETIONS} rewards, and one length for every reward")
+        raise ConfigError(
+            f"the number of rewards must be from 2 to {MOST_COMPLETIONS}, with one length for each "
+            "reward"
+        )
     defaults = option_defaults(name)
     options: dict[str, float] = {
         key: float(question[key]) for key in OPTIONS if key in question and key in defaults

@@ -105,8 +105,8 @@ def solution_of(prompt: Prompt) -> str:
 def _thinking(prompt: Prompt) -> str:
     """Return a long thinking text, which includes the worked solution if the task has one.
 
-    The text starts with general thinking, because a worked solution may be shorter than the
-    thinking that a format requires.
+    The text starts with sentences that fit any task, because a worked solution may be shorter than
+    the minimum length of thinking that a format requires.
     """
     return f"{THINKING} {prompt.info.get('worked', '')}".strip()
 

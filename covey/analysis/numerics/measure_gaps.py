@@ -333,7 +333,7 @@ class Cause:
 
     @property
     def title(self) -> str:
-        """The title of the cause in the report."""
+        """The title that the report gives to this cause of a log-prob gap."""
         words = CAUSES[self.name].title
         if self.name != "staleness":
             return words

@@ -232,7 +232,8 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "sampling")
 def nothing_to_correct(setup: Setup) -> Iterator[Said]:
-    """Report an off-policy correction when engine and trainer log-probs already agree."""
+    """Report an off-policy correction that does nothing because engine and trainer log-probs
+    agree."""
     idle = changed_options(setup, "correction", "veto")
     if idle and setup.exact and not setup.config.stale:
         yield Said(

@@ -2,7 +2,8 @@
 
 For models of the common decoder families, config.json determines all sizes. Covey builds models of
 other families on torch's meta device, where tensors have shapes but no memory. Building a model on
-the meta device takes seconds longer, because it imports torch and the model code of transformers.
+the meta device takes a few seconds, most of them for imports of torch and of transformers' model
+code.
 """
 
 from __future__ import annotations

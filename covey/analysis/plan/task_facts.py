@@ -124,7 +124,7 @@ def measuring_elsewhere() -> Iterator[Measure]:
 
 
 def main() -> None:
-    """Read one request to count tokens from stdin, and write the token counts to stdout."""
+    """Read a token-counting request from stdin, and write the token counts to stdout."""
     start_rendering()
     import transformers.utils.chat_template_utils
 

@@ -292,7 +292,7 @@ class Pages:
         self.free = list(range(pages))
 
     def needed(self, positions: np.ndarray) -> np.ndarray:
-        """Return the number of pages that store each given number of `positions`."""
+        """Return how many pages each slot needs to store its `positions` tokens."""
         return -(-positions // self.page)
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:

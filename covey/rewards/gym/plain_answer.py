@@ -106,8 +106,9 @@ def _number(node: ast.expr) -> int | float:
 def _bits(node: ast.expr, depth: int, names: frozenset[str] | None) -> int:
     """Return an upper bound on the number of bits of an expression's value.
 
-    `names` lists the allowed variables. If `names` is None, only whole numbers, `+ - * /` and signs
-    are allowed. Raises NotPlainError if the expression contains anything that is not allowed.
+    `names` lists the allowed variables. If `names` is None, only whole numbers and the operators `+
+    - * /` are allowed. Raises NotPlainError if the expression contains anything that is not
+    allowed.
     """
     if depth < 0:
         raise NotPlainError("nested too deep")
