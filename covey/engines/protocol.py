@@ -53,7 +53,7 @@ class Sampling:
     def returns_kept(self) -> bool:
         """Whether completions include the tokens that top-k, top-p and min-p allowed.
 
-        This property is false with greedy decoding.
+        `returns_kept` is false with greedy decoding.
         """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
@@ -138,8 +138,8 @@ class Limits:
     def poll_seconds(self) -> float | None:
         """Seconds that an engine may wait for completions before it polls for new requests.
 
-        None means no limit, because new requests appear only after the request source has received
-        completions.
+        Without `steady`, the limit is None, because new requests appear only after the request
+        source has received completions.
         """
         return POLL_SECONDS if self.steady else None
 

@@ -172,7 +172,7 @@ def _disable_dropout(model: Any) -> None:
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Return a Head with the logit scale and soft cap that reproduce the model's own logits.
 
-    Architectures use different names for the logit scale and the soft cap, and some architectures
+    Architectures use different names for the logit scale and the soft cap. Some architectures
     divide the logits by the scale instead of multiplying by the scale. With a wrong scale or soft
     cap, training would silently use wrong probabilities. The function tries several scales and soft
     caps, and compares the resulting logits with the model's own logits.

@@ -61,7 +61,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor sharded like `like` whose rows on this rank are `part`."""
+    """Return a tensor that is sharded like `like`, with the rows `part` on this rank."""
     if not hasattr(like, "full_tensor"):
         return part
     from torch.distributed.tensor import DTensor

@@ -58,12 +58,12 @@ def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) ->
 
 
 def ratio_k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator r d: k1 with the importance weight r for tokens of an older policy."""
+    """The estimator `r * d`: k1 times the importance weight r, for tokens of an older policy."""
     return log_ratio.exp() * d
 
 
 def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator r k3: k3 with the importance weight r for tokens of an older policy.
+    """The estimator `r * k3`: k3 times the importance weight r, for tokens of an older policy.
 
     Proposed in DeepSeek-V3.2.
     """

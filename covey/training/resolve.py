@@ -45,7 +45,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     All names are checked before anything imports torch. If `imports` is false, no user code is
     loaded, and the options of user-defined tasks, rewards, objectives and environments stay
     unchanged. `passed` lists the config sections, such as task and reward, for which the caller
-    passed a Python object. Names in the sections that `passed` lists are not looked up.
+    passed a Python object. Names in the sections listed in `passed` are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -191,7 +191,7 @@ def _check_preferences(config: Config, objective: Objective) -> None:
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject settings that conflict with importance ratios to the engine's log-probs."""
+    """Reject settings that conflict with importance ratios relative to the engine's log-probs."""
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(

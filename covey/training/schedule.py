@@ -5,9 +5,9 @@ The learning rate is a pure function of a run's progress. The learning rate of o
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
-A run with a budget of tokens does not know its number of optimizer steps in advance. For a budget
-of tokens, v is the used fraction of the tokens times `total_steps`, the number of optimizer steps
-in `train.steps` training steps.
+A run with a budget of tokens does not know its number of optimizer steps in advance. With a budget
+of tokens, v is the used fraction of the budget times `total_steps`. The value `total_steps` is the
+number of optimizer steps in `train.steps` training steps.
 """
 
 from __future__ import annotations

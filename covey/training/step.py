@@ -231,7 +231,7 @@ def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torc
 def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Batch) -> LogProbs:
     """Compute the log-probs and entropies of a batch.
 
-    If the advantages are known already, rows that the row filter leaves out skip the forward pass.
+    If the batch already has advantages, rows that the row filter leaves out skip the forward pass.
     The skipped rows get `sampler_logp` as log-probs, and 0 as entropy.
     """
     tokens, world = learner.settings.micro_batch_tokens, learner.world

@@ -1,7 +1,7 @@
 """Decode steps of Llama-like models, computed with torch from the model's own weights.
 
 For any model, a decode step can run the model's forward pass in transformers
-(transformers_decoder.py). But with one token per slot, the Python code of transformers takes longer
+(transformers_decoder.py). With one token per slot, the Python code of transformers takes longer
 than the arithmetic. This module does the same arithmetic with less Python code for models with
 Llama's architecture, which most models have. When the engine is built, the parity check in
 backend.py compares the decoder with the model.

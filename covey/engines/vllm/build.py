@@ -42,7 +42,7 @@ def vllm_engine(
     """Start the servers, or connect to running servers, and return the engine.
 
     If `cuda` is true, servers use consecutive GPUs, beginning with the GPU of index `first_gpu`. If
-    `first_gpu` is None, the setting engine.vllm.first_gpu applies.
+    `first_gpu` is None, the setting `engine.vllm.first_gpu` applies.
     """
     section = config.engine.vllm
     _check_adapter(model)
