@@ -209,7 +209,7 @@ class Engine(Protocol):
         """
 
     def events(self) -> list[str]:
-        """Return a log line per engine event since the last call, such as a repaired failure.
+        """Return a log line for each engine event since the last call, such as a repaired failure.
 
         The training run writes each line to its log. A line of type `News` reports no failure.
         """

@@ -131,7 +131,7 @@ class Joined(NamedTuple):
 
 
 def joined(batch: Batch) -> Joined:
-    """Join the rows of each rollout in order; keep `batch` if each rollout has one row."""
+    """Join the rows of each rollout in order; return `batch` itself if each rollout has one row."""
     if batch.one_row_each:
         return Joined(batch)
     assert batch.rollout is not None

@@ -55,7 +55,7 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
 
 def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch.Tensor:
-    """Return the margin D of each row's pair, [B, T]; NaN for rows without a pair in `batch`."""
+    """Return the margin D of each row's pair, [B, T]; NaN for rows without a complete pair."""
     assert batch.advantage is not None
     assert batch.ref_logp is not None, "a pair is compared with the reference"
     gain = log_ratio(logp, batch.ref_logp, batch.mask, average=average).double().squeeze(1)

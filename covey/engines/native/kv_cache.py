@@ -97,7 +97,7 @@ class KVCache:
         raise NotImplementedError
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
-        """Store prompts after their prefill; row i of every tensor in `states` is `prompts[i]`.
+        """Store prompts after their prefill; row i of every tensor in `states` is for `prompts[i]`.
 
         `states` are keys and values [prompts, H, L, D], layer by layer.
         """
@@ -112,8 +112,7 @@ class KVCache:
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit into the cache; completion i needs
-        `positions[i]`."""
+        """Return how many more completions fit the cache; completion i needs `positions[i]`."""
         return len(positions)
 
     def store_completions(

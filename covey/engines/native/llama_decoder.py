@@ -89,7 +89,7 @@ class LinearGroup:
         """The memory addresses of the weights and biases in the last call of `fuse`."""
 
     def fuse(self) -> None:
-        """Fuse the current weights, as views if the model stores them fused, or else as copies."""
+        """Fuse the current weights: as views if the model itself fuses them, else as copies."""
         layers = [each.layer for each in self.layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         parts = [[layer.weight.detach() for layer in layers], *([biases] if biases else [])]

@@ -243,8 +243,7 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit into the cache; completion i needs
-        `positions[i]`."""
+        """Return how many more completions fit the cache; completion i needs `positions[i]`."""
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
