@@ -158,9 +158,10 @@ def _context(config: Any) -> int:
 def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
-    With dropout, the trained policy would differ from the policy that sampled the completions, and
-    probability ratios would be noisy from the first optimizer step on. With dropout, training
-    results would also depend on the state of a random generator, which checkpoints do not contain.
+    With dropout, the trained policy would differ from the policy that sampled the completions.
+    Dropout would make probability ratios noisy from the first optimizer step on. With dropout,
+    training results would also depend on the state of a random generator, which checkpoints do not
+    contain.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -6,9 +6,9 @@ called GTPO too. The entropy H is the entropy of the policy that collected the b
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. If all completions
 of a group are correct, or all are wrong, their advantages are 0. Means and standard deviations
-leave out groups that are all correct or all wrong, because advantages within these groups would
-depend on entropies alone. In the experiments of arXiv 2508.04349, dynamic sampling drops groups
-that are all correct or all wrong.
+leave out groups whose completions are all correct or all wrong, because advantages within these
+groups would depend on entropies alone. In the experiments of arXiv 2508.04349, dynamic sampling
+drops groups whose completions are all correct or all wrong.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Schedule:
         """Return the learning rate of the optimizer step that follows `version` optimizer steps.
 
         `start` is the run's progress at the start of the training step. With a budget of tokens,
-        `start` determines the position in the schedule, and each optimizer step of the training
-        step advances the position by one.
+        `start` determines the position in the schedule at the start of the training step. Each
+        optimizer step of the training step advances this position by one.
         """
         place: float = version
         if self.budget is not None:

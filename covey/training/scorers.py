@@ -63,10 +63,10 @@ def baselines_of(
 ) -> Baselines:
     """Return the scores of simple baselines on the held-out prompts.
 
-    If the run has an environment, or a reward that calls an LLM or user code, the only baseline
-    answers every prompt with the most frequent target. The success rate of a constant answer
-    follows from the targets, without scoring. `scorer` scores the completions of evaluations, and
-    `passed` is the reward object that was passed from Python, if any.
+    If the run has an environment, or if the reward calls an LLM or user code, the only baseline is
+    a constant answer, the most frequent target. The success rate of a constant answer follows from
+    the targets, without scoring. `scorer` scores the completions of evaluations, and `passed` is
+    the reward object that was passed from Python, if any.
     """
     if not held_out:
         return Baselines()

@@ -4,8 +4,8 @@
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
 The row filter (`filter.skip_zero_gradient`) leaves out batch rows with advantage 0. If the row
-filter is on and the objective allows it, Covey computes advantages before old_logp, so that
-left-out rows need no old_logp.
+filter is on and the objective allows it, Covey computes advantages before `old_logp`. The rows that
+the filter leaves out need no `old_logp`.
 """
 
 from __future__ import annotations

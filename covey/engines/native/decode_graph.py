@@ -225,7 +225,7 @@ def _float8_backend(model: LanguageModel, shape: KVShape, precision: Precision) 
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    """Return how many seconds a call takes, including its work on the device."""
+    """Return how many seconds `call` takes, including the work that `call` starts on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()

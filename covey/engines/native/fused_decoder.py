@@ -109,8 +109,8 @@ FLOAT8_TOLERANCE = 0.25
 """The allowed relative difference of hidden states in the parity check of a float8 decoder.
 
 A float8 number has three mantissa bits, so a matrix product of random numbers has a relative error
-of about 4 %, and the errors of several products add up. A bug, such as a wrong scale or a wrong row
-index, changes the hidden states by more than this tolerance.
+of about 4 %. The errors of several matrix products add up. A bug, such as a wrong scale or a wrong
+row index, changes the hidden states by more than this tolerance.
 """
 
 

@@ -237,7 +237,7 @@ def _heads(
 def _attention(
     seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """Return an attention function of query [W, H, 1, D], keys and values [W, K, L, D]."""
+    """Return an attention function for a query [W, H, 1, D], keys and values [W, K, L, D]."""
     mask = seen[:, None, None]
     shared = block.qkv.widths[0] // (key_heads * block.head_size)
     if weight.device.type == "cpu" and seen.shape[1] <= SHORT:
