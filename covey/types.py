@@ -280,7 +280,7 @@ class Batch:
     """[B, T]: the critic's target values (returns); None without a critic."""
     weight: torch.Tensor | None = None
     """[B, T]: the weight of each token in the loss. The loss is minus the weighted sum of the
-    per-token gain, which objective/loss.py defines."""
+    per-token gains (objective/loss.py)."""
     correction: torch.Tensor | None = None
     """[B, T]: detached importance weight of each token, which corrects for differences between
     engine and policy; None if all weights are 1."""

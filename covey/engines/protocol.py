@@ -167,7 +167,8 @@ class EngineInfo:
     """Properties of an engine."""
 
     backend: str
-    """A text that tells the user which backend the engine uses, and why no faster one."""
+    """A text that tells the user which backend the engine uses, and why it uses no faster
+    backend."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
     trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve

@@ -37,7 +37,7 @@ from covey.models.language_model import LanguageModel
 
 
 class FusedDecoder(LlamaDecoder):
-    """A decoder for Llama-like models on a GPU that uses fused kernels."""
+    """A decoder that runs Llama-like models with fused kernels on a GPU."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
@@ -161,7 +161,7 @@ class _Products:
 
 
 class Float8Decoder(FusedDecoder):
-    """A decoder for Llama-like models on a GPU that computes matrix products in float8."""
+    """A decoder that runs Llama-like models with float8 matrix products on a GPU."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
