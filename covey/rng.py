@@ -1,9 +1,8 @@
 """Random numbers that depend on where they are used, not on the order of the draws.
 
 Each number depends only on (seed, step, prompt, sample, turn, position). The generator is numpy's
-counter-based Philox, which needs no state between draws. A run therefore draws the same numbers
-after a resume, with another batch size, in another order of requests, or with another number of
-workers.
+counter-based Philox, which needs no state between draws. The numbers therefore do not depend on the
+batch size, the order of requests or the number of workers, and a resume does not change them.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
 
 
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
-    """Return `count` uniform random numbers in [0, 1) per address, as float32 [n, count]."""
+    """Return `count` uniform random numbers in [0, 1) for each address, as float32 [n, count]."""
     # One generator is reused, because creating a generator takes far longer than drawing numbers.
     generator = _philox(0, 0, _TOKENS)
     state = generator.state
@@ -107,9 +106,8 @@ def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
     """Return item indices, drawn without replacement, with probabilities proportional to `weights`.
 
     Items of weight 0 are left out. For each item `i` with a positive weight, the function draws an
-    exponential variable of rate `weights[i]`, and then sorts the items by these variables
-    (Efraimidis and Spirakis). Changing one weight therefore leaves the order of all other items
-    unchanged.
+    exponential variable of rate `weights[i]`. The items are sorted by these variables (Efraimidis
+    and Spirakis). Changing one weight therefore leaves the order of all other items unchanged.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

@@ -30,7 +30,7 @@ class Screen(Console):
         super().__init__(emoji=False, markup=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Escape the control characters in strings, and print all objects."""
+        """Print objects, with the control characters in strings escaped."""
         super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **options)
 
     def render(

@@ -24,7 +24,7 @@ _waits = 0
 
 
 class GivenUp(BaseException):
-    """Ends a wait for another process in the main thread, a few seconds after a stop signal.
+    """Exception that ends the main thread's wait for another process after a stop signal.
 
     The training loop catches this exception.
     """
@@ -32,7 +32,7 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Context manager for a wait of the main thread, which GivenUp may end after a stop signal."""
+    """Context manager in which a stop signal may end the main thread's wait with GivenUp."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -55,7 +55,7 @@ class StopSignal:
     """Name of the received signal, or another reason to stop; None if the run continues."""
 
     def ask(self, why: str) -> None:
-        """Ask the training loop to stop after the current step; the first reason counts."""
+        """Ask the training loop to stop after the current step; only the first reason is kept."""
         self.received = self.received or why
 
     @property
@@ -80,8 +80,8 @@ def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into a flag; a second signal ends the process at once.
 
     Covey ignores a signal within `repeats` seconds of the first signal, because one Ctrl-C may
-    arrive twice. The terminal sends the signal to all processes, and a launcher forwards the signal
-    to its ranks.
+    arrive twice. The terminal sends the signal of Ctrl-C to all processes, and a launcher forwards
+    this signal to its ranks.
     """
     stop, first = StopSignal(), 0.0
 

@@ -206,13 +206,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rollouts of a training step as tensors; row i of every field belongs to the same segment.
+    """The rollouts of a training step as tensors; row i of each field belongs to segment i.
 
     A rollout takes one row, or several rows if the chat template rewrote earlier messages. Means
     and other statistics count each rollout once.
 
-    `collate` fills the fields from `prompt_tokens` to `state`. Forward passes fill the fields from
-    `old_logp` to `entropy`, but only the fields that the objective needs. The objective then
+    `collate` fills the fields from `prompt_tokens` to `state`. Forward passes fill those fields
+    from `old_logp` to `entropy` that the objective needs. After these forward passes, the objective
     computes `token_penalty`, `advantage` and `targets` over the whole batch, because these fields
     may depend on all rollouts. The objective computes `weight`, `correction` and `marked` for each
     mini-batch, because each mini-batch has its own loss and optimizer step. A micro-batch contains
@@ -280,7 +280,7 @@ class Batch:
     """[B, T]: the critic's target values (returns); None without a critic."""
     weight: torch.Tensor | None = None
     """[B, T]: the weight of each token in the loss. The loss is minus the weighted sum of the
-    per-token gain, which objective/loss.py defines."""
+    per-token gains (objective/loss.py)."""
     correction: torch.Tensor | None = None
     """[B, T]: detached importance weight of each token, which corrects for differences between
     engine and policy; None if all weights are 1."""
@@ -449,7 +449,7 @@ class HostRows:
         return HostRows(**{name: value.cpu() for name, value in fields if value is not None})
 
     def rows(self, index: torch.Tensor, width: int, prompt_width: int) -> HostRows:
-        """Return rows cut to `width` completion tokens and `prompt_width` prompt tokens."""
+        """Return the given rows, cut to `width` completion and `prompt_width` prompt tokens."""
         return HostRows(
             prompt_tokens=self.prompt_tokens[index, :prompt_width],
             prompt_lengths=self.prompt_lengths[index],
@@ -462,7 +462,7 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherPrompts:
-    """The prompts of a batch that only a self-teacher sees, one prompt per row, on the CPU."""
+    """Prompts that only a self-teacher sees, one for each row of the batch, on the CPU."""
 
     tokens: torch.Tensor
     """[B, Q] int64: the tokens of the teacher's prompts, left-aligned."""

@@ -1,6 +1,6 @@
 """An engine in a Ray actor, which generates while the trainer adds requests and collects results.
 
-Each call of `begin` names the version of the weights to generate with. An actor without this
+Each call of `begin` names the version of the weights to generate with. An actor without the named
 version, for example after a restart, first fetches the weights from Ray's object store. The actor
 therefore never generates with a wrong version of the weights.
 """

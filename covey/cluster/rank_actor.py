@@ -23,7 +23,7 @@ LAST_OUTPUT_SECONDS = 2.0
 """Maximum number of seconds to read output after a rank has ended, if its child processes keep the
 pipes open."""
 Output = tuple[str, bytes] | int
-"""Either output of a rank, as a stream name and bytes, or the rank's exit code."""
+"""A piece of a rank's output, as the stream's name and bytes, or the rank's exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

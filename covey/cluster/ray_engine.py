@@ -29,8 +29,8 @@ from covey.engines.protocol import (
 from covey.errors import EngineError
 
 CALLS = 4
-"""The number of concurrent calls to an actor. One call waits for completions, and the other calls
-add requests."""
+"""The number of concurrent calls to an actor. One of the calls to an actor waits for completions,
+and the other calls add requests."""
 
 
 @dataclass(slots=True, eq=False)

@@ -19,8 +19,8 @@ from covey.cluster.ray_client import STARTED_BY, Need, translated
 from covey.errors import EngineError
 
 CALLS = 3
-"""The number of concurrent calls to an actor. One call waits for output, and the other calls
-control the rank."""
+"""The number of concurrent calls to an actor. One of the calls to an actor waits for output, and
+the other calls control the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
 """After a rank has died, the other ranks have this many seconds to report the death and to end."""
@@ -156,7 +156,7 @@ class _Ranks:
     def _hear(self) -> None:
         """Wait a short time for a rank's output or exit code.
 
-        Print the output, or store the exit code.
+        Print a rank's output, or store its exit code.
         """
         try:
             rank, found = self.said.get(timeout=POLL_SECONDS)

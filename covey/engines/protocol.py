@@ -53,7 +53,7 @@ class Sampling:
     def returns_kept(self) -> bool:
         """Whether completions include the tokens that top-k, top-p and min-p allowed.
 
-        This property is false with greedy decoding.
+        `returns_kept` is false with greedy decoding.
         """
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
@@ -138,8 +138,8 @@ class Limits:
     def poll_seconds(self) -> float | None:
         """Seconds that an engine may wait for completions before it polls for new requests.
 
-        None means no limit, because new requests appear only after the request source has received
-        completions.
+        Without `steady`, the limit is None, because new requests appear only after the request
+        source has received completions.
         """
         return POLL_SECONDS if self.steady else None
 
@@ -167,7 +167,8 @@ class EngineInfo:
     """Properties of an engine."""
 
     backend: str
-    """A text that tells the user which backend the engine uses, and why no faster one."""
+    """A text that tells the user which backend the engine uses, and why it uses no faster
+    backend."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
     trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
@@ -209,7 +210,7 @@ class Engine(Protocol):
         """
 
     def events(self) -> list[str]:
-        """Return a log line per engine event since the last call, such as a repaired failure.
+        """Return a log line for each engine event since the last call, such as a repaired failure.
 
         The training run writes each line to its log. A line of type `News` reports no failure.
         """

@@ -53,7 +53,7 @@ class Conversations:
     """Tool instructions for chat templates that do not support tools, with the field {tools}."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
-        """Return the prompt of the first turn as a Context."""
+        """Return the prompt of the first turn as a `Context`."""
         return self._fresh(self._text(messages, tools))
 
     def following(

@@ -63,7 +63,7 @@ def find_gguf(path: str) -> Path | None:
 def _packaged(name: str) -> Path:
     """Return the GGUF file of a PyPI package.
 
-    The package is not imported, because its import needs an inference engine.
+    The PyPI package is not imported, because importing it requires an inference engine.
     """
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None

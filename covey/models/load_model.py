@@ -158,9 +158,10 @@ def _context(config: Any) -> int:
 def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that the model gives the same results in training and evaluation mode.
 
-    With dropout, the trained policy would differ from the policy that sampled the completions, and
-    probability ratios would be noisy from the first optimizer step on. With dropout, training
-    results would also depend on the state of a random generator, which checkpoints do not contain.
+    With dropout, the trained policy would differ from the policy that sampled the completions.
+    Dropout would make probability ratios noisy from the first optimizer step on. With dropout,
+    training results would also depend on the state of a random generator, which checkpoints do not
+    contain.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -172,7 +173,7 @@ def _disable_dropout(model: Any) -> None:
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Return a Head with the logit scale and soft cap that reproduce the model's own logits.
 
-    Architectures use different names for the logit scale and the soft cap, and some architectures
+    Architectures use different names for the logit scale and the soft cap. Some architectures
     divide the logits by the scale instead of multiplying by the scale. With a wrong scale or soft
     cap, training would silently use wrong probabilities. The function tries several scales and soft
     caps, and compares the resulting logits with the model's own logits.

@@ -55,7 +55,7 @@ def check_model_path(path: str) -> None:
 def prepare_hub(path: str) -> bool:
     """Return whether `path` is a hub model name and the Hub cannot be reached.
 
-    If the result is true, Hugging Face libraries use only their local cache from now on.
+    If the function returns True, Hugging Face libraries use only their local cache from now on.
     """
     known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
     return bool(path) and "\0" not in path and not known and offline_if_unreachable()
@@ -113,7 +113,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _looks_local(path: str) -> bool:
-    """Return whether a missing path looks local. Hub names have the form `name` or `a/b`."""
+    """Return whether a missing path is local; hub names have the form `name` or `a/b`."""
     first, slash, rest = path.partition("/")
     if path.startswith((".", "/", "~")) or "/" in rest:
         return True

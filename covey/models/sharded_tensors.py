@@ -39,7 +39,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 
 
 def first_element(value: torch.Tensor) -> int:
-    """Return the flat index of this rank's first element in a sharded tensor, otherwise 0."""
+    """Return the flat index of this rank's first element in a tensor; 0 if it is not sharded."""
     if not hasattr(value, "full_tensor"):
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor sharded like `like` whose rows on this rank are `part`."""
+    """Return a tensor that is sharded like `like`, with the rows `part` on this rank."""
     if not hasattr(like, "full_tensor"):
         return part
     from torch.distributed.tensor import DTensor

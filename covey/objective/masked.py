@@ -1,6 +1,6 @@
 """Sums and means of [B, T] tensors over trained tokens, which a bool mask [B, T] selects.
 
-The module also joins the rows of a rollout, so that a sum covers the whole rollout.
+If a rollout has several rows, the module joins these rows, so that a sum covers the whole rollout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def row_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def row_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Return the number of trained tokens of each completion, [B, 1]; 1 if there are none."""
+    """Return the number of trained tokens of each completion, but at least 1, as [B, 1]."""
     return mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -54,10 +54,10 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return, at each trained token, the mean of the values over the token's completion, [B, T].
 
-    Tokens that are not trained get 0. The backward pass also averages the gradient over the
-    completion. If all tokens of a completion have the same gradient, averaging leaves the gradient
-    exactly unchanged. Sequence ratios and token ratios give bit-identical gradients if the
-    gradients are mathematically equal.
+    Tokens that are not trained get 0. The backward pass averages the gradient over the completion,
+    as the forward pass averages the values. If all tokens of a completion have the same gradient,
+    averaging leaves the gradient exactly unchanged. If the gradients under sequence ratios and
+    token ratios are mathematically equal, they are also bit-identical.
     """
     mean: torch.Tensor = _sequence_mean().apply(values, mask)
     return mean
@@ -131,7 +131,7 @@ class Joined(NamedTuple):
 
 
 def joined(batch: Batch) -> Joined:
-    """Join the rows of each rollout in order; keep `batch` if each rollout has one row."""
+    """Join the rows of each rollout in order; return `batch` itself if each rollout has one row."""
     if batch.one_row_each:
         return Joined(batch)
     assert batch.rollout is not None

@@ -4,9 +4,9 @@
     loss = mean over pairs of l(D)
 
 The loss of a pair depends on two rows, which may be in different micro-batches or on different
-ranks. Covey first computes the margin D of every pair in the optimizer step, in one more forward
-pass without gradient (`marks`). In the training pass, each row contributes half of its pair's loss
-l(D), and the gradient of l(D) with respect to the row's own log-ratio g:
+ranks. Covey first computes the margin D of every pair in the optimizer step, in an additional
+forward pass without gradient (`marks`). In the training pass, each row contributes half of the loss
+l(D), but the whole gradient of l(D) with respect to the row's own log-ratio g:
 
     loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
 
@@ -55,7 +55,7 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
 
 def margins(batch: Batch, logp: torch.Tensor, *, average: bool = False) -> torch.Tensor:
-    """Return the margin D of each row's pair, [B, T]; NaN for rows without a pair in `batch`."""
+    """Return the margin D of each row's pair, [B, T]; NaN for rows without a complete pair."""
     assert batch.advantage is not None
     assert batch.ref_logp is not None, "a pair is compared with the reference"
     gain = log_ratio(logp, batch.ref_logp, batch.mask, average=average).double().squeeze(1)

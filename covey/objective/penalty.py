@@ -58,12 +58,12 @@ def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) ->
 
 
 def ratio_k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator r d: k1 with the importance weight r for tokens of an older policy."""
+    """The estimator `r * d`: k1 times the importance weight r, for tokens of an older policy."""
     return log_ratio.exp() * d
 
 
 def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The estimator r k3: k3 with the importance weight r for tokens of an older policy.
+    """The estimator `r * k3`: k3 times the importance weight r, for tokens of an older policy.
 
     Proposed in DeepSeek-V3.2.
     """
@@ -73,9 +73,9 @@ def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> to
 def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
     """Return the KL coefficient beta, adapted toward a target KL (arXiv 1909.08593).
 
-    The new beta is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). If
-    rollouts / horizon were not limited to 1, a training step with more rollouts than `horizon`
-    could make beta oscillate or become negative.
+    The new beta is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). Because
+    `rollouts / horizon` is limited to 1, a training step with more rollouts than `horizon` cannot
+    make beta oscillate or become negative.
     """
     error = min(max(kl / target - 1.0, -MAX_ADAPTATION), MAX_ADAPTATION)
     return beta * (1.0 + error * min(rollouts / horizon, 1.0))

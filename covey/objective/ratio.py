@@ -32,7 +32,7 @@ def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     The GSPO paper calls this ratio GSPO-token. The gradient of `sequence_token` equals the gradient
     of `sequence` if all tokens of a completion have the same advantage. With `sequence_token`, the
-    tokens of a completion may also have different advantages.
+    tokens of a completion may have different advantages.
     """
     return sequence(x.detach(), mask) + (x - x.detach())
 
@@ -73,4 +73,5 @@ RATIOS: Mapping[str, Ratio] = MappingProxyType(
 )
 
 PER_SEQUENCE: frozenset[Ratio] = frozenset({sequence, sequence_token, product, arithmetic})
-"""Functions that give one ratio per completion; diagnostics count each completion once."""
+"""The functions that give one ratio per completion; their diagnostics count each completion
+once."""

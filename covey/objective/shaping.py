@@ -1,14 +1,14 @@
 """Advantages that depend on token entropies or token ids, not only on rewards.
 
 This module contains the entropy-shaped advantages of GTPO and GRPO-S (arXiv 2508.04349, v5). The
-module also contains the advantage of another algorithm called GTPO (arXiv 2508.03772). The entropy
-H is the entropy of the policy that collected the batch.
+function `without_conflicts` is the advantage of an unrelated algorithm (arXiv 2508.03772) that is
+called GTPO too. The entropy H is the entropy of the policy that collected the batch.
 
 In the formulas, O+ are the correct completions and O- are the wrong completions. If all completions
 of a group are correct, or all are wrong, their advantages are 0. Means and standard deviations
-leave out groups that are all correct or all wrong, because advantages within these groups would
-depend on entropies alone. In the experiments of arXiv 2508.04349, dynamic sampling drops groups
-that are all correct or all wrong.
+leave out groups whose completions are all correct or all wrong, because advantages within these
+groups would depend on entropies alone. In the experiments of arXiv 2508.04349, dynamic sampling
+drops groups whose completions are all correct or all wrong.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def without_conflicts(
 
     The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i. The term mean_g R is
     the group's mean reward, and H_i is the completion's mean entropy. A_i is 0 if H_i exceeds
-    max_entropy. A completion with R_i > mean_g R is good, and a completion with R_i < mean_g R is
+    `max_entropy`. A completion with R_i > mean_g R is good, and a completion with R_i < mean_g R is
     bad. A conflict token is a token of a prefix or suffix that a good and a bad completion of the
     group have in common. The advantage A_i is divided by the completion's number of conflict
-    tokens. The advantage of a conflict token is also multiplied by `bonus` in good completions and
-    by 0 in bad completions.
+    tokens. The advantage of a conflict token is multiplied by `bonus` in good completions and by 0
+    in bad completions.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)

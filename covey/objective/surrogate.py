@@ -118,8 +118,8 @@ def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float
 def soft_gate(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Gain:
     """The surrogate f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
 
-    SAPO, arXiv 2511.20347. The slope of f is 1 at r = 1 and falls off smoothly on both sides. For
-    tokens with A <= 0, the slope of f falls faster.
+    SAPO, arXiv 2511.20347. The slope of f is 1 at r = 1 and falls off smoothly on both sides. The
+    slope of f falls faster for tokens with A <= 0 than for tokens with A > 0.
     """
     tau = _either(tokens.advantage > 0, tau_pos, tau_neg, tokens)
     gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau

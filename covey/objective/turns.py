@@ -82,8 +82,8 @@ def by_turn(
 ) -> torch.Tensor:
     """The return of each turn, standardized over the turns of its group.
 
-    With `compare = "turn"`, a turn is compared only with turns of the same index, although the
-    states of these turns differ after the rollouts diverge. The algorithm `gigpo` compares only
+    With `compare = "turn"`, a turn is compared only with turns of the same index. Turns of the same
+    index have different states after the rollouts diverge. The algorithm `gigpo` compares only
     turns in equal states.
     """
     table = turn_table(batch, gamma)

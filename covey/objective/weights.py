@@ -23,9 +23,10 @@ from covey.types import Batch, Totals
 def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (N T_i): average over each rollout's tokens, then over the N rollouts.
 
-    GRPO, arXiv 2402.03300. Tokens of short completions get more weight, so long wrong completions
-    are penalized too little (arXiv 2503.20783). With one ratio per completion, all tokens of a
-    rollout have the same surrogate, and the weighted sum is the mean surrogate of the rollouts.
+    GRPO, arXiv 2402.03300. Tokens of short completions get more weight than tokens of long
+    completions, so long wrong completions are penalized too little (arXiv 2503.20783). With one
+    ratio per completion, all tokens of a rollout have the same surrogate, and the weighted sum is
+    the mean surrogate of the rollouts.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -73,7 +74,7 @@ def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
-    """Look up the token count of each rollout id or group id, float64 [B, 1]; 0 counts as 1."""
+    """Return the token count of each rollout id or group id, but at least 1, as float64 [B, 1]."""
     values = [max(1, tokens[i]) for i in ids.tolist()]
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 

@@ -84,8 +84,8 @@ class ServerReference(Reference):
     policy's tokenizer.
     """
     weights: str = ""
-    """The digest that the server's weights must have. If this digest is empty, the server's first
-    reply sets it."""
+    """The digest that the server's weights must have. If the required digest is empty, the server's
+    first reply sets it."""
     note: Callable[[str], None] = notice
     budget: int = field(init=False)
     """Maximum number of padded tokens that the server accepts in one request."""

@@ -59,8 +59,8 @@ class ConnectionLimiter:
         """Add a connection. If there are too many connections, close one of them.
 
         The oldest connection that waits for a request is closed first. If no connection waits for a
-        request, the oldest connection with an incomplete request body is closed. If all requests
-        are complete, the new connection is closed.
+        request, the oldest connection with an incomplete request body is closed. If the requests of
+        all open connections are complete, the new connection is closed.
         """
         if sum(map(len, self.phases.values())) >= self.most:
             # A complete request is never dropped, and the newest client is the most likely to send
@@ -92,7 +92,7 @@ class ConnectionLimiter:
     def _end(self, connection: Connection) -> None:
         """Close a connection that timed out.
 
-        The client gets LINGER more seconds to read a reply.
+        The client has LINGER seconds to read a reply before the connection is aborted.
         """
         transport = connection.transport
         transport.close()

@@ -24,7 +24,7 @@ class Reference:
 
     @property
     def identity(self) -> str:
-        """A short text that names the reference, which the run saves in its files."""
+        """A short text that identifies the reference in the files of the run."""
         raise NotImplementedError
 
     def logp(self, batch: Batch) -> LogProbs:

@@ -162,7 +162,7 @@ class Service:
 
         If a body is slightly larger than the size limit, the server still reads the whole body, so
         that the client gets an error message instead of a broken connection. The server stops
-        reading if the body is far above the limit or arrives too slowly.
+        reading if the body is far above the size limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds

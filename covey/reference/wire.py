@@ -36,12 +36,13 @@ BYTES_PER_TOKEN = 17
 HEADER_BYTES = 4096
 """Maximum number of bytes for tensor names, shapes and metadata in a request."""
 SLACK = 1e-4
-"""Because of rounding, a log-probability may be this much above 0, and an entropy this much below
-0.
+"""Because of rounding, a log-probability may be this much above 0, and an entropy may be this much
+below 0.
 
 A log-probability and an entropy are differences between logits and their logsumexp, computed in
 float32. With logits up to `2 ** 9`, the rounding error of the difference is at most `2 ** -15`,
-about 3e-5. At a temperature below 1, logits are larger, so the allowed error is larger too.
+about 3e-5. A temperature below 1 increases the logits, and therefore also increases the allowed
+error.
 """
 
 
@@ -227,7 +228,7 @@ def _check_values(tensors: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
 
 
 def _batch(tensors: Mapping[str, torch.Tensor]) -> Batch:
-    """Return a batch with the given model inputs. All other fields of the batch are 0."""
+    """Return a batch with the given model inputs, and 0 in the fields that the model ignores."""
     rows = len(tensors["tokens"])
     zeros = torch.zeros(rows, dtype=torch.float64)
     read: dict[str, Any] = dict(tensors)

@@ -82,7 +82,7 @@ def age(group: Group, version: int) -> int:
 def without_truncated(batch: Batch) -> Batch:
     """Mask all tokens of truncated rollouts (overlong filtering, DAPO section 3.4).
 
-    Call this function after the advantages are computed, because masked rollouts still count in the
+    Call this function after the advantages are computed. Masked rollouts still count in the
     statistics of their group and in the number of sequences. In a loss that averages over rollouts,
     masked rollouts count as 0, and the weights of all other rollouts do not change. A loss that
     averages over the tokens of a step or group includes only the unmasked tokens.

@@ -218,7 +218,7 @@ def final_answer(text: str) -> str:
 
     The final answer is the last text in `<answer>`, in `\boxed{}` or after `####`. In a completion
     without `<answer>`, `\boxed{}` and `####`, the final answer is the last number. If a completion
-    has none of these markers and no number, its final answer is the last line.
+    contains neither an answer marker nor a number, its final answer is its last line.
 
     >>> final_answer("7 or <answer> 8 </answer>"), final_answer("It is 1,008."), final_answer("No.")
     ('8', '1008', 'no.')

@@ -62,7 +62,7 @@ def prompts_by_id(
 ) -> dict[str, Prompt]:
     """Find prompts by id; search only the prompts of a step and of its refill rounds.
 
-    A task may generate its prompts on demand, so a search through all prompts would take minutes.
+    If a task generates its prompts on demand, a search through all its prompts may take minutes.
     """
     size, wanted, found = len(prompts), set(ids), dict[str, Prompt]()
     orders = [prompt_indices(seed=seed, step=step - 1, count=count, size=size)] + [

@@ -45,7 +45,7 @@ class StepRollouts:
     selected: Selected = field(default_factory=Selected)
     """The groups to train on."""
     rounds: int = 0
-    """Number of sampling rounds; dynamic sampling may need more than one."""
+    """Number of sampling rounds; dynamic sampling may need more than one round."""
     notes: tuple[str, ...] = ()
     """Notes for the user, shown when the training step begins."""
     engine_waited: float = 0.0

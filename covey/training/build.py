@@ -65,7 +65,7 @@ class Components:
     scorer: Scorer
     eval_scorer: Scorer
     """Scores the completions of evaluations. `eval_scorer` is the same object as `scorer`, unless
-    evaluate.reward is set or a comparison evaluates all its runs with one reward.
+    `evaluate.reward` is set or a comparison evaluates all its runs with one reward.
     """
     baselines: Baselines | None = None
     """Scores of simple baselines, such as a constant answer, on the held-out prompts."""

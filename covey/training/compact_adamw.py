@@ -39,8 +39,8 @@ from covey.models.sharded_tensors import first_element, local_part, sharded_like
 from covey.training.optimizer import AdamWSettings, Stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of the moments in torch's AdamW, which MasterAdamW and CompactAdamW use too. So
-MasterAdamW and CompactAdamW can load each other's state."""
+"""The names of the moments in the state of torch's AdamW, MasterAdamW and CompactAdamW. These
+common names let MasterAdamW and CompactAdamW load each other's state."""
 
 
 class CompactAdamW:

@@ -92,7 +92,7 @@ def load_frozen(
 
 
 def with_path(config: Config, path: str) -> Config:
-    """Return the configuration with `path` as model.path."""
+    """Return the configuration with `path` as `model.path`."""
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 

@@ -25,7 +25,7 @@ class Policy:
     model: LanguageModel
     optimizer: Optimizer
     temperature: float
-    """The sampling temperature, by which training divides the logits too. Training therefore
+    """The sampling temperature, by which training also divides the logits. Training therefore
     computes log-probs under the sampled distribution."""
     logits_megabytes: float
     version: int = 0

@@ -2,7 +2,7 @@
 
 Prompt lengths are checked before a run begins. A task that generates its prompts on demand may have
 millions of prompts. If a task generates its prompts on demand, only the prompts of the first steps
-are checked, unless rollout.long_prompts = 'skip'.
+are checked, unless `rollout.long_prompts = "skip"`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def longest_prompt(config: Config, context: int) -> int:
 
 
 def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
-    """Return a model that truncates long prompts if rollout.long_prompts = 'truncate'."""
+    """Return a model that truncates long prompts if `rollout.long_prompts = "truncate"`."""
     if config.rollout.long_prompts != "truncate":
         return model
     if config.environment.name != NONE:
@@ -52,7 +52,7 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
 def fitting_prompts(
     config: Config, model: LanguageModel, prompts: Sequence[Prompt], split: str
 ) -> tuple[Sequence[Prompt], list[str]]:
-    """Apply the setting rollout.long_prompts; return the prompts to use and notes for the user.
+    """Apply the setting `rollout.long_prompts`; return the prompts to use and notes for the user.
 
     `split` is "training" or "held-out".
     """

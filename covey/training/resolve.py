@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 CORRECTION = "token_truncate"
-"""Default of objective.correction if rollouts are sampled with older weights or float8 weights.
+"""Default of `objective.correction` if rollouts are sampled with older weights or float8 weights.
 The default is truncated importance sampling, which is decoupled PPO if old_logp is recomputed."""
 
 
@@ -45,7 +45,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     All names are checked before anything imports torch. If `imports` is false, no user code is
     loaded, and the options of user-defined tasks, rewards, objectives and environments stay
     unchanged. `passed` lists the config sections, such as task and reward, for which the caller
-    passed a Python object. Names in the sections that `passed` lists are not looked up.
+    passed a Python object. Names in the sections listed in `passed` are not looked up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -191,7 +191,7 @@ def _check_preferences(config: Config, objective: Objective) -> None:
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject settings that conflict with importance ratios to the engine's log-probs."""
+    """Reject settings that conflict with importance ratios relative to the engine's log-probs."""
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
@@ -228,7 +228,7 @@ def old_logp_from_sampler(config: Config, objective: Objective, *, exact_logp: b
 
 
 def _check_mask_replay(resolved: Config, objective: Objective) -> None:
-    """Reject rollout.mask_replay with vLLM, and with a reference or teacher on a server."""
+    """Reject `rollout.mask_replay` with vLLM, and with a reference or teacher on a server."""
     if not sampling_of(resolved).returns_kept:
         return
     if resolved.engine.kind == "vllm":
@@ -258,7 +258,7 @@ def _check_watching(config: Config) -> None:
 
 
 def _check_old_logp(resolved: Config, objective: Objective) -> None:
-    """Check that train.old_logp works with truncated sampling, float8, staleness and correction.
+    """Check that `train.old_logp` works with truncated sampling, float8, staleness and correction.
 
     If the trainer computes old_logp, the importance ratio starts at 1 even for stale rollouts.
     Stale rollouts therefore need a correction. Pairwise objectives such as DPO have no importance
@@ -299,7 +299,7 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
 
 
 def _length_defaults(config: Config) -> dict[str, int]:
-    """Return the defaults of length options, which are derived from rollout.max_tokens."""
+    """Return the defaults of length options, which are derived from `rollout.max_tokens`."""
     budget = config.rollout.max_tokens
     return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
 
@@ -368,7 +368,7 @@ def reward_of(config: Config) -> RewardFunction:
 
 
 def evaluation_config(config: Config) -> Config:
-    """Return the configuration for evaluations, in which evaluate.reward replaces [reward]."""
+    """Return the configuration for evaluations, in which `evaluate.reward` replaces [reward]."""
     apart = config.evaluate.reward
     if not apart.name:
         return config

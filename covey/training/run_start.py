@@ -58,10 +58,10 @@ def opened_run(
 ) -> Iterator[OpenRun[P]]:
     """Join the other ranks, build the components of a run, and create or lock its folder.
 
-    `target` is the run to resume, or the path of a new run's folder. If `target` is a text, the new
-    folder is runs/`target`-NUMBER. A resumed run continues from the checkpoint of `step`, or from
-    the newest checkpoint if `step` is None. `changed` are the settings that the user has changed
-    for the resumed run.
+    `target` is the run to resume, or the path of a new run's folder. If `target` is a string and
+    not a `Path`, the new folder is `runs/TARGET-NUMBER`. A resumed run continues from the
+    checkpoint of `step`, or from the newest checkpoint if `step` is None. `changed` are the
+    settings that the user has changed for the resumed run.
     """
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(config, say))

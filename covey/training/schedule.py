@@ -5,9 +5,9 @@ The learning rate is a pure function of a run's progress. The learning rate of o
     warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
-A run with a budget of tokens does not know its number of optimizer steps in advance. For a budget
-of tokens, v is the used fraction of the tokens times `total_steps`, the number of optimizer steps
-in `train.steps` training steps.
+A run with a budget of tokens does not know its number of optimizer steps in advance. With a budget
+of tokens, v is the used fraction of the budget times `total_steps`. The value `total_steps` is the
+number of optimizer steps in `train.steps` training steps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Schedule:
         """Return the learning rate of the optimizer step that follows `version` optimizer steps.
 
         `start` is the run's progress at the start of the training step. With a budget of tokens,
-        `start` determines the position in the schedule, and each optimizer step of the training
-        step advances the position by one.
+        `start` determines the position in the schedule at the start of the training step. Each
+        optimizer step of the training step advances this position by one.
         """
         place: float = version
         if self.budget is not None:

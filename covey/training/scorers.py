@@ -34,7 +34,7 @@ class Scorers(TypedDict):
 def scorers_of(
     config: Config, held_out: Sequence[Prompt], ranks: int, reward: Reward | None = None
 ) -> Scorers:
-    """Build the scorers of training and evaluations, which differ if evaluate.reward is set."""
+    """Build the scorers of training and evaluations, which differ if `evaluate.reward` is set."""
     scorer, apart = scorer_of(config, reward, ranks), evaluation_config(config)
     eval_scorer = scorer if apart is config else scorer_of(apart, ranks=ranks)
     known = baselines_of(config, eval_scorer, held_out, reward)
@@ -63,10 +63,10 @@ def baselines_of(
 ) -> Baselines:
     """Return the scores of simple baselines on the held-out prompts.
 
-    If the run has an environment, or a reward that calls an LLM or user code, the only baseline
-    answers every prompt with the most frequent target. The success rate of such a constant answer
-    needs no scoring. `scorer` scores the completions of evaluations, and `passed` is the reward
-    object that was passed from Python, if any.
+    If the run has an environment, or if the reward calls an LLM or user code, the only baseline is
+    a constant answer, the most frequent target. The success rate of a constant answer follows from
+    the targets, without scoring. `scorer` scores the completions of evaluations, and `passed` is
+    the reward object that was passed from Python, if any.
     """
     if not held_out:
         return Baselines()

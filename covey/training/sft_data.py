@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
 AS_IT_IS = "{answer}"
-"""Template for solutions from sft.file, which uses each completion unchanged."""
+"""Template for solutions from `sft.file`, which uses each completion unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def write_solution(prompt: Prompt, template: str) -> str:
 
 
 def solutions_of(config: Config, task: Task) -> Solutions:
-    """Return the solutions in sft.file if sft.file is set, and otherwise the task's solutions."""
+    """Return the solutions in `sft.file` if `sft.file` is set, else the task's solutions."""
     settings = config.sft
     if settings.file:
         reader = RowReader(target="completion", name="sft")

@@ -3,9 +3,9 @@
     groups -> collate -> old_logp, ref_logp -> advantage -> masks -> mini-batches -> weights
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
-The row filter (filter.skip_zero_gradient) leaves out batch rows with advantage 0. If the row filter
-is on and the objective allows it, Covey computes advantages before old_logp, so that left-out rows
-need no old_logp.
+The row filter (`filter.skip_zero_gradient`) leaves out batch rows with advantage 0. If the row
+filter is on and the objective allows it, Covey computes advantages before `old_logp`. The rows that
+the filter leaves out need no `old_logp`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Learner:
 
         If the loss has a KL or entropy term, no rows are left out, because the term has a gradient
         in every row. Pairwise objectives skip rows with advantage 0 even if
-        filter.skip_zero_gradient is off, because most rows belong to no pair.
+        `filter.skip_zero_gradient` is off, because most rows belong to no pair.
         """
         wanted = self.settings.skip_zero_gradient or self.objective.pairs
         return wanted and self.objective.only_surrogate
@@ -231,7 +231,7 @@ def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torc
 def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Batch) -> LogProbs:
     """Compute the log-probs and entropies of a batch.
 
-    If the advantages are known already, rows that the row filter leaves out skip the forward pass.
+    If the batch already has advantages, rows that the row filter leaves out skip the forward pass.
     The skipped rows get `sampler_logp` as log-probs, and 0 as entropy.
     """
     tokens, world = learner.settings.micro_batch_tokens, learner.world
@@ -462,9 +462,9 @@ class RowFacts:
     tokens: torch.Tensor
     """Number of trained tokens in the row."""
     useful: torch.Tensor
-    """Whether the row goes through the forward pass. If filter.skip_zero_gradient is off, every row
-    goes through the forward pass. If filter.skip_zero_gradient is on, only rollouts with a nonzero
-    advantage at some trained token go through the forward pass."""
+    """Whether the row goes through the forward pass. If `filter.skip_zero_gradient` is off, every
+    row goes through the forward pass. If `filter.skip_zero_gradient` is on, only rollouts with a
+    nonzero advantage at some trained token go through the forward pass."""
     one_row_each: bool
     """Whether every rollout is one row of the batch."""
     whole_groups: bool = False

@@ -14,8 +14,9 @@ replay the graphs. A micro-batch with long rows runs eagerly if the fastest atte
 be captured (accel/attention_kernels.py). Without a CUDA device, passes run on the bucket's buffers
 and are not captured.
 
-All graphs share one memory pool, mostly for activations. Therefore no other pass may run between a
-forward pass and its backward pass, and each forward pass has at most one backward pass.
+All graphs share one memory pool, mostly for activations. Because of this shared memory pool, no
+other pass may run between a forward pass and its backward pass. Each forward pass may have at most
+one backward pass.
 
 In tensor shapes, m is the number of trained tokens in a micro-batch.
 """

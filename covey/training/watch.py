@@ -75,7 +75,7 @@ class Watch(Tracker):
         return every > 0 and step % every == 0
 
     def report(self, log: Tracker, stop: StopSignal) -> None:
-        """Log new health problems; stop the run if train.stop_on or train.patience requires it."""
+        """Log new health problems; stop the run if `train.stop_on` or `train.patience` says so."""
         for finding in self.new:
             log.note(f"health: {finding.line()}")
         self.new.clear()

@@ -225,7 +225,7 @@ def _float8_backend(model: LanguageModel, shape: KVShape, precision: Precision) 
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    """Return how many seconds a call takes, including its work on the device."""
+    """Return how many seconds `call` takes, including the work that `call` starts on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
@@ -244,8 +244,8 @@ def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
     """Raise UnsupportedModel if a decode step cannot be captured and replayed for other tokens.
 
     A step that synchronizes with the CPU is refused before the capture, because a failed capture
-    leaves the CUDA context in a bad state. The replay with other tokens detects code that branches
-    on token values, because a graph repeats the captured branch.
+    leaves the CUDA context in a bad state. A replay with different tokens than in the capture
+    detects code that branches on token values, because a graph repeats the captured branch.
     """
     cache.active[:] = True
     for layer in (cache.layer_keys, cache.prompt_keys, cache.layer_values, cache.prompt_values):

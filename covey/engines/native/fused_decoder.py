@@ -37,7 +37,7 @@ from covey.models.language_model import LanguageModel
 
 
 class FusedDecoder(LlamaDecoder):
-    """A decoder for Llama-like models on a GPU that uses fused kernels."""
+    """A decoder that runs Llama-like models with fused kernels on a GPU."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
@@ -109,8 +109,8 @@ FLOAT8_TOLERANCE = 0.25
 """The allowed relative difference of hidden states in the parity check of a float8 decoder.
 
 A float8 number has three mantissa bits, so a matrix product of random numbers has a relative error
-of about 4 %, and the errors of several products add up. A bug, such as a wrong scale or a wrong row
-index, changes the hidden states by more than this tolerance.
+of about 4 %. The errors of several matrix products add up. A bug, such as a wrong scale or a wrong
+row index, changes the hidden states by more than this tolerance.
 """
 
 
@@ -161,7 +161,7 @@ class _Products:
 
 
 class Float8Decoder(FusedDecoder):
-    """A decoder for Llama-like models on a GPU that computes matrix products in float8."""
+    """A decoder that runs Llama-like models with float8 matrix products on a GPU."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)

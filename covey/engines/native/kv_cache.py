@@ -5,8 +5,8 @@ completion together in a slot; the cache in shared_prompt_cache.py stores a prom
 whole group.
 
 transformers passes each layer's new keys and values to a `Cache`, and attends to the keys and
-values that the `Cache` returns. So `SlotCache`, a subclass of `Cache`, can have slots of different
-lengths, and works with any model without changes to the model's code.
+values that the `Cache` returns. Because `SlotCache` is a subclass of `Cache`, it works with any
+model without changes to the model's code, and its slots may have different lengths.
 
 In tensor shapes, S stands for slots, H for key-value heads, L for positions and D for the head
 size.
@@ -97,7 +97,7 @@ class KVCache:
         raise NotImplementedError
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
-        """Store prompts after their prefill; row i of every tensor in `states` is `prompts[i]`.
+        """Store prompts after their prefill; row i of every tensor in `states` is for `prompts[i]`.
 
         `states` are keys and values [prompts, H, L, D], layer by layer.
         """
@@ -112,7 +112,7 @@ class KVCache:
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit, given the positions that each one needs."""
+        """Return how many more completions fit the cache; completion i needs `positions[i]`."""
         return len(positions)
 
     def store_completions(

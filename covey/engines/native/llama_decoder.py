@@ -1,7 +1,7 @@
 """Decode steps of Llama-like models, computed with torch from the model's own weights.
 
 For any model, a decode step can run the model's forward pass in transformers
-(transformers_decoder.py). But with one token per slot, the Python code of transformers takes longer
+(transformers_decoder.py). With one token per slot, the Python code of transformers takes longer
 than the arithmetic. This module does the same arithmetic with less Python code for models with
 Llama's architecture, which most models have. When the engine is built, the parity check in
 backend.py compares the decoder with the model.
@@ -89,7 +89,7 @@ class LinearGroup:
         """The memory addresses of the weights and biases in the last call of `fuse`."""
 
     def fuse(self) -> None:
-        """Fuse the current weights, as views if the model stores them fused, or else as copies."""
+        """Fuse the current weights: as views if the model itself fuses them, else as copies."""
         layers = [each.layer for each in self.layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         parts = [[layer.weight.detach() for layer in layers], *([biases] if biases else [])]
@@ -237,7 +237,7 @@ def _heads(
 def _attention(
     seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """Return an attention function of query [W, H, 1, D], keys and values [W, K, L, D]."""
+    """Return an attention function for a query [W, H, 1, D], keys and values [W, K, L, D]."""
     mask = seen[:, None, None]
     shared = block.qkv.widths[0] // (key_heads * block.head_size)
     if weight.device.type == "cpu" and seen.shape[1] <= SHORT:

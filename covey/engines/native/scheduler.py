@@ -251,9 +251,10 @@ class Scheduler:
     def _to_read(self, requests: Sequence[Request]) -> list[int]:
         """Return the prompts to prefill, beginning with the prompts of the given requests.
 
-        If all prompts of the given requests are prefilled already, the list is empty. If any prompt
-        must be prefilled, prompts from the front of the queue are added until the prefill is full.
-        On a GPU, a prefill takes as long for few prompts as for many, and decoding waits for it.
+        The returned list is empty if all prompts of the given requests are already prefilled. If
+        any prompt must be prefilled, prompts from the front of the queue are added until the
+        prefill is full. On a GPU, a prefill takes as long for few prompts as for many, and decoding
+        waits for it.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 UNIT_MARGIN = 4.0
-"""Factor by which later float8 keys and values may exceed the largest in the first prompts without
-being clipped.
+"""Factor by which later float8 keys and values may exceed the largest keys and values of the first
+prompts without being clipped.
 """
 LEAST_UNIT = 1e-10
 PRODUCT_ROWS = 16
@@ -48,8 +48,8 @@ def slots_together(query_heads: int) -> int:
 def slots_by_prompt(prompt_rows: np.ndarray, together: int) -> np.ndarray:
     """Return slot indices [S, together]; all slots in a row have the same prompt.
 
-    Rows with fewer slots are padded with -1. `prompt_rows` [S] contains the cache row of each
-    slot's prompt, or -1 for a free slot.
+    Rows with fewer than `together` slots are padded with -1. `prompt_rows` [S] contains the cache
+    row of each slot's prompt, or -1 for a free slot.
     """
     order = np.argsort(prompt_rows, kind="stable")
     _, first, counts = np.unique(prompt_rows[order], return_index=True, return_counts=True)
@@ -158,8 +158,9 @@ class SharedPromptCache(KVCache):
         """Set the float8 scales from the largest absolute keys and values [K] of prompts.
 
         The scales stay the same until the cache is emptied, because stored numbers depend on the
-        scales. So the scales leave room for later keys and values that are larger than those of the
-        prompts. A larger scale does not increase the relative error of a float8 number.
+        scales. The scales therefore leave room for later keys and values that are larger than the
+        keys and values of the prompts. A larger scale does not increase the relative error of a
+        float8 number.
         """
         if not self.has_units:
             top = torch.finfo(torch.float8_e4m3fn).max
@@ -242,7 +243,7 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit, given the positions that each one needs."""
+        """Return how many more completions fit the cache; completion i needs `positions[i]`."""
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -314,7 +315,7 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many of the next completions fit, given the pages that each of them needs.
+        """Return how many more completions fit into free pages; completion i needs `positions[i]`.
 
         One free page is reserved for each running completion, because completions grow.
         """

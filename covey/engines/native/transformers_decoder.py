@@ -1,9 +1,9 @@
 """Decode step with a model's own forward pass in transformers, for any architecture.
 
-There are three decoders. `SharedPromptDecoder`, the fastest, uses a shared-prompt cache, and its
-decode step can be captured as a CUDA graph. `TransformersDecoder` uses slots that store prompt and
-completion. `RecomputeDecoder`, the slowest, uses no KV cache, and so supports models whose state is
-more than keys and values.
+There are three decoders. The fastest decoder, `SharedPromptDecoder`, uses a shared-prompt cache,
+and its decode step can be captured as a CUDA graph. `TransformersDecoder` uses a cache whose slots
+store prompt and completion. The slowest decoder, `RecomputeDecoder`, uses no KV cache, and
+therefore supports models whose state is more than keys and values.
 
 In tensor shapes, W stands for occupied slots, S for all slots, L for positions, H for heads, K for
 key-value heads, and D for the head size.

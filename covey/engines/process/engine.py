@@ -2,8 +2,8 @@
 
 The process has its own copy of the model. The process receives new weights through shared memory,
 and exchanges requests and completions with the trainer through a pipe. If the process dies, a new
-process loads the same weights and generates the completions of the same requests again, so the run
-continues with the same results.
+process loads the same weights and generates the completions of the same requests again. The restart
+therefore does not change the results of the run.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class ProcessEngine:
         return happened
 
     def close(self) -> None:
-        """End the process. If the engine is used again, a new process starts."""
+        """End the process. If the engine is used again after `close`, a new process starts."""
         with self.lock:
             self.closed += 1
             if self.process is not None:
@@ -196,9 +196,8 @@ class _Work:
     def run(self, connection: Connection) -> None:
         """Let the process generate the completions of all requests.
 
-        After a restart, the new process also repeats the requests that had already finished,
-        because the last bits of log-probabilities may depend on which completions are generated
-        together.
+        After a restart, the new process also repeats the requests that had already finished. The
+        last bits of log-probabilities may depend on which completions are generated together.
         """
         self.progress, self.paused = False, 0
         if not self.taken:

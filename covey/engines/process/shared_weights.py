@@ -58,7 +58,7 @@ class SharedWeights:
 
     @staticmethod
     def allocate(weights: Iterable[tuple[str, torch.Tensor]], *, on_gpu: bool) -> SharedWeights:
-        """Allocate a shared memory block for weights, on their GPU if `on_gpu` is true."""
+        """Allocate a shared memory block for weights; if `on_gpu` is true, on the weights' GPU."""
         pieces, size, device = [], 0, torch.device("cpu")
         for name, weight in weights:
             pieces.append(Piece(name, tuple(weight.shape), weight.dtype, size))

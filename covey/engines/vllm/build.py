@@ -42,7 +42,7 @@ def vllm_engine(
     """Start the servers, or connect to running servers, and return the engine.
 
     If `cuda` is true, servers use consecutive GPUs, beginning with the GPU of index `first_gpu`. If
-    `first_gpu` is None, the setting engine.vllm.first_gpu applies.
+    `first_gpu` is None, the setting `engine.vllm.first_gpu` applies.
     """
     section = config.engine.vllm
     _check_adapter(model)
@@ -122,7 +122,7 @@ def _running(section: Vllm, model: LanguageModel, backend: str) -> list[Replica]
 def _started(
     section: Vllm, settings: ServerSettings, folder: Path, first_gpu: int
 ) -> list[Replica]:
-    """Start servers on the CPU, or on consecutive GPUs from GPU `first_gpu` on."""
+    """Start servers on the CPU, or on consecutive GPUs, beginning with GPU `first_gpu`."""
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
     replicas = []
     for number in range(section.servers):

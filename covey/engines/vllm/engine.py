@@ -347,8 +347,8 @@ PARAMS: dict[str, Any] = {
     "detokenize": False,
 }
 EXACT, ROUNDED = 1e-4, 0.1
-"""Limits on log-prob differences: the first on the largest difference in float32, the second on the
-mean difference in 16-bit dtypes.
+"""Limits on log-prob differences: EXACT limits the largest difference in float32, and ROUNDED
+limits the mean difference in 16-bit dtypes.
 """
 
 
@@ -384,7 +384,7 @@ def trainer_logp(
 
 
 def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return how far a server's log-probs are from `wanted`; raise an error if too far."""
+    """Return the gap between a server's log-probs and `wanted`; reject a gap that is too large."""
     gaps = (torch.tensor(reply.logp[: len(wanted)]) - wanted).abs()
     exact = dtype == torch.float32
     gap, most = float(gaps.max() if exact else gaps.mean()), EXACT if exact else ROUNDED
@@ -397,7 +397,7 @@ def check_probe(client: Client, reply: Reply, wanted: torch.Tensor, dtype: torch
 
 
 def same_probe(client: Client, reply: Reply, before: Reply, dtype: torch.dtype) -> None:
-    """Raise an error if a restarted server's log-probs differ from those of an earlier reply."""
+    """Raise an error if a restarted server's log-probs differ from an earlier reply's log-probs."""
     pairs = zip(reply.tokens, before.tokens, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(before.tokens))
     # Rounding can change a sampled token, and the tokens after it cannot be compared.

@@ -257,7 +257,8 @@ def has_only_lora(model: LanguageModel) -> bool:
 NARROWEST = 32
 """The smallest head size that vLLM supports."""
 PADDABLE = ("llama", "mistral", "qwen2")
-"""Model types whose attention heads can be padded: standard RoPE and no per-head norm."""
+"""Model types whose attention heads can be padded, because these models have standard RoPE and no
+per-head norm."""
 PROJECTION = re.compile(r"\.self_attn\.([qkvo])_proj\.(?:base_layer\.)?(weight|bias|lora_[AB])")
 
 

@@ -7,8 +7,8 @@ are the optimizer's float32 masters, even if the model computes in bfloat16.
 Embedding, head and final norm belong to the root module. FSDP2 gathers the weights of the root
 module when one of its methods is called, and keeps them until the method ends. Each pass is
 therefore a single method call, which runs `batch_logp`. If each rank has a complete copy of the
-model, passes with fused kernels use weights that are gathered once per optimizer step
-(GatheredSteps).
+model, `GatheredSteps` gathers the weights for passes with fused kernels only once per optimizer
+step.
 """
 
 from __future__ import annotations
