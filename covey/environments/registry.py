@@ -1,4 +1,8 @@
-"""The registry of environments, which finds an environment by its name or import path."""
+"""The registry of environments, which finds an environment by its name or import path.
+
+To add an environment, write its class in this folder, as in `calculator.py`, and add it to
+`ENVIRONMENTS`.
+"""
 
 from __future__ import annotations
 

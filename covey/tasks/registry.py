@@ -1,4 +1,7 @@
-"""The task registry: built-in tasks by name, and user tasks by import path."""
+"""The task registry: built-in tasks by name, and user tasks by import path.
+
+To add a task, write its class in this folder, as in `countdown.py`, and add it to `TASKS`.
+"""
 
 from __future__ import annotations
 

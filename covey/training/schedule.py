@@ -8,6 +8,8 @@ The learning rate is a pure function of a run's progress. The learning rate of o
 A run with a budget of tokens does not know its number of optimizer steps in advance. With a budget
 of tokens, v is the used fraction of the budget times `total_steps`. The value `total_steps` is the
 number of optimizer steps in `train.steps` training steps.
+
+A new shape also needs its name in the settings `schedule` of `covey/config/schema.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The conclusion, the learning curves and the numbers of solved prompts come from evaluations. The
 example completions and training metrics come from run folders. Without run folders, the report has
-no example completions and no training metrics.
+no example completions and no training metrics. The modules `report_tables.py` and
+`report_files.py` write the tables and the files.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The registry of algorithms: each algorithm is a function that returns an objective.
 
 The docstring of an algorithm gives the paper, the loss formula, and Covey's departures from the
-paper. The decorator `takes` names the algorithm's options. To add an algorithm, write its function
-and add the name of the function to this registry. Add a test under tests/objective that compares
-the algorithm's loss with a number worked out by hand. Run `make docs` to write the algorithm's
-page.
+paper. The decorator `takes` names the algorithm's options. To add an algorithm, write its function,
+add the function to this registry, and add its title to `covey/config/algorithm_names.py`. Add a
+test under tests/objective that compares the algorithm's loss with a number worked out by hand. Run
+`make docs` to write the algorithm's page.
 """
 
 from collections.abc import Callable, Mapping
