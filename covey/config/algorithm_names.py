@@ -50,7 +50,8 @@ PAIRED = frozenset({"dpo", "ipo"})
 """Algorithms that train on preference pairs. The loss of these algorithms has no importance ratio,
 and its beta is not the weight of a KL penalty."""
 COMPOSED = "composed"
-"""The objective.name of a user's combination of advantage, ratio, surrogate and weights."""
+"""The value of `objective.name` for a user's combination of advantage, ratio, surrogate and
+weights."""
 
 
 def check_algorithm_name(name: str) -> None:

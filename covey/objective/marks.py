@@ -154,7 +154,7 @@ def positive_value_share(
 
     The formula is equation 8 of the BAPO paper, in which the clip bound replaces the ratio of a
     clipped token. With equation 8, raising the lower clip bound increases the contribution of
-    tokens with A < 0, and decreases the fraction.
+    tokens with A < 0, and decreases the fraction that this function returns.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

@@ -1,9 +1,9 @@
 """SHA-256 digests of checkpoints and records, to detect damage.
 
-digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file such
-as rollouts/000012.jsonl. `covey runs verify` compares the records with their digests. A checkpoint
-has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check. Checkpoints
-of older Covey versions have no SHA256SUMS and are not checked.
+digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file in
+rollouts/ and evaluations/. `covey runs verify` compares the records with their digests. A
+checkpoint has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check.
+Checkpoints of older Covey versions have no SHA256SUMS and are not checked.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class History:
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
         """Return the values of a metric in `count` successive steps that ended `before` steps ago.
 
-        Return [] if the metric is missing in any of these steps.
+        Return [] if the metric is missing in any of the `count` steps.
         """
         stop = len(self.rows) - before
         if stop < count:
@@ -315,8 +315,8 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of recent steps whose metrics the check uses. A finding reports the first of these
-    steps as the start of the problem."""
+    """Number of recent steps whose metrics the check uses. A finding reports the first of the
+    recent steps as the start of the problem."""
     why: str
     change: tuple[tuple[str, Any], ...]
     """Settings to change. Each setting has a new value, or a factor (`Times`) for its current

@@ -5,8 +5,8 @@ never overlap, even if a dataset has few questions. If a generated problem does 
 requested split, the task generates another problem with another seed.
 
 The datasets in `HASH_DEPENDENT` iterate over sets of strings, whose order differs between processes
-unless PYTHONHASHSEED is set. Without PYTHONHASHSEED, Covey therefore refuses these datasets. Each
-prompt also stores its dataset entry, so every process computes the correct score.
+unless PYTHONHASHSEED is set. Covey refuses the datasets in `HASH_DEPENDENT` if PYTHONHASHSEED is
+not set. Each prompt also stores its dataset entry, so every process computes the correct score.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
 """Maximum number of seeds to try until a problem belongs to the requested split.
 
-Consecutive seeds differ by MAX_SIZE, because entry i of a dataset uses seed + i. All seeds are
+Consecutive seeds differ by `MAX_SIZE`, because entry i of a dataset uses seed + i. All seeds are
 below 2**32.
 """
 

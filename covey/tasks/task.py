@@ -52,8 +52,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """In a mixture of tasks, the task of each prompt in the block that the mixture repeats. For
-        all other tasks, `block` is empty."""
+        """For a mixture of tasks, the task of each prompt in the block that the mixture repeats.
+        `block` is empty for a task that is not a mixture."""
 
     def __len__(self) -> int:
         return self.size
