@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
     (queries, keys, values), the result of `forward`, and `Inputs`."""
     captured: bool
     """Whether a CUDA graph with this kernel can be replayed with rows whose lengths differ from the
-    captured rows."""
+    lengths at capture."""
 
 
 class _Attention(torch.autograd.Function):

@@ -67,7 +67,7 @@ class Vllm(Section):
     first_gpu: Count = 1
     """Index of the first GPU that vLLM servers use; the trainer uses GPUs with smaller indices."""
     transfer: Literal["file", "nccl"] = "file"
-    """How weights are sent to vLLM servers: `file` (through a file in shared memory or in
+    """How weights are sent to vLLM servers, either `file` (through a file in shared memory or in
     `engine.vllm.folder`) or `nccl` (from GPU to GPU)."""
     folder: str = ""
     """With `transfer = "file"`, the folder that the trainer and the vLLM servers share; empty means
@@ -183,11 +183,11 @@ class Train(Section):
     steps: Positive = 100
     """Training steps."""
     stop_after: StopAfter = StopAfter()
-    """The limit at which the run ends: `{tokens = n}` for n sampled tokens, `{updates = n}` for n
-    optimizer steps, or `{epochs = n}` for n passes over the training prompts. `{steps = n}` has the
-    same effect as `train.steps = n`. The fraction of the limit that the run has used determines the
-    learning rate and when Covey evaluates. For example, a run that has used half of its limit has
-    the learning rate of step `steps / 2`."""
+    """The limit at which the run ends, which is `{tokens = n}` for n sampled tokens, `{updates =
+    n}` for n optimizer steps, or `{epochs = n}` for n passes over the training prompts. `{steps =
+    n}` has the same effect as `train.steps = n`. The fraction of the limit that the run has used
+    determines the learning rate and when Covey evaluates. For example, a run that has used half of
+    its limit has the learning rate of step `steps / 2`."""
     mini_batches: Positive = 1
     """Number of mini-batches in one epoch of a training step; each mini-batch takes one optimizer
     step."""
@@ -297,8 +297,8 @@ class Teacher(Section):
     a correct completion. The teacher's weights are the weights of the current policy (`current`),
     the initial weights (`frozen`), or a moving average of the policy's weights (`moving`)."""
     alpha: Share = 0.05
-    """Weight of the policy in an update of a teacher with `policy = "moving"`: `teacher = alpha *
-    policy + (1 - alpha) * teacher`."""
+    """Weight of the policy in the update `teacher = alpha * policy + (1 - alpha) * teacher` of a
+    teacher with `policy = "moving"`."""
     every: Positive = 1
     """Optimizer steps between updates of a teacher with `policy = "moving"`."""
     context: dict[str, str] = Field(default=CONTEXT)
@@ -333,9 +333,9 @@ class Environment(Named):
     """Maximum number of tokens in a conversation, including the prompt; at most the model's context
     length."""
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
-    """Format of tool calls: `<tool_call>JSON</tool_call>` (`hermes`), a message that is JSON
-    (`llama3`), or `<tool>text</tool>` (`tags`). With `auto`, Covey uses the chat template's format,
-    or `hermes` if the chat template does not define a format."""
+    """Format of tool calls, which is `<tool_call>JSON</tool_call>` (`hermes`), a message that is
+    JSON (`llama3`), or `<tool>text</tool>` (`tags`). With `auto`, Covey uses the chat template's
+    format, or `hermes` if the chat template does not define a format."""
     parallel_calls: bool = True
     """Whether a turn may have several tool calls, instead of ending after the first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
@@ -352,8 +352,9 @@ class Engine(Section):
     """[engine]"""
 
     kind: Literal["native", "process", "vllm"] = "native"
-    """The engine: `native` (in the trainer's process, with the trainer's weights), `process` (the
-    native engine in another process, with a copy of the weights), or `vllm` (vLLM servers)."""
+    """The engine, which is `native` (in the trainer's process, with the trainer's weights),
+    `process` (the native engine in another process, with a copy of the weights), or `vllm` (vLLM
+    servers)."""
     vllm: Vllm = Vllm()
     """Settings of `engine.kind = "vllm"`."""
     device: Device = "auto"
@@ -456,7 +457,7 @@ class Model(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; `auto` means bfloat16 on a GPU and float32 on a CPU."""
     device: Device = "auto"
-    """Device of the model: `cpu`, `cuda`, `cuda:1`, or `auto`."""
+    """Device of the model, such as `cpu`, `cuda`, `cuda:1`, or `auto`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which needs less memory but more time."""
     offload_activations: bool = False
@@ -466,7 +467,7 @@ class Model(Section):
     """Make results on a GPU bitwise reproducible, which makes the run slower. On a CPU, results are
     always reproducible."""
     template: str = "auto"
-    """How prompts are rendered: `chat`, `plain`, or a text with `{question}` and optionally
+    """How prompts are rendered, either `chat`, `plain`, or a text with `{question}` and optionally
     `{system}`; `auto` means the tokenizer's chat template, or `plain` if the tokenizer has none."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, such as `{enable_thinking = false}`."""
@@ -560,8 +561,8 @@ class Reference(Section):
     A renewed reference is a copy of the policy that Covey renews after every `reference.every`
     optimizer steps. The reference is loaded only if the objective has a KL penalty."""
     alpha: Share = 0.6
-    """Weight of the policy in an update of a moving reference: `reference = alpha * policy + (1 -
-    alpha) * reference`."""
+    """Weight of the policy in the update `reference = alpha * policy + (1 - alpha) * reference` of
+    a moving reference."""
     every: Positive = 100
     """Optimizer steps between updates of a moving or renewed reference."""
     url: str = ""
@@ -774,8 +775,8 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of prompts, sampling and initial adapter weights."""
     trackers: Names = []
-    """Names of trackers to which the run also sends its metrics: `tensorboard`, `wandb`,
-    `trackio`."""
+    """Trackers that receive the metrics in addition to the run folder, such as `tensorboard`,
+    `wandb` or `trackio`."""
     model: Model = Model()
     adapter: Adapter = Adapter()
     task: Task = Task()

@@ -57,8 +57,8 @@ from covey.run.records import (
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run: "sft", or "warmup" if Covey 0.1 wrote the
-file."""
+"""Values of `kind` in the environment.json of an SFT run. The value "warmup" occurs only in runs of
+Covey 0.1."""
 CHANGES = "changes.jsonl"
 """Name of the file with one line for each resume that changed settings. A line contains the step,
 the old and new value of each changed setting, and the entries of environment.json that the new
@@ -258,7 +258,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write the details of the error that ended the run to failure.txt, if there are any."""
+        """Write to failure.txt the details, if any, of the error that ended the run."""
         if details:
             write_text(self.path / FAILURE, details)
 

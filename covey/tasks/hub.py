@@ -63,7 +63,7 @@ class Hub(RowReader, SplitTask):
 
     If a dataset has only one split, leave `held_out_split` empty to hold out the fraction
     `held_out_share` of its rows. A hash of the prompt's text decides whether the prompt is held
-    out. Therefore every run holds out the same prompts, and equal prompts are in the same split.
+    out. Every run holds out the same prompts, and prompts with equal text are in the same split.
     `RowReader` documents the options that define the meaning of the columns.
     """
 

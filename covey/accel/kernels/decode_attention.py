@@ -50,7 +50,8 @@ STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
 maximum in all pipeline stages together. Large heads are read in smaller tiles, because larger tiles
 would not fit in a multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
-"""Minimum of (sequences times key heads) at which one Triton program handles several sequences."""
+"""Minimum product of sequences and key heads at which one Triton program handles several
+sequences."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
 """With fewer than `SPLIT_PROGRAMS` Triton programs, completions are split into parts of at least

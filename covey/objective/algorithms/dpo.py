@@ -29,9 +29,9 @@ def dpo() -> Objective:
         loss = - 1/pairs sum log sigmoid(beta D)
 
     The chosen completion has the highest reward of its group, and the rejected completion has the
-    lowest. Covey does not train on completions that are not in a pair. If several completions have
-    the highest reward, or the lowest, Covey takes the shortest of them for the pair. Among equally
-    short completions, Covey takes the first for the pair. A group whose rewards are all equal has
+    lowest. Covey does not train on completions that are not in a pair. If several completions of a
+    group share the highest or the lowest reward, Covey takes the shortest of them for the pair.
+    Among equally short completions, Covey takes the first. A group whose rewards are all equal has
     no pair, and the metric `pairs/ties` counts such groups. With the configuration section
     [preferences], Covey reads pairs from a file.
 

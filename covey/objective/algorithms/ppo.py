@@ -28,10 +28,10 @@ def ppo() -> Objective:
 
     PPO does not compare the completions of a group, so a prompt may have any number of completions.
 
-    Choices: `value_lam` is 1, so the critic's targets are the returns, as in VC-PPO (arXiv
-    2503.01491). TRL and verl use `lam` for both the advantages and the targets. The KL penalty is
-    part of the reward, as usual in RLHF, and is estimated with k1. A completion that could not be
-    scored is left out of every loss, and its tokens do not count in any denominator.
+    Choices: the default of `value_lam` is 1, so the critic's targets are the returns, as in VC-PPO
+    (arXiv 2503.01491). TRL and verl use `lam` for both the advantages and the targets. The KL
+    penalty is part of the reward, as usual in RLHF, and is estimated with k1. A completion that
+    could not be scored is left out of every loss, and its tokens do not count in any denominator.
 
     Worth knowing: with `lam = 1` and without whitening, the advantage equals the reward if the
     critic always predicts 0. With `lam = 1` and a critic that always predicts the group's mean
