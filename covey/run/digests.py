@@ -23,7 +23,7 @@ LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def write_digests(folder: Path) -> None:
-    """Write the digests of all files in a folder, and wait until they are on disk."""
+    """Write the digests of all files in a folder, and wait until the files are on disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as pool:  # the system writes to disk while the digests are computed
         synced = [pool.submit(sync, file) for file in files]

@@ -232,7 +232,7 @@ class RunFolder:
         return self.environment(unsaid).get("kind") in SFT_KINDS
 
     def check_kind(self, *, sft: bool) -> None:
-        """Raise RunError if an SFT run is resumed with RL, or an RL run with SFT."""
+        """Raise RunError if an SFT run is resumed with RL, or if an RL run is resumed with SFT."""
         if self.is_sft != sft:
             kind, command = ("an SFT run", "sft") if self.is_sft else ("not an SFT run", "train")
             raise RunError(

@@ -191,7 +191,7 @@ def entropy_collapse(history: History) -> str | None:
 
 
 def cut_off(history: History) -> str | None:
-    """Detect that most completions reach the token limit, both at the start and now."""
+    """Detect that most completions reach the token limit, both in the first and in recent steps."""
     stops = "rollout/stop_rate"
     ended, once = history.mean(stops, BLOCK), history.start(stops)
     if not (ended < 0.2 and once < 0.2 and history.mean(SUCCESS, BLOCK) < 0.5):
@@ -226,8 +226,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Detect that the reward, or a part of it, rises while accuracy or another part falls.
 
-    The rise must exceed 5 standard errors. The fall must exceed only 3 standard errors, because a
-    rise and a fall rarely coincide by chance.
+    The rise must exceed 5 standard errors of the change. For the fall, 3 standard errors are
+    enough, because a rise and a fall rarely coincide by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)

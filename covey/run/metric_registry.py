@@ -46,9 +46,9 @@ class Metric:
     """Smallest and largest value of the metric in a healthy run; None means no bound."""
     open_instruct: str = ""
     """Name of the metric in open-instruct, if it differs from the name in Covey. Every step logs
-    the metric under both names."""
+    the metric under this name and under the name in Covey."""
     trl: str = ""
-    """Name of the same metric in TRL."""
+    """Name of the metric in TRL."""
 
 
 METRICS: Mapping[str, Metric] = {

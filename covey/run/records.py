@@ -305,7 +305,8 @@ def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
 
 
 def episode_row(rollout: Rollout) -> Row:
-    """Return the JSON fields that only multi-turn rollouts have; {} for other rollouts."""
+    """Return the JSON fields that only multi-turn rollouts have, or {} for a single-turn
+    rollout."""
     if rollout.episode is None:
         return {}
     return {

@@ -135,7 +135,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym(GeneratedTask):
-    """Problems of one dataset of reasoning_gym, such as chain_sum.
+    """Problems of one dataset of reasoning_gym, such as `chain_sum`.
 
     `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. The text
     `instruction` is appended to each prompt. The target is the answer that the dataset gives. The

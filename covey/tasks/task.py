@@ -18,7 +18,7 @@ THINK_THEN_ANSWER = (
     "Think it through between <think> and </think>, then give the final answer, and nothing else, "
     "between <answer> and </answer>."
 )
-"""The instruction for tasks whose reward reads the answer between <answer> tags."""
+"""The instruction for tasks whose reward reads the answer between `<answer>` tags."""
 
 MOST_PROMPTS = 10**9
 """Maximum number of prompts in the training or held-out split of a generated task."""

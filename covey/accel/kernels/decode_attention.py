@@ -118,8 +118,8 @@ def _rotated(
 ):
     """Load heads [rows, D] from the addresses `line`, normalize them and apply RoPE.
 
-    Return the first and the second half of each head as separate tensors, rounded once, to the
-    dtype in which the kernel multiplies matrices.
+    Return the first and the second half of each head as separate tensors. Their values are rounded
+    only once, to the dtype in which the kernel multiplies matrices.
     """
     half = tl.arange(0, size // 2)
     first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)

@@ -148,7 +148,7 @@ def _query_grad(
 ):  # fmt: skip
     """Compute the gradient of queries.
 
-    Also write `inner`: for each query, the dot product of output and output gradient.
+    The kernel also writes `inner`, the dot product of output and output gradient for each query.
     """
     head = tl.program_id(1)
     first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
