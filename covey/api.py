@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from covey.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
-"""The `config` argument: a Config, a dict of settings, a TOML file or the name of a recipe. None
-means the default configuration."""
+"""The `config` argument: a Config, a dict of settings, a TOML file, the name of a recipe, or None
+for the default configuration."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
 Callback = Callable[[Mapping[str, Any]], str | None]
-"""A function that gets the metrics of every training step. The run ends if the function returns a
+"""A function that gets the metrics of every training step. The run ends if this callback returns a
 string."""
 
 
@@ -59,8 +59,8 @@ class TrainResult:
     interrupted: bool
     """Whether a signal ended the run early; `covey.train(resume=folder)` resumes the run."""
     stopped: str | None = None
-    """Reason why a health check, train.patience or a callback stopped the run early; otherwise
-    None."""
+    """Reason why a health check, `train.patience` or a callback stopped the run early; None for any
+    other run."""
     best: Path | None = None
     """The checkpoint with the best value of the metric in `save.best`."""
 
@@ -220,7 +220,7 @@ def compare(
         quiet: print nothing. **overrides: settings of all arms, by dotted key.
 
     After Ctrl-C, each run saves its current step, and the call raises KeyboardInterrupt. To resume
-    the comparison, call the function again with the same arguments.
+    the comparison, call `compare` again with the same arguments.
     """
     from covey.analysis.compare.execute import run_comparison, show_design
     from covey.analysis.compare.prepare import checked, prepare
@@ -278,8 +278,8 @@ def _split(
     """Split `trackers` into tracker objects and a setting that lists tracker names.
 
     If the function returns None instead of tracker objects, the run reports to the console. Tracker
-    names replace the trackers in the settings, and an empty list removes all trackers. If only
-    tracker objects are passed, the trackers in the settings are kept.
+    names replace the trackers in the settings, and an empty list removes all trackers. If
+    `trackers` contains objects but no names, the trackers in the settings are kept.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]

@@ -20,8 +20,8 @@ LONGEST_WAIT = 60.0
 def check_url(url: str, setting: str, example: str, secret: str = "") -> None:
     """Raise ConfigError for a URL that is malformed or contains a secret.
 
-    The error message names the `setting`, shows a valid URL, `example`, and tells the user with the
-    text `secret` where to put a secret.
+    The error message names `setting` and shows the valid URL `example`. If the URL contains a
+    secret, the message ends with `secret`, which tells the user where to put a secret.
     """
     try:
         split = urlsplit(url)
@@ -49,7 +49,8 @@ def connect(url: str, timeout: float) -> http.client.HTTPConnection:
 
 
 def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
-    """Return the seconds to wait before a retry: the value of Retry-After, or backoff · 2^attempt.
+    """Return the seconds to wait before a retry: the value of Retry-After, or `backoff *
+    2**attempt`.
 
     >>> retry_delay("7", 0.5, 0), retry_delay(None, 0.5, 2), retry_delay("9999", 0.5, 0)
     (7.0, 2.0, 60.0)

@@ -2,14 +2,14 @@
 
 Gradient checkpointing stores the input of every layer. For a long sequence, the layer inputs take
 most of the activation memory. With offloading, a second CUDA stream copies each layer's input to
-pinned CPU memory while the layer runs. In the backward pass, the stream copies the input of the
-next layer back to the device while the current layer runs. At any time, only about three layer
+pinned CPU memory while the layer runs. In the backward pass, the second stream copies the input of
+the next layer back to the device while the current layer runs. At any time, only about three layer
 inputs are on the device, whatever the number of layers. The copies in CPU memory are exact, so
 offloading does not change gradients.
 
 All copies run on one stream, in the order in which they were started. Because copies run in order,
 a CPU buffer can be reused as soon as Python has freed the activation in the buffer. A CUDA graph
-can contain the copies.
+can contain the copies between device and CPU.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ActivationOffload:
     def _load(self, kept: _Kept) -> torch.Tensor:
         """Return the activation's copy on the device; start copying if there is no copy yet.
 
-        The values are complete once the CUDA event `loaded` has occurred.
+        The copy is complete once the CUDA event `loaded` has occurred.
         """
         if kept.values is None:
             kept.values = torch.empty_like(kept.host, device=kept.device, pin_memory=False)

@@ -61,7 +61,8 @@ class Kernel(NamedTuple):
     """Function that computes the gradients of queries, keys and values from the output gradient,
     (queries, keys, values), the result of `forward`, and `Inputs`."""
     captured: bool
-    """Whether a CUDA graph with this kernel can be replayed with rows of other lengths."""
+    """Whether a CUDA graph with this kernel can be replayed with rows whose lengths differ from the
+    lengths at capture."""
 
 
 class _Attention(torch.autograd.Function):
@@ -290,7 +291,7 @@ on."""
 NUMBERS = 2**24
 """Approximate number of elements in the query tensor on which kernels are timed."""
 SHORTEST = 128
-"""All rows of up to SHORTEST tokens belong to the same shape class."""
+"""Maximum row length, in tokens, of the shape class for the shortest rows."""
 TOLERANCE = 0.02
 """Maximum relative error of a kernel's results, compared to flash attention. Rounding alone changes
 the results of correct kernels by less than 1 % of their norm."""
@@ -350,7 +351,7 @@ def flash_attention(
 
 
 def has_long_rows(key_bounds: Sequence[int]) -> bool:
-    """Return whether rows have at least LONG keys on average, given the offsets of their keys."""
+    """Return whether rows have at least `LONG` keys on average, given the offsets of their keys."""
     return key_bounds[-1] >= LONG * (len(key_bounds) - 1)
 
 

@@ -117,7 +117,7 @@ class _Source:
         self.hidden, self.delta = hidden, delta
 
     def keep(self, total: torch.Tensor) -> None:
-        """Store the sum instead of `hidden` and `delta`; the layer is recomputed from the sum."""
+        """Replace `hidden` and `delta` by their sum `total`, from which the layer is recomputed."""
         self.hidden, self.delta = total.detach().requires_grad_(total.requires_grad), None
 
 

@@ -157,7 +157,8 @@ class _Weights:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of `parameters`.
 
-        An entry of the list is None if the gradient is not needed or was added to a GradSink.
+        An entry of the returned list is None if the gradient is not needed or was added to a
+        GradSink.
         """
         count, end = len(self.weights), len(self.weights) + len(self.biases)
         found: list[torch.Tensor | None] = [None] * len(needed)

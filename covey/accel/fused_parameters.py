@@ -56,7 +56,7 @@ def _join(parameters: Sequence[nn.Parameter | None]) -> None:
 
 
 def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return fused `tensors` stacked as one tensor, or None if they are not fused."""
+    """Return `tensors` stacked as one tensor if they are fused, or else None."""
     first = tensors[0].detach()
     if len(tensors) == 1:
         return first
@@ -95,7 +95,8 @@ class GradSink:
 
     @property
     def total(self) -> torch.Tensor | None:
-        """The gradient sum so far; None if nothing was added since gradients were cleared."""
+        """The gradient sum so far; None if no gradient was added since gradients were last
+        cleared."""
         return None if self.masters[0].grad is None else self._total
 
     def start(self) -> torch.Tensor:

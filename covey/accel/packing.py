@@ -65,7 +65,7 @@ class PackedBatch:
 def pack(host: HostRows, device: torch.device, *, varlen: bool) -> PackedBatch:
     """Pack a batch; attention uses padded rows, or unpadded rows if `varlen` is true.
 
-    With unpadded rows, a shared prompt comes before its first completion.
+    With unpadded rows, a shared prompt is packed directly before its first completion.
     """
     if not varlen:
         return _pack_padded(host, device)

@@ -1,9 +1,9 @@
 """Parity checks: compare a fast implementation with the model's own code, in float32.
 
 In bfloat16, the hidden states of two correct implementations may have a relative difference of 1/3
-after thirty layers, if the token sequences are unlike the training data. Rounding in bfloat16 would
-therefore hide a mistake in an implementation. A parity check runs the model's first layers, with
-the model's own weights, in float32.
+after thirty layers, if the token sequences are unlike the training data. A parity check in bfloat16
+would not find a mistake that is smaller than the rounding errors. A parity check runs the model's
+first layers, with the model's own weights, in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from covey.types import HostRows
 
 LAYERS = 2
 TOKENS = 32
-"""Number of token ids in parity checks: every id is below TOKENS."""
+"""Number of token ids in parity checks: every id is below `TOKENS`."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
 """Names of attributes that contain a layer's index, which is ignored when layer types are compared.
 """

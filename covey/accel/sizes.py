@@ -7,16 +7,16 @@ seconds.
 from __future__ import annotations
 
 SHORT = 256
-"""Up to this sequence length, batched matmuls beat the fused attention kernel on a CPU."""
+"""Maximum sequence length at which batched matmuls beat the fused attention kernel on a CPU."""
 LONG = 2048
-"""The rows of a micro-batch count as long if their mean length is at least LONG tokens."""
+"""Minimum mean length, in tokens, at which the rows of a micro-batch are treated as long rows."""
 TOKEN_STEP = 256
-"""CUDA graphs pad a batch to the token count of a bucket, which is a multiple of TOKEN_STEP."""
+"""CUDA graphs pad a batch to the token count of a bucket, which is a multiple of `TOKEN_STEP`."""
 VOCABULARY_BLOCK = 2048
 """Number of vocabulary entries that one Triton program of the sampling kernel processes."""
 CHUNK_STEP = 128
-"""Number of rows of a tile on tensor cores. On a GPU, chunks of more than CHUNK_STEP tokens are
-rounded down to a multiple of CHUNK_STEP tokens."""
+"""Number of rows of a tile on tensor cores. On a GPU, chunks of more than `CHUNK_STEP` tokens are
+rounded down to a multiple of `CHUNK_STEP` tokens."""
 LIVE_COPIES = 3
 """Number of tensors that the output head has in memory for each chunk: the logits, a buffer for
 intermediate results, and the gradient in the weight's dtype."""
@@ -30,8 +30,8 @@ def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int
 def kernel_chunk_rows(vocabulary: int, megabytes: float, element_bytes: int) -> int:
     """Return how many tokens a chunk may have on a GPU, where kernels overwrite the logits.
 
-    A chunk has float32 logits. With a 16-bit weight, a chunk also has a 16-bit gradient of the
-    logits.
+    The memory of a chunk consists of float32 logits and, with a 16-bit weight, a 16-bit gradient of
+    the logits.
     """
     size = 4 if element_bytes == 4 else 4 + element_bytes
     rows = max(1, int(megabytes * 2**20 / (vocabulary * size)))
@@ -39,12 +39,12 @@ def kernel_chunk_rows(vocabulary: int, megabytes: float, element_bytes: int) -> 
 
 
 def padded_tokens(count: int) -> int:
-    """Round a token count up to a bucket size, by at most max(count / 16, TOKEN_STEP) tokens."""
+    """Round a token count up to a bucket size, by at most `max(count / 16, TOKEN_STEP)` tokens."""
     return round_up(count, 16)
 
 
 def round_up(count: int, steps: int) -> int:
-    """Round up to a multiple of TOKEN_STEP; allow at most `steps` sizes per power of two."""
+    """Round up to a multiple of `TOKEN_STEP`; allow at most `steps` sizes per power of two."""
     step = max(TOKEN_STEP, power_of_two(count, 2) // 2 // steps)
     return max(1, -(-count // step)) * step
 

@@ -44,13 +44,15 @@ ALGORITHM_TITLES: Mapping[str, str] = {
     "dpo": "Direct Preference Optimization, arXiv 2305.18290",
     "ipo": "Identity Preference Optimization, arXiv 2310.12036",
 }
-"""Title of each algorithm, in the order of covey.objective.ALGORITHMS, which has the same keys."""
+"""Title of each algorithm, in the order of `covey.objective.ALGORITHMS`, which has the same
+keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms that train on preference pairs. The loss of these algorithms has no importance ratio,
-and its beta is not the weight of a KL penalty."""
+"""Algorithms that train on preference pairs. The loss of an algorithm for pairs has no importance
+ratio, and its `beta` is not the weight of a KL penalty."""
 COMPOSED = "composed"
-"""The objective.name of a user's combination of advantage, ratio, surrogate and weights."""
+"""The value of `objective.name` for a user's combination of advantage, ratio, surrogate and
+weights."""
 
 
 def check_algorithm_name(name: str) -> None:

@@ -199,8 +199,8 @@ def to_toml(config: Config) -> str:
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Return the TOML lines of a table, one line per key.
 
-    TOML has no null, so values of None are omitted. No setting is lost, because each setting that
-    may be None is None by default.
+    TOML has no null, so values of None are omitted. The omission loses no setting, because each
+    setting that may be None is None by default.
     """
     return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
 

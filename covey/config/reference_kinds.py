@@ -38,7 +38,7 @@ def check_reference(section: Section) -> None:
 def read_token(variable: str, setting: str) -> str:
     """Return the bearer token in an environment variable; an empty text if `variable` is empty.
 
-    `setting` is the setting or the option that names the variable, for the error message.
+    The error message shows `setting`, the setting or option that names the environment variable.
     """
     token = os.environ.get(variable, "") if variable else ""
     if variable and not (token and token.isascii() and token.isprintable()):
@@ -50,7 +50,7 @@ def read_token(variable: str, setting: str) -> str:
 
 
 SELF_TEACHER = ("alpha", "every", "context", "template")
-"""The settings of [teacher] that are used only together with teacher.policy."""
+"""The settings of [teacher] that are used only together with `teacher.policy`."""
 
 
 def check_teacher(section: Teacher, *, privileged: bool) -> None:

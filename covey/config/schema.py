@@ -49,7 +49,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Vllm(Section):
-    """Settings in [engine.vllm], for engine.kind = "vllm"."""
+    """Settings in [engine.vllm], for `engine.kind = "vllm"`."""
 
     servers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of vLLM servers to start on this machine."""
@@ -67,21 +67,21 @@ class Vllm(Section):
     first_gpu: Count = 1
     """Index of the first GPU that vLLM servers use; the trainer uses GPUs with smaller indices."""
     transfer: Literal["file", "nccl"] = "file"
-    """How weights are sent to vLLM servers: file (through a file in shared memory or in
-    engine.vllm.folder) or nccl (from GPU to GPU)."""
+    """How weights are sent to vLLM servers, either `file` (through a file in shared memory or in
+    `engine.vllm.folder`) or `nccl` (from GPU to GPU)."""
     folder: str = ""
-    """With transfer = "file", the folder that the trainer and the vLLM servers share; empty means
+    """With `transfer = "file"`, the folder that the trainer and the vLLM servers share; empty means
     shared memory."""
     host: str = "127.0.0.1"
-    """With transfer = "nccl", the address at which vLLM servers reach this machine."""
+    """With `transfer = "nccl"`, the address at which vLLM servers reach this machine."""
     timeout: Seconds = 600.0
     """Seconds to wait for the reply to a request before the vLLM server counts as dead."""
     patience: Seconds = 600.0
     """Seconds to wait for a vLLM server to start or to restart."""
     restarts: Count = 3
     """Maximum number of restarts of a vLLM server; one more failure ends the run. Covey restarts
-    only servers that it has started, and waits until the user restarts a server in
-    engine.vllm.urls."""
+    only servers that it has started. If a server in `engine.vllm.urls` fails, Covey waits until the
+    user restarts this server."""
     arguments: list[str] = []
     """Additional arguments for the command that starts vLLM."""
 
@@ -93,7 +93,7 @@ class Cluster(Section):
     """
 
     address: str = ""
-    """Address of a Ray cluster; 'local' starts Ray on this machine, 'auto' finds a running cluster,
+    """Address of a Ray cluster; `local` starts Ray on this machine, `auto` finds a running cluster,
     and an empty address means no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Number of trainer ranks that Ray starts; 0 means to train in this process or in torchrun's
@@ -104,17 +104,17 @@ class Cluster(Section):
     """Number of engine actors per trainer rank, each with a copy of the model; 0 means that the
     trainer ranks generate."""
     max_engines: Count = 0
-    """Maximum number of engine actors per trainer rank; 0 means the number in cluster.engines.
-    Engine actors beyond cluster.engines start when the cluster has free resources."""
+    """Maximum number of engine actors per trainer rank; 0 means `cluster.engines`. Engine actors in
+    excess of `cluster.engines` start when the cluster has free resources."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs per engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs per engine."""
     trainer_gpus: Count = 0
-    """Number of this machine's GPUs that are reserved for the trainer. If cluster.trainers is set,
-    the number of GPUs per trainer rank."""
+    """Number of this machine's GPUs that are reserved for the trainer, or the number of GPUs per
+    trainer rank if `cluster.trainers` is set."""
     scoring_actors: Count = 0
-    """Number of scoring actors, each with scoring.workers processes; 0 means that scoring runs on
+    """Number of scoring actors, each with `scoring.workers` processes; 0 means that scoring runs on
     the trainer's machine."""
     reference_actor: bool = False
     """Run a frozen reference policy in its own Ray actor, with as many CPUs and GPUs as an engine
@@ -149,10 +149,10 @@ class Parallel(Section):
     """[parallel]. Settings of runs with several ranks, which torchrun starts."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """How the model is distributed over the ranks. With ddp, every rank has the whole model; with
-    fsdp (FSDP2), parameters, gradients and optimizer state are sharded over the ranks."""
+    """How the model is distributed over the ranks. With `ddp`, every rank has the whole model. With
+    `fsdp` (FSDP2), parameters, gradients and optimizer state are sharded over the ranks."""
     shard_ranks: Count = 0
-    """With strategy = "fsdp", the number of ranks that share one copy of the model, such as the
+    """With `strategy = "fsdp"`, the number of ranks that share one copy of the model, such as the
     ranks of one machine; 0 means all ranks."""
     timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
     """Seconds that a rank waits for other ranks, at the start and in a step."""
@@ -183,10 +183,11 @@ class Train(Section):
     steps: Positive = 100
     """Training steps."""
     stop_after: StopAfter = StopAfter()
-    """The limit at which the run ends: {tokens = n} sampled tokens, {updates = n} optimizer steps,
-    or {epochs = n} passes over the training prompts. Setting {steps = n} is the same as setting
-    train.steps = n. The used fraction of the limit determines the learning rate and when Covey
-    evaluates. For example, half of the limit corresponds to step `steps` / 2."""
+    """The limit at which the run ends, which is `{tokens = n}` for n sampled tokens, `{updates =
+    n}` for n optimizer steps, or `{epochs = n}` for n passes over the training prompts. `{steps =
+    n}` has the same effect as `train.steps = n`. The fraction of the limit that the run has used
+    determines the learning rate and when Covey evaluates. For example, a run that has used half of
+    its limit has the learning rate of step `steps / 2`."""
     mini_batches: Positive = 1
     """Number of mini-batches in one epoch of a training step; each mini-batch takes one optimizer
     step."""
@@ -198,11 +199,11 @@ class Train(Section):
     """Maximum memory for logits in MiB; the trainer computes the logits of a few tokens at a
     time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp, the log-probs in the denominator of the ratio. With recompute, the
-    trainer computes old_logp in a forward pass before the first optimizer step; with sampler,
-    old_logp comes from the engine. With auto, old_logp comes from the engine if the engine's
+    """Source of `old_logp`, the log-probs in the denominator of the ratio. With `recompute`, the
+    trainer computes `old_logp` in a forward pass before the first optimizer step. With `sampler`,
+    `old_logp` comes from the engine. With `auto`, `old_logp` comes from the engine if the engine's
     log-probs are exact (float32, no truncation) or if the ratio has to correct for staleness. In
-    all other cases, auto means that the trainer computes old_logp, which needs no extra forward
+    all other cases, `auto` means that the trainer computes `old_logp`, which needs no extra forward
     pass if a training step has one optimizer step."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model supports CUDA graphs.
@@ -210,11 +211,11 @@ class Train(Section):
     steps."""
 
     stop_on: Names = Field(default_factory=list)
-    """Names of the health problems that end the run, such as nan or collapse; docs/health.md lists
-    the names."""
+    """Names of the health problems that end the run, such as `nan` or `collapse`; docs/health.md
+    lists the names."""
     patience: Count = 0
-    """End the run if the metric save.best does not improve in this many measurements; 0 means
-    never."""
+    """End the run after this number of successive measurements without a new best value of the
+    metric `save.best`; 0 means never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -257,7 +258,7 @@ class Train(Section):
 
     @property
     def total_optimizer_steps(self) -> int:
-        """The planned number of optimizer steps of a run; a token limit does not change it."""
+        """The planned number of optimizer steps of a run, which a token limit does not change."""
         return self.amount if self.budget == "updates" else self.steps * self.optimizer_steps
 
 
@@ -274,11 +275,11 @@ class Teacher(Section):
     """
 
     path: str = ""
-    """The teacher model, in the form of model.path, or a LoRA adapter folder. The teacher must have
-    the policy's tokenizer."""
+    """The teacher model, in the form of `model.path`, or a LoRA adapter folder. The teacher must
+    have the policy's tokenizer."""
     offload: bool = False
     """Keep the teacher's weights in main memory between training steps. Offloading works only with
-    teacher.path or with teacher.policy = "frozen"."""
+    `teacher.path` or with `teacher.policy = "frozen"`."""
     url: str = ""
     """Address of the teacher's server, which `covey reference serve` starts, such as
     http://127.0.0.1:8500."""
@@ -289,25 +290,25 @@ class Teacher(Section):
     patience: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to keep retrying while the teacher's server cannot be reached."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature of a teacher that teacher.path or teacher.url names, used instead of
-    rollout.temperature."""
+    """Softmax temperature of a teacher that `teacher.path` or `teacher.url` names, used instead of
+    `rollout.temperature`."""
     policy: Literal["", "current", "frozen", "moving"] = ""
-    """For sdpo, the policy itself is the teacher, and gets privileged text in its prompt, such as a
-    correct completion. The teacher's weights are the weights of the current policy (current), the
-    initial weights (frozen), or a moving average of the weights (moving)."""
+    """For `sdpo`, the policy itself is the teacher, and gets privileged text in its prompt, such as
+    a correct completion. The teacher's weights are the weights of the current policy (`current`),
+    the initial weights (`frozen`), or a moving average of the policy's weights (`moving`)."""
     alpha: Share = 0.05
-    """Weight of the policy in an update of a teacher with policy = "moving": teacher = alpha *
-    policy + (1 - alpha) * teacher."""
+    """Weight of the policy in the update `teacher = alpha * policy + (1 - alpha) * teacher` of a
+    teacher with `policy = "moving"`."""
     every: Positive = 1
-    """Optimizer steps between updates of a teacher with policy = "moving"."""
+    """Optimizer steps between updates of a teacher with `policy = "moving"`."""
     context: dict[str, str] = Field(default=CONTEXT)
-    """With teacher.policy, a template for each kind of privileged text in the teacher's prompt,
-    where {text} stands for the privileged text. The kinds are `success` (a correct completion of
+    """With `teacher.policy`, a template for each kind of privileged text in the teacher's prompt,
+    where `{text}` stands for the privileged text. The kinds are `success` (a correct completion of
     the same group), `feedback` (the reward's feedback on the trained completion), `target` (the
     reference answer) and any column of the data."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
-    """With teacher.policy, the template of the last message in the teacher's prompt, with the
-    placeholders {prompt} and {context}."""
+    """With `teacher.policy`, the template of the last message in the teacher's prompt, with the
+    placeholders `{prompt}` and `{context}`."""
 
 
 class RewardChange(Section):
@@ -323,7 +324,7 @@ class Environment(Named):
     """[environment]. Keys that are not fields of this class are options of the environment."""
 
     name: str = "none"
-    """The environment that rollouts interact with: a name, MODULE:CLASS, or none."""
+    """The environment that rollouts interact with: a name, `MODULE:CLASS`, or `none`."""
     max_turns: Positive = 8
     """Maximum number of the policy's turns in an episode."""
     max_calls: Count = 16
@@ -332,17 +333,17 @@ class Environment(Named):
     """Maximum number of tokens in a conversation, including the prompt; at most the model's context
     length."""
     call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
-    """Format of tool calls: <tool_call>JSON</tool_call> (hermes), a message that is JSON (llama3),
-    or <tool>text</tool> (tags). With auto, Covey uses the chat template's format, or hermes if the
-    chat template does not define a format."""
+    """Format of tool calls, which is `<tool_call>JSON</tool_call>` (`hermes`), a message that is
+    JSON (`llama3`), or `<tool>text</tool>` (`tags`). With `auto`, Covey uses the chat template's
+    format, or `hermes` if the chat template does not define a format."""
     parallel_calls: bool = True
     """Whether a turn may have several tool calls, instead of ending after the first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Number of worker processes for environments; 0 means one per core. Environments with quick =
-    True need no worker processes."""
+    """Number of worker processes for environments; 0 means one per core. Environments with `quick =
+    True` need no worker processes."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of one environment step, in seconds; after a longer step, the rollout ends with an
-    error."""
+    """Time limit of one environment step, in seconds; a step that exceeds the limit ends the
+    rollout with an error."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process, in GiB."""
 
@@ -351,28 +352,29 @@ class Engine(Section):
     """[engine]"""
 
     kind: Literal["native", "process", "vllm"] = "native"
-    """The engine: native (in the trainer's process, with the trainer's weights), process (the
-    native engine in another process, with a copy of the weights), or vllm (vLLM servers)."""
+    """The engine, which is `native` (in the trainer's process, with the trainer's weights),
+    `process` (the native engine in another process, with a copy of the weights), or `vllm` (vLLM
+    servers)."""
     vllm: Vllm = Vllm()
-    """Settings of engine.kind = "vllm"."""
+    """Settings of `engine.kind = "vllm"`."""
     device: Device = "auto"
-    """Device of the engine if engine.kind = "process"; auto means the trainer's device."""
+    """Device of the engine if `engine.kind = "process"`; `auto` means the trainer's device."""
     dtype: Literal["model", "float8"] = "model"
-    """Dtype of the matrix products in the native engine's layers. With float8, the engine rounds
+    """Dtype of the matrix products in the native engine's layers. With `float8`, the engine rounds
     weights and activations to 8 bits, so models of several billion parameters generate faster on
-    Ada, Hopper and newer GPUs. An engine with float8 needs objective.correction, whose default is
-    then token_truncate."""
+    Ada, Hopper and newer GPUs. A float8 engine needs `objective.correction`, whose default for this
+    engine is `token_truncate`."""
     kv_dtype: Literal["model", "float8"] = "model"
-    """Dtype of the KV cache in the native engine. A float8 KV cache takes half the memory, and
-    makes attention to long completions faster. A float8 KV cache has the same requirements as
-    engine.dtype = "float8"."""
+    """Dtype of the KV cache in the native engine. A float8 KV cache takes half the memory of a
+    16-bit KV cache, and makes attention to long completions faster. A float8 KV cache has the same
+    requirements as `engine.dtype = "float8"`."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Size of the KV cache for completions on a GPU, in GiB. With 0, the KV cache is large enough
-    for all concurrent completions at their maximum length, or smaller if the GPU has less free
-    memory. If completions need more memory, the native engine pauses the completions with the
-    fewest tokens and continues them later."""
+    """Size of the KV cache for completions on a GPU, in GiB. If this size is 0, the KV cache is
+    large enough for all concurrent completions at their maximum length, or smaller if the GPU has
+    less free memory. If completions need more memory than the KV cache has, the native engine
+    pauses the completions with the fewest tokens and continues them later."""
 
     @property
     def rounds(self) -> str:
@@ -385,8 +387,8 @@ class Curriculum(Section):
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
     """How the sampling weight of a prompt depends on its running pass rate p. The weight is equal
-    for all prompts (uniform), 1 - p (hard), or p (1 - p) (uncertain). A prompt without results has
-    the pass rate p = 0.5."""
+    for all prompts (`uniform`), 1 - p (`hard`), or p (1 - p) (`uncertain`). A prompt without
+    results has the pass rate p = 0.5."""
     memory: Share = 0.2
     """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01
@@ -396,9 +398,9 @@ class Curriculum(Section):
     """Stop drawing a prompt when its pass rate over all its completions reaches this value, such as
     0.9; 0 means never."""
     mixture: Literal["fixed", "progress"] = "fixed"
-    """How a step's prompts are divided among the tasks of a mixed task. With fixed, each task's
-    share is proportional to the task's weight. With progress, the recent change of the task's pass
-    rate determines the share."""
+    """How a step's prompts are divided among the tasks of a mixed task. With `fixed`, each task's
+    share is proportional to the task's weight. With `progress`, the recent change of a task's pass
+    rate determines the task's share."""
 
     @property
     def active(self) -> bool:
@@ -422,7 +424,7 @@ class Critic(Section):
     """Settings in [critic]: the model that predicts rewards, for objectives with a critic."""
 
     path: str = ""
-    """Initial model of the critic, in the form of model.path; empty means the policy's initial
+    """Initial model of the critic, in the form of `model.path`; empty means the policy's initial
     model. The critic must have the policy's tokenizer."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Constant learning rate of the critic's AdamW, whose other options come from [optimizer]."""
@@ -436,11 +438,11 @@ class Preferences(Section):
     """Settings in [preferences], for objectives that compare pairs of completions."""
 
     file: str = ""
-    """JSON Lines file of preference pairs with the fields prompt, chosen and rejected. If the file
-    is set, the run trains on the file's pairs instead of on sampled completions."""
+    """JSON Lines file of preference pairs with the fields `prompt`, `chosen` and `rejected`. If a
+    file is given, the run trains on the file's pairs instead of on sampled completions."""
     max_tokens: Count = 0
     """Leave out pairs in which a completion has more tokens than this number; 0 means
-    rollout.max_tokens."""
+    `rollout.max_tokens`."""
 
 
 MOST_COMPLETIONS = 10**7
@@ -451,24 +453,24 @@ class Model(Section):
     """[model]"""
 
     path: Annotated[str, Field(min_length=1)] = "embedded"
-    """The model: a folder, a Hugging Face Hub name, a GGUF file, 'smollm2' or 'embedded'."""
+    """The model: a folder, a Hugging Face Hub name, a GGUF file, `smollm2` or `embedded`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; auto means bfloat16 on a GPU and float32 on a CPU."""
+    """Compute dtype; `auto` means bfloat16 on a GPU and float32 on a CPU."""
     device: Device = "auto"
-    """Device of the model: cpu, cuda, cuda:1, or auto."""
+    """Device of the model, such as `cpu`, `cuda`, `cuda:1`, or `auto`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which needs less memory but more time."""
     offload_activations: bool = False
-    """With gradient_checkpointing on a GPU, move the stored layer inputs to main memory, which is
+    """With `gradient_checkpointing` on a GPU, move the stored layer inputs to main memory, which is
     useful for long sequences."""
     deterministic: bool = False
-    """Make results on a GPU bitwise reproducible, which is slower. On a CPU, results are always
-    reproducible."""
+    """Make results on a GPU bitwise reproducible, which makes the run slower. On a CPU, results are
+    always reproducible."""
     template: str = "auto"
-    """How prompts are rendered: chat, plain, or a text with {question} and optionally {system};
-    auto means the tokenizer's chat template, or plain if the tokenizer has none."""
+    """How prompts are rendered, either `chat`, `plain`, or a text with `{question}` and optionally
+    `{system}`; `auto` means the tokenizer's chat template, or `plain` if the tokenizer has none."""
     chat_options: dict[str, bool | int | float | str] = Field(default={})
-    """Arguments of the chat template, such as {enable_thinking = false}."""
+    """Arguments of the chat template, such as `{enable_thinking = false}`."""
     prefill: str = ""
     """Text with which every completion starts; this text belongs to the prompt and is not
     trained."""
@@ -488,24 +490,24 @@ class Adapter(Section):
     load_in_4bit: bool = False
     """Keep the frozen weights in 4 bits (NF4), which needs bitsandbytes."""
     targets: Names = Field(default=["all-linear"])
-    """Linear layers to adapt, such as q_proj; 'all-linear' means all linear layers except the
+    """Linear layers to adapt, such as `q_proj`; `all-linear` means all linear layers except the
     head."""
     also_train: Names = Field(default=[])
-    """Modules to train in full beside the adapter, such as lm_head."""
+    """Modules to train in full beside the adapter, such as `lm_head`."""
 
 
 class Task(Named):
     """[task]"""
 
     name: str = "arithmetic"
-    """Name of a task, or MODULE:FUNCTION for your own task."""
+    """Name of a task, or `MODULE:FUNCTION` for your own task."""
 
 
 class Reward(Named):
     """[reward]"""
 
     name: str = "think_answer"
-    """Name of a reward from `covey rewards list`, or MODULE:FUNCTION for your own reward."""
+    """Name of a reward from `covey rewards list`, or `MODULE:FUNCTION` for your own reward."""
 
 
 class EvaluationReward(Named):
@@ -526,9 +528,9 @@ class Objective(Named):
     """[objective]"""
 
     name: str = "grpo"
-    """Name of an algorithm, MODULE:FUNCTION, or 'composed' for your own combination of advantage,
-    ratio, surrogate and weights. The default name is 'composed' if the section sets advantage,
-    ratio, surrogate or weights, and otherwise 'grpo'."""
+    """Name of an algorithm, `MODULE:FUNCTION` for your own algorithm, or `composed` for your own
+    combination of `advantage`, `ratio`, `surrogate` and `weights`. The default name is `composed`
+    if the section sets one of these four options, and otherwise `grpo`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -554,13 +556,13 @@ class Reference(Section):
     kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
     """Kind of the reference policy for the KL penalty. A frozen reference is a copy of the initial
     weights. An offloaded reference is a copy of the initial weights in main memory. With
-    "adapter_off", the reference is the model without its adapter. With "server", the reference is
-    the model of a reference server. A moving reference is a moving average of the policy. A renewed
-    reference is a copy of the policy, made again after every `reference.every` optimizer steps. The
-    reference is loaded only if the objective has a KL penalty."""
+    `adapter_off`, the reference is the model without its adapter. With `server`, the reference is
+    the model of a reference server. A moving reference is a moving average of the policy's weights.
+    A renewed reference is a copy of the policy made again after every `reference.every`
+    optimizer steps. The reference is loaded only if the objective has a KL penalty."""
     alpha: Share = 0.6
-    """Weight of the policy in an update of a moving reference: reference = alpha * policy +
-    (1 - alpha) * reference."""
+    """Weight of the policy in the update `reference = alpha * policy + (1 - alpha) * reference` of
+    a moving reference."""
     every: Positive = 100
     """Optimizer steps between updates of a moving or renewed reference."""
     url: str = ""
@@ -583,15 +585,15 @@ class Rollout(Section):
     """Number of prompts in a training step."""
     group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
     """Completions sampled per prompt; 1 works only with objectives that do not compare completions,
-    such as opd."""
+    such as `opd`."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
     """Maximum number of tokens in a prompt; 0 means the model's context length minus
-    rollout.max_tokens."""
+    `rollout.max_tokens`."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """What to do with prompts that are too long: stop before training (error), leave them out
-    (skip), or cut off their first tokens (truncate)."""
+    """What to do with prompts that are too long: stop before training (`error`), leave these
+    prompts out (`skip`), or cut off their first tokens (`truncate`)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
@@ -602,10 +604,10 @@ class Rollout(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens whose probability is below this fraction of the likeliest token's probability."""
     mask_replay: bool = False
-    """Compute training log-probs over the tokens that top_k, top_p and min_p kept, so that training
-    and sampling use the same distribution."""
+    """Compute training log-probs over the tokens that `top_k`, `top_p` and `min_p` kept, so that
+    training and sampling use the same distribution."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
-    """Texts or special tokens, such as <|im_end|>, that end a completion."""
+    """Texts or special tokens, such as `<|im_end|>`, that end a completion."""
 
 
 class Scoring(Section):
@@ -615,16 +617,16 @@ class Scoring(Section):
     """Number of worker processes for slow rewards; 0 means one per core. Quick rewards need no
     worker processes."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. A completion whose scoring takes longer
+    """Time limit for scoring one completion, in seconds. A completion that exceeds this limit
     counts as unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process, in GiB."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Stop the run if more than this fraction of a step's completions cannot be scored."""
     none_rewards: Literal["error", "skip"] = "error"
-    """What to do if a reward function returns None for a completion. With error, the completion
-    counts as unscored. With skip, the other reward functions determine the reward, as in TRL. If
-    all reward functions return None, the run does not train on the completion."""
+    """What to do if a reward function returns None for a completion. With `error`, the completion
+    counts as unscored. With `skip`, the other reward functions determine the reward, as in TRL. If
+    all reward functions return None for a completion, the run does not train on this completion."""
 
 
 class Filter(Section):
@@ -633,7 +635,8 @@ class Filter(Section):
     dynamic_sampling: bool = False
     """Train only on groups that contain both correct and wrong completions."""
     max_rounds: Positive = 4
-    """Maximum number of rounds in which dynamic_sampling samples groups to fill a training step."""
+    """Maximum number of rounds in which `dynamic_sampling` samples groups to fill a training
+    step."""
     drop_flat: bool = False
     """Train only on groups whose rewards are not all equal; dropped groups are not replaced."""
     mask_truncated: bool = False
@@ -655,11 +658,11 @@ class Overlap(Section):
     """Number of training steps by which generation may be ahead of training; 0 means that each step
     first generates and then trains."""
     mode: Literal["ahead", "copy"] = "ahead"
-    """How generation runs ahead of training. In mode "ahead", one engine call generates the
-    rollouts of staleness + 1 steps with the trainer's weights. In mode "copy", an engine with a
-    copy of the weights generates during training."""
+    """How generation runs ahead of training. With `ahead`, one engine call generates the rollouts
+    of `staleness + 1` steps with the trainer's weights. With `copy`, an engine with a copy of the
+    weights generates during training."""
     in_flight: bool = False
-    """With overlap.mode = "copy", load new weights during the generation of completions, which
+    """With `overlap.mode = "copy"`, load new weights during the generation of completions, which
     makes results depend on timing."""
     max_staleness: Count = 0
     """Drop groups that were sampled more than this many optimizer steps ago; 0 means to keep all
@@ -686,12 +689,13 @@ class Optimizer(Section):
     warmup_steps: Count = 0
     """Number of optimizer steps of linear learning-rate warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of all optimizer steps used for warm-up, instead of warmup_steps."""
+    """Fraction of all optimizer steps in which the learning rate warms up, as an alternative to
+    `warmup_steps`."""
     state: Literal["float32", "compact"] = "float32"
-    """Precision of the optimizer state. With float32, the moments are float32, and bfloat16 models
-    have float32 master weights. With compact, the moments are bfloat16 with stochastic rounding. A
-    compact optimizer state has only the lower 16 bits of each master weight, because the bfloat16
-    model weight holds the upper 16 bits."""
+    """Precision of the optimizer state. With `float32`, the moments are float32, and bfloat16
+    models have float32 master weights. With `compact`, the moments are bfloat16 with stochastic
+    rounding. A compact optimizer state has only the lower 16 bits of each master weight, because
+    the bfloat16 model weight holds the upper 16 bits."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Optimizer:
@@ -704,9 +708,9 @@ class Sft(Section):
     """[sft]"""
 
     steps: Count = 0
-    """Number of SFT optimizer steps; 0 means the number of steps in sft.epochs epochs."""
+    """Number of SFT optimizer steps; 0 means the number of steps in `sft.epochs` epochs."""
     epochs: Positive = 1
-    """Number of passes over all solutions if sft.steps is 0."""
+    """Number of passes over all solutions if `sft.steps` is 0."""
     solutions: Positive = 32
     """Number of solutions per optimizer step."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
@@ -716,13 +720,14 @@ class Sft(Section):
     warmup_steps: Count = 0
     """Number of optimizer steps of linear learning-rate warm-up."""
     max_tokens: Count = 0
-    """Leave out solutions with more tokens than this number; 0 means rollout.max_tokens."""
+    """Leave out solutions with more tokens than this number; 0 means `rollout.max_tokens`."""
     template: str = "<think>{worked}</think><answer>{answer}</answer>"
-    """Template for the text of a solution, with the fields {worked}, {solution} and {answer}."""
+    """Template for the text of a solution, with the fields `{worked}`, `{solution}` and
+    `{answer}`."""
     file: str = ""
     """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
     evaluate_every: Count = 50
-    """Steps between evaluations; 0 means no evaluations at all. If the number is above 0, Covey
+    """Steps between evaluations; 0 means no evaluations at all. If this number is above 0, Covey
     also evaluates before the first and after the last step."""
 
 
@@ -730,10 +735,10 @@ class Evaluate(Section):
     """[evaluate]"""
 
     every: Count = 20
-    """Steps between evaluations; 0 means no evaluations at all. If the number is above 0, Covey
+    """Steps between evaluations; 0 means no evaluations at all. If this number is above 0, Covey
     also evaluates before the first and after the last step."""
     prompts: Count = 0
-    """Number of held-out prompts to evaluate; 0 means all."""
+    """Number of held-out prompts to evaluate; 0 means all held-out prompts."""
     samples: Annotated[int, Field(ge=0, le=10**5)] = 0
     """Sampled completions per prompt for mean@k and pass@k; 0 means greedy completions only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -750,8 +755,8 @@ class Save(Section):
     """Number of newest checkpoints to keep."""
     best: str = ""
     """Metric whose best checkpoint is also kept; empty means no best checkpoint. The metric comes
-    from evaluations, such as greedy or pass@4, or from training steps, such as objective/scores. A
-    metric of training steps is checked at each checkpoint, every `save.every` steps."""
+    from evaluations, such as `greedy` or `pass@4`, or from training steps, such as
+    `objective/scores`. A metric of training steps is checked once every `save.every` steps."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether the highest or the lowest value of the metric `save.best` counts as best."""
     rollouts: bool = True
@@ -770,7 +775,8 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of prompts, sampling and initial adapter weights."""
     trackers: Names = []
-    """Trackers that also get the metrics: tensorboard, wandb, trackio."""
+    """Trackers that receive the metrics in addition to the run folder, such as `tensorboard`,
+    `wandb` or `trackio`."""
     model: Model = Model()
     adapter: Adapter = Adapter()
     task: Task = Task()

@@ -37,7 +37,7 @@ AT_MOST: Mapping[str, float] = {
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
 """Settings whose value 0 means "all" or "as many as needed"; smoke runs replace this 0 by the
-limit."""
+setting's upper limit."""
 
 ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "train.stop_after": {},

@@ -67,7 +67,7 @@ def against_baseline(
 ) -> torch.Tensor:
     """Return each reward minus its group's weighted mean; `share` [B] contains the weights.
 
-    In a group with equal rewards, all differences are exactly 0.
+    In a group with equal rewards, all differences from the mean are exactly 0.
     """
     rewards = rewards.double()
     scored = ~rewards.isnan()

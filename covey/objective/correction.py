@@ -90,5 +90,5 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 """Maps the name of a correction to its function."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Maps a correction to the value of its criterion if engine and trainer have equal log-probs.
-Corrections that are not listed compare a ratio, which is 1 if engine and trainer agree."""
+"""Maps a correction to the value of its criterion if engine and trainer have equal log-probs. A
+correction that is not in this mapping compares a ratio, which is 1 if engine and trainer agree."""

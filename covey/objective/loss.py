@@ -65,8 +65,8 @@ class Objective:
 
     advantage: Callable[[Batch], torch.Tensor]
     """Function that returns a training step's advantages [B, T], with one row per rollout. With
-    filter.skip_zero_gradient, the advantage function gets old_logp only if the objective's `reads`
-    contains "old_logp"."""
+    `filter.skip_zero_gradient`, the advantage function gets `old_logp` only if the objective's
+    `reads` contains "old_logp"."""
     ratio: Ratio = token
     """Function that returns the log-ratio [B, T], given logp - old_logp and the mask; by default,
     each token has its own ratio."""

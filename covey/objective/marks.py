@@ -36,7 +36,7 @@ def random_within_bounds(
     batch: Batch, logp: torch.Tensor, *, share: float = 2e-4, cov_low: float = 1.0,
     cov_high: float = 5.0, clip_low: float = 1.0, clip_high: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Select random tokens whose covariance is between cov_low and cov_high. Clip-Cov.
+    """Select random tokens whose covariance is between `cov_low` and `cov_high`. Clip-Cov.
 
     The function selects the fraction `share` of all scored tokens, and at least one token if there
     are candidates. Tokens that are already clipped are not candidates.
@@ -154,7 +154,7 @@ def positive_value_share(
 
     The formula is equation 8 of the BAPO paper, in which the clip bound replaces the ratio of a
     clipped token. With equation 8, raising the lower clip bound increases the contribution of
-    tokens with A < 0, and decreases the fraction.
+    tokens with A < 0, and decreases the fraction that this function returns.
     """
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())

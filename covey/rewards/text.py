@@ -49,7 +49,7 @@ def nesting(text: str) -> int:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Return whether the answers differ. Rewards accept no answer if a completion's answers differ.
+    """Return whether the answers in a completion differ; if they differ, rewards accept no answer.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)

@@ -87,7 +87,7 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 def _as_written(text: str, call: ast.Call) -> bool:
     """Return whether the parser kept all names of a call as the text spells them.
 
-    Python's parser replaces variants of letters in names, such as full-width letters, by normal
+    In names, Python's parser replaces variants of letters, such as full-width letters, by ordinary
     letters.
     """
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]

@@ -352,7 +352,8 @@ def is_trl_style(function: Callable[..., Any]) -> bool:
 
     A function with one of TRL's parameter names is a TRL function, because TRL passes every
     argument by name. A function with `**kwargs` is also a TRL function if its other parameters are
-    columns of the data. Raises ConfigError if the parameter names fit neither kind of function.
+    columns of the data. Raises ConfigError if the parameter names fit neither a TRL function nor a
+    plain function.
     """
     try:
         parameters = inspect.signature(function).parameters

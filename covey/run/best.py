@@ -23,7 +23,7 @@ class Best:
     """The name of an evaluation metric, such as `greedy` or `pass@4`, or of a step metric."""
     mode: Literal["highest", "lowest"] = "highest"
     step: int | None = None
-    """The first step that had the best value; None before the first measurement."""
+    """The first step with the best value of the metric; None before the first measurement."""
     value: float = 0.0
     misses: int = 0
     """Number of measurements of the metric since the best step."""
@@ -58,9 +58,10 @@ def measured(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def best_of(run: RunFolder) -> Best | None:
-    """Return the step with the best value of the metric save.best, among steps with a checkpoint.
+    """Return the step with the best value of `save.best` among all steps with a checkpoint.
 
-    Return None if save.best is not set, or if no step with a checkpoint has this metric.
+    Return None if `save.best` is not set, or if no step with a checkpoint has the metric that
+    `save.best` names.
     """
     save = settings_of(run).get("save", {})
     if not save.get("best"):

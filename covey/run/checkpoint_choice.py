@@ -25,7 +25,7 @@ def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     For a run folder, return the checkpoint of `step`, or the newest checkpoint if `step` is None.
 
     Raises RunError if the checkpoint is damaged. The error message suggests `command`, with the
-    path of an intact checkpoint in place of {}.
+    path of an intact checkpoint in place of `{}`.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

@@ -1,9 +1,9 @@
 """SHA-256 digests of checkpoints and records, to detect damage.
 
-digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file such
-as rollouts/000012.jsonl. `covey runs verify` compares the records with their digests. A checkpoint
-has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check. Checkpoints
-of older Covey versions have no SHA256SUMS and are not checked.
+digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file in
+rollouts/ and evaluations/. `covey runs verify` compares the records with their digests. A
+checkpoint has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check.
+Checkpoints of older Covey versions have no SHA256SUMS and are not checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def write_digests(folder: Path) -> None:
-    """Write the digests of all files in a folder, and wait until they are on disk."""
+    """Write the digests of all files in a folder, and wait until the files are on disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as pool:  # the system writes to disk while the digests are computed
         synced = [pool.submit(sync, file) for file in files]

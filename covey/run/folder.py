@@ -57,7 +57,8 @@ from covey.run.records import (
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. Covey 0.1 wrote "warmup", not "sft"."""
+"""Values of `kind` in the environment.json of an SFT run. The value "warmup" occurs only in runs of
+Covey 0.1."""
 CHANGES = "changes.jsonl"
 """Name of the file with one line for each resume that changed settings. A line contains the step,
 the old and new value of each changed setting, and the entries of environment.json that the new
@@ -231,7 +232,7 @@ class RunFolder:
         return self.environment(unsaid).get("kind") in SFT_KINDS
 
     def check_kind(self, *, sft: bool) -> None:
-        """Raise RunError if an SFT run is resumed with RL, or an RL run with SFT."""
+        """Raise RunError if an SFT run is resumed with RL, or if an RL run is resumed with SFT."""
         if self.is_sft != sft:
             kind, command = ("an SFT run", "sft") if self.is_sft else ("not an SFT run", "train")
             raise RunError(
@@ -257,7 +258,7 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write the details of the error that ended the run, if not empty, to failure.txt."""
+        """Write to failure.txt the details, if any, of the error that ended the run."""
         if details:
             write_text(self.path / FAILURE, details)
 
@@ -330,7 +331,8 @@ class RunFolder:
 
 
 def _optional(rollout: Rollout) -> dict[str, Any]:
-    """Return the optional fields of a rollout: kept token sets, feedback and teacher prompt."""
+    """Return a rollout's optional fields: the token sets that top-k and top-p kept, feedback, and
+    the teacher's prompt."""
     found = {
         "kept": rollout.segments[0].kept,
         "feedback": rollout.feedback,
@@ -351,7 +353,7 @@ def list_runs(parent: Path) -> list[RunFolder]:
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run as a dict; {} if config.toml cannot be read.
+    """Return the configuration of a run as a dict, or {} if config.toml cannot be read.
 
     A section that is not a table is left out.
     """
@@ -364,7 +366,8 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 
 
 def limit_of(settings: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the metric and the value at which a run ends: a number of steps, tokens or updates."""
+    """Return the unit of the limit that ends a run ("step", "tokens" or "updates"), and the
+    limit."""
     train = settings.get("train", {})
     stop = train.get("stop_after")
     limits = {"step": train.get("steps"), **(stop if isinstance(stop, dict) else {})}
@@ -380,7 +383,7 @@ def limit_of(settings: Mapping[str, Any]) -> tuple[str, int]:
 def check_new_run(path: Path, instead: str = "") -> None:
     """Raise RunError if the folder for a new run already contains files.
 
-    Files of a run that failed before its first step do not count. `instead` is advice for the user,
+    A folder is accepted if its run failed before the first step. `instead` is advice for the user,
     which is appended to the error message.
     """
     if _failed_early(path):

@@ -34,7 +34,7 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines. It may be enough to change one of these settings."""
+    """Suggested configuration lines, of which a single one may solve the problem."""
     also: str
     """Advice that is not a change of settings, such as to use easier prompts; may be empty."""
     problem: bool
@@ -105,8 +105,8 @@ class Health:
 def _changes(check: Check, settings: Settings) -> Iterator[str]:
     """Yield the configuration lines that a health check suggests, such as `objective.beta = 0.01`.
 
-    Settings that already have the suggested value, or that the algorithm does not use, are left
-    out.
+    The lines omit settings that already have the suggested value or that the algorithm does not
+    use.
     """
     for key, wanted in check.change:
         section, _, name = key.partition(".")
@@ -172,7 +172,7 @@ def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ConfigError if a name in train.stop_on is not the name of a health check."""
+    """Raise ConfigError if a name in `train.stop_on` is not the name of a health check."""
     for name in names:
         if name not in CHECKS:
             hint = nearest(name, CHECKS)

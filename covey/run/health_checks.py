@@ -68,7 +68,7 @@ class History:
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
         """Return the values of a metric in `count` successive steps that ended `before` steps ago.
 
-        Return [] if the metric is missing in any of these steps.
+        Return [] if the metric is missing in any of the `count` steps.
         """
         stop = len(self.rows) - before
         if stop < count:
@@ -191,7 +191,7 @@ def entropy_collapse(history: History) -> str | None:
 
 
 def cut_off(history: History) -> str | None:
-    """Detect that most completions reach the token limit, both at the start and now."""
+    """Detect that most completions reach the token limit, both in the first and in recent steps."""
     stops = "rollout/stop_rate"
     ended, once = history.mean(stops, BLOCK), history.start(stops)
     if not (ended < 0.2 and once < 0.2 and history.mean(SUCCESS, BLOCK) < 0.5):
@@ -226,8 +226,8 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Detect that the reward, or a part of it, rises while accuracy or another part falls.
 
-    The rise must exceed 5 standard errors. The fall must exceed only 3 standard errors, because a
-    rise and a fall rarely coincide by chance.
+    The rise must exceed 5 standard errors of the change. For the fall, 3 standard errors are
+    enough, because a rise and a fall rarely coincide by chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -315,8 +315,8 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of recent steps whose metrics the check uses. A finding reports the first of these
-    steps as the start of the problem."""
+    """Number of recent steps whose metrics the check uses. A finding reports the first of the
+    recent steps as the start of the problem."""
     why: str
     change: tuple[tuple[str, Any], ...]
     """Settings to change. Each setting has a new value, or a factor (`Times`) for its current

@@ -43,12 +43,12 @@ class Metric:
     """The unit; empty for plain numbers, such as ratios."""
     source: str = ROLLOUTS
     healthy: tuple[float | None, float | None] | None = None
-    """Smallest and largest value in a healthy run; None means no bound."""
+    """Smallest and largest value of the metric in a healthy run; None means no bound."""
     open_instruct: str = ""
     """Name of the metric in open-instruct, if it differs from the name in Covey. Every step logs
-    the metric under both names."""
+    the metric under this name and under the name in Covey."""
     trl: str = ""
-    """Name of the same metric in TRL."""
+    """Name of the metric in TRL."""
 
 
 METRICS: Mapping[str, Metric] = {

@@ -36,7 +36,8 @@ class Exported:
 
 
 def model_card(exported: Exported, run: RunFolder | None) -> str:
-    """Return a model's README.md as text; if a run trained the model, describe the run."""
+    """Return a model's README.md as text, which describes the run that trained the model, if
+    any."""
     merged = " Its adapter is merged into the weights." if exported.merged else ""
     if run is None:
         origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"

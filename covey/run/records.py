@@ -153,7 +153,7 @@ SAVED: Shape = TypeAdapter(_Saved)
 ANY_OBJECT: Shape = TypeAdapter(Row)
 
 TAIL = 64 * 1024
-"""To find the last JSON line of a file, Covey reads only this many bytes at the end of the file."""
+"""Number of bytes at the end of a JSON Lines file that Covey reads to find the last line."""
 OLD_ROLLOUT = {"answer": "target"}
 OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
 """Maps the field names of Covey 0.1 to the current field names."""
@@ -265,7 +265,7 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
 
 
 def last_row(path: Path) -> Row:
-    """Return the last valid row of a JSON Lines file; {} if its last 64 KiB have no valid row."""
+    """Return a JSON Lines file's last valid row, or {} if its last 64 KiB contain no valid row."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -283,7 +283,7 @@ def last_row(path: Path) -> Row:
 def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
     """Sort rows by step, and keep only the last row of each step.
 
-    If rows were unsorted or duplicated, `note` is called with a message.
+    If `rows` is not sorted or contains a step twice, `note` is called with a message.
     """
     last = {row["step"]: row for row in rows}
     ordered = [last[step] for step in sorted(last)]
@@ -305,7 +305,8 @@ def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
 
 
 def episode_row(rollout: Rollout) -> Row:
-    """Return the JSON fields that only multi-turn rollouts have; {} for other rollouts."""
+    """Return the JSON fields that only multi-turn rollouts have, or {} for a single-turn
+    rollout."""
     if rollout.episode is None:
         return {}
     return {

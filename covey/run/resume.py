@@ -1,9 +1,10 @@
 """Chooses the checkpoint from which a run resumes, and moves aside the files of later steps.
 
-By default, a run resumes from the newest checkpoint that it saved. If this checkpoint is missing or
-damaged, Covey stops and prints the command that resumes from an older checkpoint. Resuming deletes
-no logs and no complete checkpoints, but moves files of later steps to the folder superseded/1. The
-next resume moves files to superseded/2, and so on. This module does not import torch.
+By default, a run resumes from the newest checkpoint that it saved. If the newest checkpoint is
+missing or damaged, Covey stops and prints the command that resumes from an older checkpoint.
+Resuming deletes no logs and no complete checkpoints, but moves files of later steps to the folder
+superseded/1. The second resume moves files to superseded/2, and so on. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
 because this file determines the step to resume from."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Maps each folder with one file or folder per step to the suffix of the files. Only Covey 0.1 had
-the folder "review"."""
+"""Maps the name of each folder that has one entry per step to the suffix of the entries' names.
+Only Covey 0.1 had the folder "review"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,8 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
 def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
     """Return the content of a file as three byte strings: all lines, lines to keep, lines to move.
 
-    Lines of steps after `keep` and an unfinished last line are moved; unreadable lines stay.
+    The lines to move are the lines of steps after `keep`, and an unfinished last line. Unreadable
+    lines are kept.
     """
     lines = scan_lines(path, shape)
     kept: list[bytes] = []

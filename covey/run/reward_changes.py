@@ -36,8 +36,8 @@ class RewardChange:
     code."""
     after: str
     settings: Mapping[str, tuple[str, str]]
-    """Maps each changed setting of the section [reward] to its old and new value. Empty if only the
-    source code of the reward changed."""
+    """Maps each changed setting of the section [reward] to its old and new value. This mapping is
+    empty if only the source code of the reward changed."""
     reason: str = ""
     expected_effect: str = ""
 

@@ -29,14 +29,15 @@ from covey.run.records import OLD_ROLLOUT, ROLLOUT, Number, Row, open_file, pars
 LONGEST = 2**26
 """Maximum length of a line in bytes; longer lines are not shown."""
 HEAD = 160
-"""The index stores this many characters of each prompt and of each target."""
+"""Number of characters of each prompt, and of each target, that the index stores."""
 KEPT = 4
 """Maximum number of rollout files whose index stays in memory."""
 
 
 @with_config(ConfigDict(strict=True))
 class _Listed(TypedDict):
-    """The fields that the index reads from a line, without the large log-probabilities."""
+    """The fields that the index reads from a line, which do not include the long lists of
+    log-probs."""
 
     prompt_id: str
     prompt: str
@@ -61,7 +62,8 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The first `HEAD` characters of the prompt. `target` also has at most `HEAD` characters."""
+    """The first `HEAD` characters of the prompt. The field `target` is cut to `HEAD` characters
+    too."""
     target: str
     text: int
     """Hash of the completion's text; completions with the same hash count as identical."""
@@ -159,7 +161,7 @@ class RolloutIndex:
         return row
 
     def search(self, words: str, seconds: float) -> tuple[set[int], bool]:
-        """Return the line numbers of rollouts with `words` in prompt, target or completion.
+        """Return the line numbers of rollouts whose prompt, target or completion contains `words`.
 
         The second return value is True if the search reached the end of the file within `seconds`.
         """

@@ -4,9 +4,9 @@ With a cgroup, the kernel counts all memory of a sandbox, including kernel memor
 and files. Without a cgroup, the harness polls the memory of the processes in the sandbox.
 
 To make a cgroup, Covey needs a writable directory in the cgroup hierarchy, with delegated memory
-and pids controllers. Root can usually write to the hierarchy. Other users can start Covey in a
-delegated scope, which has a writable directory: `systemd-run --user --scope -p Delegate=yes covey
-...`.
+and pids controllers. Root can usually write to the cgroup hierarchy. Other users can get a writable
+directory if they start Covey in a delegated scope, with `systemd-run --user --scope -p Delegate=yes
+covey ...`.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def _is_limited(folder: Path) -> bool:
 def _enable_controllers(folder: Path) -> bool:
     """Enable the memory, pids and cpu controllers for the children of a cgroup.
 
-    Only the root cgroup may both contain processes and delegate controllers. The processes of any
-    other cgroup are first moved to a child cgroup. The processes are not moved if one of them
-    belongs to another session than this process.
+    Only the root cgroup may both contain processes and delegate controllers. If the cgroup is not
+    the root cgroup, its processes are first moved to a child cgroup. The processes are not moved if
+    one of them belongs to another session than this process.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):

@@ -357,7 +357,7 @@ def set_limits(job: dict[str, Any]) -> None:
 
 
 def lower(kind: int, soft: int, hard: int) -> None:
-    """Lower a resource limit, unless it is already lower."""
+    """Set the soft and the hard value of a resource limit, but never raise the hard value."""
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)
@@ -365,7 +365,7 @@ def lower(kind: int, soft: int, hard: int) -> None:
 
 
 def encode(value: object) -> str:
-    """Encode a value as JSON. Containers, and values without a JSON type, become `[kind, ...]`."""
+    """Encode a value as JSON; a container or a value without a JSON type becomes `[kind, ...]`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

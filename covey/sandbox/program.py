@@ -163,7 +163,8 @@ def _filter_file() -> Iterator[int]:
 
 
 def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tuple[bytes, bytes]:
-    """Read stdout and stderr of the harness for `seconds`, up to `most` bytes each."""
+    """Read stdout and stderr of the harness for `seconds` seconds, and at most `most` bytes of
+    each."""
     assert process.stdout
     assert process.stderr
     received: dict[IO[bytes], bytearray] = {

@@ -1,8 +1,8 @@
 """A persistent sandbox for scorers that evaluate text and are slow to import.
 
-`run_program` starts a sandbox for each program. The sandbox in this module stays open and imports
-the scorer only once. A forked child process scores each text (see `server.py`). A fork takes only
-milliseconds.
+`run_program` starts a sandbox for each program. The sandbox in this module stays open for further
+texts, and imports the scorer only once. A forked child process scores each text (see `server.py`).
+A fork takes only milliseconds.
 """
 
 from __future__ import annotations

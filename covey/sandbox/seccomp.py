@@ -103,7 +103,7 @@ def _checks() -> dict[str, list[Step]]:
 def _argument(number: int) -> Step:
     """Return the instruction that loads the low 32 bits of an argument of a system call.
 
-    Only the low 32 bits matter in the checked system calls.
+    In the system calls whose arguments are checked, only the low 32 bits of an argument matter.
     """
     return (_LOAD, 0, 0, 16 + 8 * number)
 

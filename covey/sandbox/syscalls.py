@@ -66,13 +66,13 @@ clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/4
 """
 """New system calls, which fail with ENOSYS so that the C library uses an older call."""
 NEWER = 453
-"""All system calls with this number or a higher number fail with ENOSYS."""
+"""A system call with this number or a higher number fails with ENOSYS."""
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
     """Return the number of each system call in a table.
 
-    Column 0 has the numbers of x86-64, and column 1 has the generic numbers.
+    Column 0 has the numbers of x86-64, and column 1 has the numbers of the generic table.
 
     >>> numbers("open=2/- close=3/57", 1)
     {'close': 57}

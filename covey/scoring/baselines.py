@@ -127,7 +127,7 @@ def baselines(prompts: Sequence[Prompt], scorer: Scorer, most: int | None = None
 
 
 def constant_by_targets(prompts: Sequence[Prompt]) -> Baseline | None:
-    """Return the baseline that always answers with the most frequent target, without scoring.
+    """Return, without scoring, the baseline that always answers with the most frequent target.
 
     The success rate of this baseline is the frequency of the most frequent target. Return None if
     the targets are not short answers.

@@ -2,8 +2,9 @@
 
 Each worker process has its own manager thread, which sends the process a few jobs at a time and
 receives the results. If a job takes too long or the process dies, the manager thread starts a new
-process. The completions of the failed job get no reward. Jobs that had not started return to the
-front of the queue. If several jobs ran at once, each of these jobs runs again, one at a time.
+process. The completions of the job that failed get no reward. Jobs that the process had received
+but not started return to the front of the queue. If the process ran several jobs at the same time,
+each of these jobs runs again, one at a time.
 """
 
 from __future__ import annotations
@@ -275,7 +276,8 @@ class Pool:
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
         """Mark the job that hung or crashed as failed, and put the other jobs back into the queue.
 
-        If several jobs ran concurrently, all jobs return to the queue and run one at a time.
+        If the worker ran several jobs concurrently, all of them return to the queue and run again,
+        one at a time.
         """
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:
@@ -310,7 +312,7 @@ def make_scorer(
 
 
 def check_timeout(name: str, reward: Reward, timeout: float) -> None:
-    """Raise ConfigError if scoring.timeout is shorter than the reward's own time limit."""
+    """Raise ConfigError if `scoring.timeout` is shorter than the reward's own time limit."""
     longest = max_seconds(reward)
     if timeout < longest:
         raise ConfigError(

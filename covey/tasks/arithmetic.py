@@ -52,7 +52,7 @@ class Sum:
 
 @cache
 def _choices(held_out: bool) -> dict[int, tuple[Sum, ...]]:
-    """Return the held-out sums or the training sums with results from 0 to 99, by left operand."""
+    """Map each left operand to its held-out or training sums that have results from 0 to 99."""
     table = {}
     for left in range(100):
         sums = (Sum(left, operator, right) for operator in "+-" for right in DIGITS)

@@ -41,8 +41,8 @@ class Code(SplitTask):
 
     `info["tests"]` is a list of tests. A test of a function is {call, expected}, where `expected`
     is a Python literal. A test of a program is {stdin, stdout}. The examples in the prompt are not
-    among the tests. The target is the problem's id. If the problem asks for a function, the id is
-    also the name of the function.
+    among the tests. The target is the problem's id. If the problem asks for a function, the
+    problem's id is also the name of this function.
     """
 
     system: str = ""

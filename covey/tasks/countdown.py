@@ -1,7 +1,7 @@
 """The `countdown` task: reach a target with given numbers, such as 27 = 12 + 5 * 3.
 
-Every problem has a solution, because the generator makes the solution first. The generator joins
-pairs of numbers with + - * / until one number is left. The last number is the target. All
+Every problem has a solution, because the generator makes the solution first. The generator combines
+pairs of numbers with `+`, `-`, `*` or `/` until one number is left, which is the target. All
 intermediate results are positive integers.
 
 A hash of the sorted numbers and the target decides the split. No held-out problem has both the
@@ -95,11 +95,11 @@ class Countdown(GeneratedTask):
     """Each problem asks for an expression that uses the given numbers and equals a target.
 
     Problems with more numbers are harder. `template` replaces the default text of the prompt, and
-    has the placeholders {numbers} and {target}. `system` is the system message.
+    has the placeholders `{numbers}` and `{target}`. `system` is the system message.
 
     To use a dataset instead of the generator, use the task `jsonl` or `hub`. For a dataset with the
-    columns `nums` and `target`, set the options columns = {nums = "numbers", target = "target"} and
-    template = "Make {target} out of {nums} ...".
+    columns `nums` and `target`, set the options `columns = {nums = "numbers", target = "target"}`
+    and `template = "Make {target} out of {nums} ..."`.
     """
 
     min_numbers: int = 3

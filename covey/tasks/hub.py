@@ -63,8 +63,8 @@ class Hub(RowReader, SplitTask):
 
     If a dataset has only one split, leave `held_out_split` empty to hold out the fraction
     `held_out_share` of its rows. A hash of the prompt's text decides whether the prompt is held
-    out. The same prompts are always held out, and equal prompts are in the same split. `RowReader`
-    documents the options that define the meaning of the columns.
+    out. Every run holds out the same prompts, and prompts with equal text are in the same split.
+    `RowReader` documents the options that define the meaning of the columns.
     """
 
     path: str

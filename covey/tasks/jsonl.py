@@ -18,9 +18,9 @@ class Jsonl(RowReader, SplitTask):
     """Prompts and targets from `train_file` and `held_out_file`, one JSON object per line.
 
     With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
-    `train_file`. A hash of the prompt's text decides whether the prompt is held out. The same
-    prompts are always held out, and equal prompts are in the same split. `RowReader` documents the
-    options that define the meaning of the columns.
+    `train_file`. A hash of the prompt's text decides whether the prompt is held out. Every run
+    holds out the same prompts, and prompts with equal text are in the same split. `RowReader`
+    documents the options that define the meaning of the columns.
     """
 
     train_file: str

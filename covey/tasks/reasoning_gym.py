@@ -5,8 +5,8 @@ never overlap, even if a dataset has few questions. If a generated problem does 
 requested split, the task generates another problem with another seed.
 
 The datasets in `HASH_DEPENDENT` iterate over sets of strings, whose order differs between processes
-unless PYTHONHASHSEED is set. Without PYTHONHASHSEED, Covey therefore refuses these datasets. Each
-prompt also stores its dataset entry, so every process computes the correct score.
+unless PYTHONHASHSEED is set. Covey refuses the datasets in `HASH_DEPENDENT` if PYTHONHASHSEED is
+not set. Each prompt also stores its dataset entry, so every process computes the correct score.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
 """Maximum number of seeds to try until a problem belongs to the requested split.
 
-Entry i of a dataset uses seed + i, so the seeds to try are MAX_SIZE apart. All seeds are below
+Entry i of a dataset uses seed + i, so the seeds to try are `MAX_SIZE` apart. All seeds are below
 2**32.
 """
 
@@ -135,7 +135,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym(GeneratedTask):
-    """Problems of one dataset of reasoning_gym, such as chain_sum.
+    """Problems of one dataset of reasoning_gym, such as `chain_sum`.
 
     `options` are the dataset's options, such as `{min_terms = 2, max_terms = 3}`. The text
     `instruction` is appended to each prompt. The target is the answer that the dataset gives. The

@@ -60,8 +60,8 @@ def is_user_task(name: str) -> bool:
 def find_task(name: str, setting: str = "task.name") -> tuple[Callable[..., Task], dict[str, Any]]:
     """Return a task's constructor, and the options that the task's name implies.
 
-    A task name is a key of TASKS, a dataset of reasoning_gym such as `reasoning_gym:chain_sum`, or
-    the import path `my_package.module:function` of a user's task.
+    A task name is a key of `TASKS`, a dataset of reasoning_gym such as `reasoning_gym:chain_sum`,
+    or the import path `my_package.module:function` of a user's task.
 
     >>> find_task("reasoning_gym:chain_sum")[1]
     {'dataset': 'chain_sum'}
@@ -151,7 +151,7 @@ class UserTask(SplitTask):
 
 
 def _problem(prompt: Any) -> str | None:
-    """Return what is wrong with a prompt as text; None if the prompt is valid."""
+    """Return a text that says what is wrong with a prompt, or None if the prompt is valid."""
     if not isinstance(prompt, Prompt):
         return f"is of type {type(prompt).__name__}, not covey.Prompt"
     for name in ("id", "task", "target"):

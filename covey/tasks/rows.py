@@ -35,7 +35,7 @@ class BadRow(Exception):
 class RowReader:
     """Turns rows into prompts. The options define the meaning of each column.
 
-    - `prompt` names the column with the prompt, which is a text or a list of {role, content}
+    - `prompt` names the column with the prompt, which is a text or a list of `{role, content}`
       messages. By default, the prompt column is the first of `prompt`, `question` and `messages`
       that a row has.
     - `template` is a text that replaces the prompt column: every `{column}` in the template becomes
@@ -45,11 +45,11 @@ class RowReader:
       also stores the columns that no option uses.
     - `system` is the system message for prompts that contain no system message.
     - `instruction` is a text that is appended to each prompt.
-    - `only` maps the name of a column to its allowed values. Rows whose value is not allowed are
-      left out, and do not count as bad rows.
+    - `only` maps the name of a column to its allowed values. Rows with any other value in that
+      column are left out, and do not count as bad rows.
 
     By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out, and
-    `bad_rows` lists them by split.
+    `bad_rows` lists the bad rows of each split.
     """
 
     renamed_options: ClassVar[Mapping[str, str]] = {

@@ -18,7 +18,7 @@ THINK_THEN_ANSWER = (
     "Think it through between <think> and </think>, then give the final answer, and nothing else, "
     "between <answer> and </answer>."
 )
-"""The instruction for tasks whose reward reads the answer between <answer> tags."""
+"""The instruction for tasks whose reward reads the answer between `<answer>` tags."""
 
 MOST_PROMPTS = 10**9
 """Maximum number of prompts in the training or held-out split of a generated task."""
@@ -52,8 +52,8 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """In a mixture of tasks, the task of each prompt in the block that the mixture repeats. For
-        all other tasks, `block` is empty."""
+        """For a mixture of tasks, the task of each prompt in the block that the mixture repeats.
+        `block` is empty for a task that is not a mixture."""
 
     def __len__(self) -> int:
         return self.size

@@ -80,7 +80,7 @@ def adamw(
     keys: tuple[int, int],
     first_index: int = 0,
 ) -> None:
-    """Run an AdamW step on a GPU, with the arguments of covey.training.compact_adamw.adamw."""
+    """Run an AdamW step on a GPU; the arguments are those of `training.compact_adamw.adamw`."""
     count = weight.numel()
     _adamw[(triton.cdiv(count, BLOCK),)](
         weight, weight if low is None else low, grad, *moments, count, *keys, first_index, *numbers,

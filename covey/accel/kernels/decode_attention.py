@@ -4,13 +4,14 @@ When each sequence decodes one token, matrix products are small, and the operati
 take most of the time. One kernel therefore computes everything between the QKV projection and the
 output projection.
 
-A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows with the
-query heads of several sequences that share a prompt. The program reads the prompt's keys and values
-only once, for all of these sequences. After the prompt, the program reads the sequences'
-completions one after another. While the program reads one completion, it masks the rows of all
-other sequences. If there are few sequences with long completions, each sequence is split into
-parts. One Triton program processes each part. The program of part 0 combines the results of all
-parts. The result of a sequence never depends on the other sequences in the batch.
+A matrix product on tensor cores has at least 16 rows. A Triton program fills the 16 rows of a
+product with the query heads of several sequences that share a prompt. The program reads the
+prompt's keys and values only once for all sequences that share the prompt. After the prompt, the
+program reads the sequences' completions one after another. While the program reads one completion,
+it masks the rows of all other sequences. If there are few sequences with long completions, each
+sequence is split into parts. One Triton program processes each part. The program of part 0 combines
+the results of all parts. The result of a sequence never depends on the other sequences in the
+batch.
 
 A slot is the place of one sequence in the batch. The dimensions in tensor shapes are W (slots in
 use), S (all slots), P (prompts), H (heads), K (key-value heads), C (positions per page), B (pages),
@@ -31,34 +32,35 @@ from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
 """Minimum number of rows of a matrix product on tensor cores. If the query heads that share a key
-head fill fewer rows, the kernel adds padding rows."""
+head fill fewer rows than this minimum, the kernel adds padding rows."""
 LEAST = tl.constexpr(-1e30)
 """Initial value of a running maximum; it is finite, so that differences of maxima are never NaN."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Settings of a Triton program: positions per iteration, number of warps, number of stages. Large
-tiles (WIDE) are faster if few programs run, because each program then has many loads in flight.
-Small tiles (NARROW) are faster if many programs run. EXACT is for float32: the compiler unrolls
+tiles (`WIDE`) are faster if few programs run, because each program then has many loads in flight.
+Small tiles (`NARROW`) are faster if many programs run. `EXACT` is for float32: the compiler unrolls
 float32 products, so larger tiles would take four seconds to compile."""
 HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
 """Maps a minimum number of Triton programs (at head size 64) to the fastest tile settings on an
 H200."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
 """Maximum number of bytes of keys and values that a Triton program loads at the same time.
-STAGE_BYTES is the maximum in one pipeline stage. On Hopper and later GPUs, HOPPER_BYTES is the
+`STAGE_BYTES` is the maximum in one pipeline stage. On Hopper and later GPUs, `HOPPER_BYTES` is the
 maximum in all pipeline stages together. Large heads are read in smaller tiles, because larger tiles
 would not fit in a multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
-"""One Triton program handles several sequences if sequences * key heads is at least this number."""
+"""Minimum product of sequences and key heads at which one Triton program handles several
+sequences."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
-"""With fewer than SPLIT_PROGRAMS Triton programs, completions are split into parts of at least
-SPLIT_POSITIONS positions."""
+"""With fewer than `SPLIT_PROGRAMS` Triton programs, completions are split into parts of at least
+`SPLIT_POSITIONS` positions."""
 SMALLEST_HEAD = 32
 """The smallest head size for which the engine uses this kernel with 16-bit dtypes. Tensor cores
-also support a head size of 16. With a head size of 16 in bfloat16, the log-probs of engine and
+would support a head size of 16. With a head size of 16 in bfloat16, the log-probs of engine and
 trainer differed by 3.6 nats on an H200, although the kernel is correct in Triton's interpreter.
-With head sizes of 64 and 128, the log-probs differ only by rounding."""
+With head sizes of 64 and 128, the log-probs of engine and trainer differ only by rounding."""
 
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -116,8 +118,8 @@ def _rotated(
 ):
     """Load heads [rows, D] from the addresses `line`, normalize them and apply RoPE.
 
-    Return the first and the second half of each head as separate tensors, rounded once, to the
-    dtype in which the kernel multiplies matrices.
+    Return the first and the second half of each head as separate tensors. Their values are rounded
+    only once, to the dtype in which the kernel multiplies matrices.
     """
     half = tl.arange(0, size // 2)
     first = tl.load(line + half, mask=real, other=0.0).to(tl.float32)

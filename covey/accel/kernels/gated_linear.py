@@ -20,10 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 MOST_WEIGHTS = 4 * 2**20
-"""Up to this number of weights, this kernel is faster than a library's matrix product followed by a
-SwiGLU kernel. On an H200 with D = 576 and M = 1,536, this kernel took 4.9 to 9.4 microseconds, and
-the two separate kernels took 6.0 to 11.4 microseconds. With D = 1,536 and M = 8,960, this kernel
-took 25 microseconds, and the two separate kernels took 22 microseconds."""
+"""Maximum number of weights at which this kernel is faster than a library's matrix product followed
+by a SwiGLU kernel. On an H200 with D = 576 and M = 1,536, this kernel took 4.9 to 9.4 microseconds,
+and the two separate kernels took 6.0 to 11.4 microseconds. With D = 1,536 and M = 8,960, this
+kernel took 25 microseconds, and the two separate kernels took 22 microseconds."""
 FEW_TOKENS = 128
 FEW_EXACT = 16
 """Maximum number of tokens for this kernel in float32, which only parity checks use. The compiler

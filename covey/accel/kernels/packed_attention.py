@@ -1,9 +1,9 @@
 """Attention over packed rows for training: forward and backward kernels.
 
 Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
-all keys of the row (varlen_attention.py). The last queries of a row therefore see the most keys,
-and the first keys are seen by the most queries. Triton programs with the most work start first, so
-that all multiprocessors end at about the same time.
+all keys of the row (varlen_attention.py). Among the queries of a row, the last see the most keys,
+and among the keys of a row, the first are seen by the most queries. Triton programs with the most
+work start first, so that all multiprocessors end at about the same time.
 
 In the backward pass, one kernel computes the gradient of queries, and another kernel computes the
 gradients of keys and values. The kernel for keys and values sums gradients over the query heads
@@ -148,7 +148,7 @@ def _query_grad(
 ):  # fmt: skip
     """Compute the gradient of queries.
 
-    Also write `inner`: for each query, the dot product of output and output gradient.
+    The kernel also writes `inner`, the dot product of output and output gradient for each query.
     """
     head = tl.program_id(1)
     first, place, count, length = _bounds(query_starts, key_starts, tl.program_id(2))
@@ -370,8 +370,8 @@ def attention_backward(
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
     """Return the number of parts into which to divide the query heads that share a key head.
 
-    With few Triton programs, the GPU would wait for the slowest program. The function therefore
-    increases the number of parts until there are at least PROGRAMS Triton programs, or until each
+    With few Triton programs, the GPU would wait for the slowest program. To avoid this wait, the
+    number of parts is increased until there are at least `PROGRAMS` Triton programs, or until each
     part is a single query head.
     """
     programs = triton.cdiv(places, tile.keys) * key_heads

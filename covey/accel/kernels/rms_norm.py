@@ -24,7 +24,7 @@ PROGRAMS = 512
 """Maximum number of Triton programs in the backward pass, each of which sums the gradient of `gain`
 (the norm's weight) over its rows."""
 SHORT, MORE = 1024, 4
-"""For hidden sizes of at most SHORT, the number of programs is multiplied by MORE, because each
+"""For hidden sizes of at most `SHORT`, the number of programs is multiplied by `MORE`, because each
 program takes little time."""
 TILE = 2048
 """The number of elements that a Triton program processes at once."""
@@ -215,8 +215,8 @@ def add_norm_in_place(
 ) -> torch.Tensor:
     """Add `delta` to `hidden` [N, D] in place, and return the RMSNorm of the sum.
 
-    No gradient is recorded. The function is meant for few tokens, because it starts a Triton
-    program for each token.
+    The function records nothing for autograd. The function is meant for few tokens, because it
+    starts a Triton program for each token.
     """
     count, size = hidden.shape
     normed = torch.empty_like(hidden, dtype=gain.dtype)

@@ -39,7 +39,7 @@ def _attend(
 ):  # fmt: skip
     """Update a running softmax with positions `low` to `count` - 1; position 0 is at `begin`.
 
-    If `page` is not 0, keys and values are in pages of `page` positions each. Page p then begins at
+    If `page` is not 0, keys and values are in pages of `page` positions each, and page p begins at
     row `begin` + p * `stride`.
     """
     whole = tl.arange(0, room)

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from covey.accel.kernels.early_start import early_start
 
 BLOCK = 1024
-"""Number of columns that a Triton program processes; a row of up to 2 * BLOCK columns takes only
+"""Number of columns that a Triton program processes; a row of up to 2 * `BLOCK` columns takes only
 one program."""
 
 
@@ -77,9 +77,10 @@ def silu_mul_backward(
 ) -> torch.Tensor:
     """Return gradients of `gate` and `up` in [N, 2 M]; write silu(gate) * up to `product`.
 
-    The gradient of the down projection's weight needs silu(gate) * up, which this kernel recomputes
-    at no extra cost, so that the forward pass need not save it. `product` may be the same tensor as
-    `product_grad`, because the kernel reads each gradient before it writes.
+    The gradient of the down projection's weight needs silu(gate) * up. This kernel recomputes
+    silu(gate) * up at no extra cost, so that the forward pass need not save the product. `product`
+    may be the same tensor as `product_grad`, because the kernel reads each gradient before it
+    writes.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

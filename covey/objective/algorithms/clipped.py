@@ -70,9 +70,10 @@ def dapo(
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
-    `dapo` is only the loss of DAPO, with its clip range and its mean over tokens. DAPO's dynamic
-    sampling (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and soft overlong
-    punishment (length_penalty.name = "soft") are separate settings for any algorithm.
+    `dapo` is only the loss of DAPO, with its clip range and its mean over tokens. The other parts
+    of DAPO are separate settings for any algorithm: dynamic sampling (`filter.dynamic_sampling`),
+    overlong filtering (`filter.mask_truncated`) and soft overlong punishment (`length_penalty.name
+    = "soft"`).
 
     Choice: the loss is a mean over all tokens of the optimizer step, as in the authors' released
     code. Equation 8 of the paper first averages over the tokens of each group (`aggregation =

@@ -29,9 +29,9 @@ def opd(*, task: float = 0.0) -> Objective:
     sampled token is part of the advantage. The teacher may run on a server that returns only the
     sampled token's log-probability.
 
-    Choice: the student's log-probability is old_logp, which does not change between the optimizer
+    Choice: the student's log-probability is `old_logp`, which does not change between the optimizer
     steps of a batch. Other libraries take the student's log-probability from the engine or from the
-    current policy. On policy, old_logp equals the log-probabilities of the engine and of the
+    current policy. On policy, `old_logp` equals the log-probabilities of the engine and of the
     current policy.
     """
     return Objective(

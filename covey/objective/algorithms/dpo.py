@@ -29,10 +29,11 @@ def dpo() -> Objective:
         loss = - 1/pairs sum log sigmoid(beta D)
 
     The chosen completion has the highest reward of its group, and the rejected completion has the
-    lowest. Covey does not train on the other completions of the group. Among completions with equal
-    rewards, Covey takes the shortest. Among equally short completions, Covey takes the first. A
-    group whose rewards are all equal has no pair, and the metric `pairs/ties` counts such groups.
-    With the configuration section [preferences], Covey reads pairs from a file.
+    lowest. Covey does not train on completions that are not in a pair. If several completions of a
+    group share the highest or the lowest reward, Covey takes the shortest of them for the pair.
+    Among equally short completions, Covey takes the first. A group whose rewards are all equal has
+    no pair, and the metric `pairs/ties` counts such groups. With the configuration section
+    [preferences], Covey reads pairs from a file.
 
     The two completions of a pair may be in different micro-batches or on different ranks. Before
     each optimizer step, one more forward pass computes the margin D of all pairs in the step.
@@ -43,7 +44,8 @@ def dpo() -> Objective:
 
     Worth knowing: if policy and reference agree, the gradient equals the gradient of REINFORCE with
     advantages of beta / 2 and -beta / 2. DPO has no importance ratio, so it does not correct for
-    stale pairs. TRL's online DPO also makes pairs from completions with equal rewards.
+    stale pairs. Unlike Covey, TRL's online DPO makes pairs even from completions with equal
+    rewards.
     """
     return _of_pairs(pairs.logistic)
 
@@ -59,8 +61,8 @@ def ipo() -> Objective:
     the loss of `ipo` moves D towards 1 / (2 beta). With `ipo`, the policy stays near the reference,
     even if it already prefers the chosen completion in every pair.
 
-    Choice: the margin D uses means over tokens. TRL's DPO trainer also uses means, after TRL's
-    developers consulted the authors of IPO. The paper's formula and OpenRLHF use sums, as Covey
-    does with `average = false`.
+    Choice: the margin D uses means over tokens. TRL's DPO trainer uses means over tokens too,
+    because TRL's developers consulted the authors of IPO. The paper's formula and OpenRLHF use
+    sums, as Covey does with `average = false`.
     """
     return _of_pairs(pairs.squared)

@@ -20,12 +20,12 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
         loss   = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     A part of the reward with a small spread has the same influence as a part with a large spread.
-    The weights in part_weights multiply advantages, not rewards, so scaling a part of the reward
-    does not change its influence. The option `gate` is the index of the gating part. If the gating
-    part of a completion's reward is below `gate_at`, all other parts count as 0 (equation 8). In a
-    configuration, `parts` lists the names of the reward parts to use, in the same order as
-    part_weights. Without `parts`, `gdpo` uses every number that the reward function reports, even
-    numbers that are not meant as rewards.
+    The weights in `part_weights` multiply advantages, not rewards, so scaling a part of the reward
+    does not change the influence of this part. The option `gate` is the index of the gating part.
+    If the gating part of a completion's reward is below `gate_at`, all other parts count as 0
+    (equation 8). In a configuration, `parts` lists the names of the reward parts to use, in the
+    same order as `part_weights`. Without `parts`, `gdpo` uses every number that the reward function
+    reports, even numbers that are not meant as rewards.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
     TRL. In verl, the summed advantages are standardized over tokens, so long completions count
@@ -110,10 +110,11 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The token count T includes all completions, as in equation 2 of the paper. TRL's GFPO counted
-    only the tokens of kept completions. With `filter.skip_zero_gradient`, completions that are not
-    kept need no forward pass. The default of ddof is 1, as in `grpo`, but the paper uses 0.
-    Training on half of each group (4 of 8 completions) is a good default.
+    The token count T includes all completions, as in equation 2 of the paper. In TRL's
+    implementation of GFPO, the token count T included only the tokens of kept completions. With
+    `filter.skip_zero_gradient`, completions that are not kept need no forward pass. The default of
+    `ddof` is 1, as in `grpo`, but the paper uses 0. Training on half of each group (4 of 8
+    completions) is a good default.
 
     Worth knowing: if the `keep` shortest completions of a group are all wrong, the group has no
     gradient, even if longer completions are correct. If `keep` is at least the group size, `gfpo`
@@ -138,10 +139,10 @@ def scalerl() -> Objective:
     completions the standard deviation is computed. Covey computes the standard deviation over all
     completions of mixed groups.
 
-    The ScaleRL recipe contains more than the loss. The ScaleRL recipe also drops groups with equal
-    rewards without sampling replacements (filter.drop_flat). The ScaleRL recipe stops drawing
-    prompts that the policy already solves (curriculum), and runs the LM head in float32 in the
-    engine and in the trainer.
+    The ScaleRL recipe contains more than the loss. In the recipe, groups with equal rewards are
+    dropped without replacement (`filter.drop_flat`), and prompts that the policy already solves are
+    no longer drawn (`curriculum.drop_above`). The recipe runs the LM head in float32 in the engine
+    and in the trainer.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

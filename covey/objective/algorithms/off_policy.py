@@ -51,10 +51,10 @@ def m2po() -> Objective:
         drop the largest (log r)^2 of H until the mean of the rest is at most tau
         loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
 
-    `m2po` drops a few outlier tokens, which still count in the token count T. All other tokens get
-    unclipped importance weights. Covey chooses the outliers over a whole optimizer step, at the
-    cost of one more forward pass. The authors' code chooses outliers per micro-batch, clips ratios,
-    and bounds a different mean.
+    `m2po` drops a few outlier tokens, which still count in the token count T. Tokens that are not
+    dropped get unclipped importance weights. Covey chooses the outliers over a whole optimizer
+    step, at the cost of one more forward pass. The authors' code chooses outliers per micro-batch,
+    clips ratios, and bounds a mean other than the mean of (log r)^2 over H.
 
     Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
     and without a clip.

@@ -23,19 +23,19 @@ def ppo() -> Objective:
     last trained token. V_t is the critic's value before token t, computed at the start of the
     training step. After the last token of a completion, the value V is 0, even if the completion
     was truncated. The critic's target is U = A + V, where A is not whitened and is computed with
-    `value_lam` instead of lam. The critic is a separate model with its own optimizer, set in the
+    `value_lam` instead of `lam`. The critic is a separate model with its own optimizer, set in the
     configuration section [critic].
 
     PPO does not compare the completions of a group, so a prompt may have any number of completions.
 
-    Choices: value_lam is 1, so the critic's targets are the returns, as in VC-PPO (arXiv
-    2503.01491). TRL and verl use lam for both the advantages and the targets. The KL penalty is
-    part of the reward, as usual in RLHF, and is estimated with k1. A completion that could not be
-    scored is left out of every loss, and its tokens do not count in any denominator.
+    Choices: the default of `value_lam` is 1, so the critic's targets are the returns, as in VC-PPO
+    (arXiv 2503.01491). TRL and verl use `lam` for both the advantages and the targets. The KL
+    penalty is part of the reward, as usual in RLHF, and is estimated with k1. A completion that
+    could not be scored is left out of every loss, and its tokens do not count in any denominator.
 
-    Worth knowing: with lam = 1 and without whitening, the advantage equals the reward if the critic
-    always predicts 0. With lam = 1 and a critic that always predicts the group's mean reward, the
-    advantage equals the advantage of Dr.GRPO.
+    Worth knowing: with `lam = 1` and without whitening, the advantage equals the reward if the
+    critic always predicts 0. With `lam = 1` and a critic that always predicts the group's mean
+    reward, the advantage equals the advantage of Dr.GRPO.
     """
     return Objective(
         advantage=critic.over_values,

@@ -129,8 +129,8 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
     takes the arithmetic mean (`mean = "arithmetic"`). Clip bounds of 0.2 and 0.28 have practically
     no effect on the geometric mean. Entropies are summed over the group, as in the paper's
     equations. The paper's runs sum entropies over the batch (`scope = "batch"`). In the factor 1/H,
-    an entropy H below entropy_floor is replaced by entropy_floor. A completion is correct if the
-    reward function calls it a success.
+    an entropy H below `entropy_floor` is replaced by `entropy_floor`. A completion is correct if
+    the reward function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
     In the paper's runs, dynamic sampling drops groups that are all correct or all wrong.

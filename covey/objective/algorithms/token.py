@@ -35,8 +35,8 @@ def gtpo() -> Objective:
 
     By default, `gtpo` sums entropies over the group, as in the paper's equations. The paper's
     experiments sum entropies over the batch (`scope = "batch"`). In the factor 1/H, an entropy H
-    below entropy_floor is replaced by entropy_floor. A completion is correct if the reward function
-    calls it a success.
+    below `entropy_floor` is replaced by `entropy_floor`. A completion is correct if the reward
+    function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
     In the paper's runs, dynamic sampling drops groups that are all correct or all wrong.

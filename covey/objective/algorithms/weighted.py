@@ -15,11 +15,11 @@ def cispo() -> Objective:
 
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
 
-    Every token keeps its gradient, but its importance weight is bounded. The bounds min_weight and
-    max_weight are values of the ratio, not distances from 1. The paper and verl write the upper
-    bound as 1 + eps_high, and TRL writes it as eps_high. The paper gives no value for the upper
-    bound, so the default max_weight of 5 is taken from ScaleRL. In the paper, the importance weight
-    has no lower bound.
+    Every token keeps its gradient, but its importance weight is bounded. The bounds `min_weight`
+    and `max_weight` are values of the ratio, not distances from 1. The paper and verl write the
+    upper bound as 1 + eps_high, and TRL writes it as eps_high. The paper gives no value for the
+    upper bound, so the default `max_weight` of 5 is taken from ScaleRL. In the paper, the
+    importance weight has no lower bound.
     """
     return Objective(
         advantage=advantage.group_standardized,

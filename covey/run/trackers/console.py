@@ -195,7 +195,7 @@ def console_tracker(run: RunFolder, console: Console) -> ConsoleTracker:
 
 
 def before_and_after(run: RunFolder) -> Table | None:
-    """Return a table of the first and last evaluation, or None with fewer than two evaluations."""
+    """Return a table of the first and last evaluation, or None if there are fewer than two."""
     evaluations = run.evaluations()
     if len(evaluations) < 2:
         return None

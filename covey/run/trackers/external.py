@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 SHOWN = 8
-"""A table shows at most SHOWN completions with the highest rewards, and at most SHOWN completions
-with the lowest rewards."""
+"""Maximum number of completions with the highest rewards, and of completions with the lowest
+rewards, in a table."""
 LONGEST = 4000
-"""Maximum number of characters of a text in a table. The run folder contains the whole texts."""
+"""Maximum number of characters of a text in a table. The run folder contains the complete texts."""
 COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
 PROJECT = "covey"
 SAVED_BYTES = 255
@@ -58,7 +58,8 @@ class ExternalTracker(Tracker):
         """Log completions as a table with the columns `COLUMNS`; in the base class, do nothing."""
 
     def is_new(self, event: str, step: int) -> bool:
-        """Return False if the event was already logged for this step, as after a resume."""
+        """Return False if this event was already logged for this step before the run was
+        resumed."""
         return True
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
@@ -75,7 +76,8 @@ class ExternalTracker(Tracker):
         self._log("evaluation", step, finite_numbers(row))
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log completions with the highest and lowest rewards every save.samples_every steps."""
+        """Every `save.samples_every` steps, log the completions with the highest and lowest
+        rewards."""
         every = self.samples_every
         due = bool(every) and (step == 1 or step % every == 0)
         if name == "rollouts" and due and self.is_new("table", step):
@@ -89,9 +91,9 @@ class ExternalTracker(Tracker):
 class RememberingTracker(ExternalTracker):
     """A tracker for append-only logs, such as W&B, which logs no step twice.
 
-    A resumed run repeats the steps after its checkpoint, with the same numbers. The file NAME.json
-    in the run folder, such as wandb.json, therefore stores the package's run id and the last logged
-    steps.
+    A resumed run repeats the steps after its checkpoint, with the same numbers. To log no step
+    twice, the tracker stores the package's run id and the last logged steps in the run folder, in a
+    file NAME.json such as wandb.json.
     """
 
     name: str
@@ -116,7 +118,7 @@ class RememberingTracker(ExternalTracker):
         return True
 
     def remember(self) -> None:
-        """Save the last logged step of each event in NAME.json, after each log entry.
+        """Save the last logged step of each event in the file NAME.json, after each log entry.
 
         A single write overwrites the file in place. On some file systems, replacing the file by a
         rename would wait for the disk.

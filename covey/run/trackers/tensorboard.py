@@ -10,12 +10,13 @@ from covey.run.trackers.external import COLUMNS, ExternalTracker
 
 
 class TensorBoardTracker(ExternalTracker):
-    """Writes metrics as scalars, in single precision, and completions as text."""
+    """Writes metrics as single-precision scalars, and completions as text."""
 
     writer: Any = None
 
     def open(self, done: int) -> None:
-        """Open a new event file, which makes earlier events of repeated steps obsolete."""
+        """Open a new event file, which tells TensorBoard to discard the old events of repeated
+        steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(self.run.path / "tensorboard")
@@ -23,7 +24,8 @@ class TensorBoardTracker(ExternalTracker):
         self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Write all scalars in one event, in the old format that all readers support."""
+        """Write all scalars in one event, in TensorBoard's older format, which all readers
+        support."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
