@@ -106,7 +106,7 @@ def waiting(text: str) -> Iterator[Say]:
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
-    """Return the `key=value` overrides of --set, and --model as an override of model.path."""
+    """Return the `key=value` overrides of --set, and --model as an override of `model.path`."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 

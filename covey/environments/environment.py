@@ -85,7 +85,7 @@ environment has `quick = True`."""
 def prepare(factory: Factory) -> None:
     """Load the data that all episodes of an environment class share, once in each process.
 
-    To load the data, call the class method `prepare` of the environment class, if it has one.
+    To load the data, call the class method `prepare`, if the environment class has this method.
     """
     kind = getattr(factory, "func", factory)
     if hasattr(kind, "prepare"):
@@ -95,8 +95,8 @@ def prepare(factory: Factory) -> None:
 def is_quick(factory: Factory) -> bool:
     """Return whether an environment declares with `quick = True` that it is fast and never crashes.
 
-    Environments with `quick = True` run in this process. All other environments run in worker
-    processes with limits on time and memory.
+    Environments with `quick = True` run in this process. Environments without `quick = True` run in
+    worker processes with limits on time and memory.
     """
     made = getattr(factory, "func", factory)
     return bool(getattr(made, "quick", False))

@@ -265,7 +265,7 @@ class Judge(Reward):
         return complete_chat(self.base_url, self._key(), body, policy)
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
-        """Return the messages for the judge, and the number of sentences replaced as appeals."""
+        """Return the messages for the judge, and the number of replaced sentences."""
         # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]

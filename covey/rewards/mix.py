@@ -36,8 +36,7 @@ class Mix(Reward):
       weighted mean of the parts. If the format of a correct completion is wrong, the weighted mean
       includes only the part `format`.
     - An incorrect completion scores in the lower half of the reward range, in proportion to the
-      weighted mean of the accuracy, the judges and, if `gated`, the format. All other reward parts
-      of an incorrect completion are ignored.
+      weighted mean of only these parts: the accuracy, the judges and, if `gated`, the format.
     - A completion without a final answer gets the lowest reward. An incorrect completion that is
       gibberish also gets the lowest reward.
     """

@@ -3,8 +3,7 @@
 Each arm takes the settings that the user gave for all arms, and overrides some of them. Default
 values are filled in after the overrides, so an arm with another algorithm gets the defaults of its
 own algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
-measured in the same way. Even an arm that trains on another reward is evaluated with the common
-reward.
+measured in the same way. Even an arm that overrides the reward is evaluated with the common reward.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from covey.objective import algorithm
 from covey.training.resolve import resolve
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
-"""Settings that no arm may change. An arm that needs other seeds can add an offset, such as
-`seed+=1000`."""
+"""Settings that no arm may change. To train with different seeds than the other arms, an arm can
+add an offset, such as `seed+=1000`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """Settings, or whole sections, that affect the rollouts of the first step."""
 NOT_SAMPLING = (
@@ -189,8 +188,8 @@ def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
 
     The returned dict maps each option to the user's value and the default of the arm's algorithm.
     For example, `--algorithms gspo` keeps the clip range of a GRPO recipe, although this range is
-    hundreds of times wider than GSPO's default. An option is omitted if the recipe's and the arm's
-    algorithm have the same default for it.
+    hundreds of times wider than GSPO's default. An option is omitted if its default is the same in
+    the recipe's algorithm and in the arm's algorithm.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:

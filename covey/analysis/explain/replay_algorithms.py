@@ -270,7 +270,7 @@ class Member:
 
     name: str
     factor: float
-    """The algorithm's token gradients divided by those of the group's first algorithm."""
+    """The ratio of this algorithm's token gradients to the first algorithm's token gradients."""
     identical: bool
     """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
@@ -288,7 +288,7 @@ class Family:
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return the factor c > 0 with `slopes = c * of` up to rounding, or None if there is none.
+    """Return the factor c > 0 with `slopes = c * of` up to rounding, or None if no such c exists.
 
     Return 1 if `slopes` and `of` are both 0, and None if only one of these vectors is 0.
     """

@@ -100,7 +100,7 @@ def paired(one: Sequence[Group], other: Sequence[Group]) -> list[tuple[Rollout, 
 
 
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
-    """Return a mask [B, T] of the first tokens that both rollouts of each pair have in common."""
+    """Return a mask [B, T] of the tokens before the point where the rollouts of a pair differ."""
     mask = torch.zeros_like(like.mask)
     for row, (a, b) in enumerate(paired(one, other)):
         tokens = zip(a.tokens, b.tokens, strict=False)

@@ -23,8 +23,8 @@ class Finding:
     """A warning or note about a configuration, with a remedy."""
 
     kind: Kind
-    """The kind `same` means that algorithms with different names train in the same way, `idle` that
-    a setting has no effect, and `risk` that a setting may harm the run."""
+    """The kind `same` means that algorithms with different names train in the same way, `idle`
+    means that a setting has no effect, and `risk` means that a setting may harm the run."""
     title: str
     """The finding in one line, with settings and their values."""
     why: str
