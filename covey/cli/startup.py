@@ -113,8 +113,8 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
     """Return `source`; if `source` is None, return the name of the default recipe or None.
 
-    The default recipe is returned only for the recipe's own model and task, because its learning
-    rate and lengths do not suit other models and tasks.
+    The default recipe is returned only for the recipe's own model and task, because the recipe's
+    learning rate and lengths do not suit other models and tasks.
     """
     if source is not None:
         return source

@@ -10,7 +10,7 @@ add to the prompt. The class may have a method `get_reward`. All public methods 
   order.
 - If `reset` returns images, Covey raises an error.
 - If `reset` has a parameter `seed`, Covey passes the same seed to all rollouts of a group. A
-  resumed run does not reproduce random numbers that the class draws without this seed.
+  resumed run does not reproduce random numbers that the class draws without the parameter `seed`.
 """
 
 from __future__ import annotations

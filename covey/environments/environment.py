@@ -45,7 +45,8 @@ class Start:
 class Step:
     """The environment's reply to a message of the policy.
 
-    `Environment.step` may also return only the messages, or None to end the episode.
+    Instead of a `Step`, `Environment.step` may return only the messages, or None to end the
+    episode.
     """
 
     messages: Sequence[Message] = ()
@@ -73,7 +74,7 @@ class Environment(Protocol):
 
         The message has `role`, `content` and, if the text has tool calls, `tool_calls`. Each tool
         call has the format of chat templates, with `name` and `arguments` inside `function`. A tool
-        call that cannot be parsed also has an `error` with the reason.
+        call that cannot be parsed has the key `error`, which contains the reason.
         """
 
 

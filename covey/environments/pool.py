@@ -222,7 +222,7 @@ class ProcessHost:
         """Handle the death of a worker process.
 
         If one command was running, its episode ends with an error. If several commands were
-        running, retry them one at a time.
+        running, Covey retries these commands one at a time.
         """
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)

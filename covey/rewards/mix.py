@@ -37,8 +37,8 @@ class Mix(Reward):
       includes only the part `format`.
     - An incorrect completion scores in the lower half of the reward range, in proportion to the
       weighted mean of only these parts: the accuracy, the judges and, if `gated`, the format.
-    - A completion without a final answer gets the lowest reward. An incorrect completion that is
-      gibberish also gets the lowest reward.
+    - A completion without a final answer, or an incorrect completion that is gibberish, gets the
+      lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -149,7 +149,7 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return the reward of a completion with `correct_first`.
+        """Return the reward of a completion if `correct_first` is true.
 
         A success gets a reward in the upper half of the reward range, and a failure gets a reward
         in the lower half.

@@ -91,7 +91,7 @@ class PairResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """The final evaluations of two arms, on the seeds and prompts that both arms have."""
+    """The final evaluations of two arms, on the seeds and prompts that the arms have in common."""
 
     first: str
     second: str

@@ -2,10 +2,10 @@
 
 Before the first optimizer step, all runs of a seed have the same weights, prompts and random
 numbers. All runs of a seed should therefore sample the same completions in the first step. On a
-GPU, however, rounding errors could make the completions of these runs differ. The first run that
-needs the completions generates and stores them. The other runs read the stored completions. The
-name of each file contains a digest of all settings that determine the completions in the file. A
-run therefore never reads completions that were generated with different settings.
+GPU, however, rounding errors could make the completions of these runs differ. The completions are
+generated and stored by the first run that needs them. All later runs read the stored completions.
+The name of each file contains a digest of all settings that determine the completions in the file.
+A run therefore never reads completions that were generated with different settings.
 """
 
 from __future__ import annotations

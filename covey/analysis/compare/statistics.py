@@ -106,9 +106,9 @@ def _quantile(freedom: int) -> float:
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     """Return the mean accuracy, and the lower and the upper bound of its confidence interval.
 
-    `values` [..., seeds, prompts] contains the accuracies of at least two seeds. The bounds are
-    those of Wilson's interval, which stays within [0, 1] and never has width 0. The sample size of
-    the interval is the number of independent completions that would give the same standard error.
+    `values` [..., seeds, prompts] contains the accuracies of at least two seeds. The bounds come
+    from Wilson's interval, which stays within [0, 1] and never has width 0. The sample size of the
+    interval is the number of independent completions that would give the same standard error.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)

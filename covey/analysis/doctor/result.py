@@ -91,7 +91,7 @@ class Pace:
     def resume(self) -> float:
         """The seconds of the resume check, which trains three steps in two runs.
 
-        Writing a checkpoint takes about as long as loading the model, and is counted as a load.
+        Writing a checkpoint takes about as long as loading the model, and is counted as one load.
         """
         return 3 * (self.rollout + self.update) + 5 * self.load
 

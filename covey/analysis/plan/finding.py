@@ -104,7 +104,7 @@ class Setup:
         return function_of(self.objective.surrogate)
 
     def option(self, name: str, otherwise: Any = None) -> Any:
-        """Return the value of an option in [objective], or `otherwise` if it is not set."""
+        """Return the value of an option in [objective], or `otherwise` if the option is not set."""
         return self.config.objective.options.get(name, otherwise)
 
 

@@ -1,8 +1,9 @@
 """Computes the sizes of a model from its configuration, without reading weights.
 
 For models of the common decoder families, config.json determines all sizes. Covey builds models of
-other families on torch's meta device, where tensors have shapes but no memory. Building a model on
-the meta device takes seconds longer, because it imports torch and the model code of transformers.
+less common families on torch's meta device, where tensors have shapes but no memory. Building a
+model on the meta device takes several seconds, because Covey then imports torch and the model code
+of transformers.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Module(NamedTuple):
     parameters: int
     """The number of parameters of the module and its submodules; tied weights are counted once."""
     weight: tuple[int, ...] = ()
-    """The shape of a linear layer's weight; empty for other modules."""
+    """The shape of a linear layer's weight; empty for modules that are not linear layers."""
 
 
 def source_of(path: str) -> tuple[str, dict[str, str]]:
