@@ -200,7 +200,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio with the same gradient as the objective's ratio if all ratios are
+    """Return the simplest ratio whose gradient equals that of the objective's ratio when ratios are
     1.
 
     The result also contains the token weights, because a simpler ratio may need different token
