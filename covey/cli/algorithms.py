@@ -1,4 +1,4 @@
-"""`covey algorithms`: list all algorithms, or describe the formula and options of one."""
+"""`covey algorithms`: list all algorithms, or describe the formula and options of one algorithm."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 Results = Sequence[tuple[str, "Evaluation"]]
-"""Pairs of a model's path and its evaluation, for one or two models."""
+"""Pairs of a model path and the model's evaluation, for one or two models."""
 SHOWN = 5
 """The maximum number of prompt ids in the terminal output; --json and --out list all ids."""
 
@@ -138,7 +138,7 @@ def eval_command(
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
-    """Return the configuration of an evaluation, with the evaluated model as model.path."""
+    """Return the configuration of an evaluation, with the evaluated model as `model.path`."""
     run = run_around(Path(target))
     if run is not None:
         tell_edited(RunFolder(run))

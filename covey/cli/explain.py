@@ -312,7 +312,7 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
 
 
 def _style(token: ExplainedToken, largest: float) -> str:
-    """Return the color of a token: green if the step makes it more likely, red if less likely."""
+    """Return the color of a token: green if its probability increases, red if it decreases."""
     if not token.gradient:
         return "dim"
     strength = abs(token.gradient) / largest

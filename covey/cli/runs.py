@@ -51,7 +51,8 @@ class _Runs(TyperGroup):
     """The commands of `covey runs`; `covey runs FOLDER` means `covey runs show FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `show` before the arguments, unless they start with a command or --help."""
+        """Insert `show` before the arguments, unless the arguments start with a command or
+        --help."""
         named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named else [SHOW, *args])
 

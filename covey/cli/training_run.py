@@ -61,8 +61,8 @@ def train_run(
     """Train with RL or SFT, print the results, and exit.
 
     `opened_run` describes `target`. If Ray starts the ranks, each rank gets the command-line
-    `arguments`. `source` is the configuration file or recipe of a new run; if it is None, print the
-    most important defaults. `not_own` contains the settings that --smoke changed.
+    `arguments`. `source` is the configuration file or recipe of a new run. If `source` is None,
+    print the most important defaults. `not_own` contains the settings that --smoke changed.
     """
     _start_ranks(config, arguments)
     from covey.analysis.start_notes import console_with_notes
@@ -142,7 +142,7 @@ def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
 def _verify(run: RunFolder) -> None:
     """Repeat the steps before the newest checkpoint, and compare the weights with the checkpoint.
 
-    Raise RunError if the weights differ.
+    Raise RunError if the weights differ from the checkpoint.
     """
     with waiting("computing the last saved step again"):
         from covey.analysis.verify.recompute import recomputed
@@ -154,7 +154,7 @@ def _verify(run: RunFolder) -> None:
 
 
 def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:
-    """Raise an error for --step or --verify without --resume, or a run folder that has files."""
+    """Raise an error if a new run is given --step, --verify or a run folder with files."""
     if verify:
         raise ConfigError(
             "--verify needs --resume RUN, because a new run has no checkpoint to verify"

@@ -133,8 +133,8 @@ def from_script(text: str, name: str = "script.py") -> Ported:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The first setting that depends on the option is always returned. Any other setting is returned
-    only if its value in `settings` is nonzero.
+    The first setting that depends on the option is always returned. Each further setting that
+    depends on the option is returned only if its value in `settings` is nonzero.
     """
     depends = _depends(option)
     further = (*depends[1:], *COMPUTED.get(option, ()))
@@ -142,7 +142,7 @@ def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _trainer(call: ast.Call, known: Values) -> Ported:
-    """Return model.path from a GRPOTrainer call, and notes about the call's other arguments."""
+    """Return `model.path` from a GRPOTrainer call, and notes about the call's other arguments."""
     values = {keyword.arg: keyword.value for keyword in call.keywords}
     settings, notes = {}, []
     model = values.get("model", call.args[0] if call.args else None)
@@ -279,7 +279,7 @@ def _rhythm(options: Mapping[str, Any], updates: int) -> tuple[Settings, list[st
     """Convert options that count optimizer steps to settings that count training steps.
 
     A training step takes `updates` optimizer steps. `warmup_steps` and `ref_model_sync_steps` are
-    not converted, because Covey also counts them in optimizer steps.
+    not converted, because Covey, like TRL, counts them in optimizer steps.
     """
     evaluates, settings, notes = options["eval_strategy"] == "steps", {}, []
     counts = {

@@ -143,7 +143,7 @@ def _train_call(tree: ast.Module, trainer: ast.Call, config: str) -> list[str]:
 
 
 def _rewards(tree: ast.Module, functions: ast.expr) -> str:
-    """Return the code of the argument `rewards`, with weights if reward_weights is a list."""
+    """Return the code of the argument `rewards`, with weights if `reward_weights` is a list."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     keywords = [k for call in calls if called(call) == "GRPOConfig" for k in call.keywords]
     weights = next((k.value for k in keywords if k.arg == "reward_weights"), None)

@@ -18,7 +18,8 @@ finish reason `error` and without a reward.
 Most environments are subclasses of `ToolEnvironment` (tool_environment.py). The policy calls the
 public methods of a `ToolEnvironment` as tools. Covey derives the JSON schema of a tool from the
 type hints and the docstring of its method. In a `ToolEnvironment`, a message without tool calls
-ends the episode, and the policy sees an exception in a tool as an error message.
+ends the episode. If a tool of a `ToolEnvironment` raises an exception, the policy sees the
+exception as an error message.
 
 To add an environment to the package, write its class and add it to ENVIRONMENTS (registry.py). The
 modules models/conversation.py and rollout/episode.py handle chat templates, tokens and masks.

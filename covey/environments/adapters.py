@@ -2,7 +2,7 @@
 
 An environment class for TRL's `environment_factory` has `reset(**row)`, which may return a text to
 add to the prompt. The class may have a method `get_reward`. All public methods of the class except
-`reset` and `get_reward` are tools. Covey differs from TRL:
+`reset` and `get_reward` are tools. Covey and TRL handle environment classes differently:
 
 - Covey makes a new instance for each rollout. TRL reuses instances, and calls `reset` before each
   rollout.
@@ -10,7 +10,7 @@ add to the prompt. The class may have a method `get_reward`. All public methods 
   order.
 - If `reset` returns images, Covey raises an error.
 - If `reset` has a parameter `seed`, Covey passes the same seed to all rollouts of a group. A
-  resumed run does not reproduce random numbers that the class draws without this seed.
+  resumed run does not reproduce random numbers that the class draws without the parameter `seed`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from covey.types import Prompt
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a TRL-style environment class in an adapter.
 
-    Return functions, and classes that have Covey's interface, without a wrapper. A class has
-    Covey's interface if it has a method `step`, and a method `reset` with a parameter `seed`.
+    Functions, and classes that have Covey's interface, are returned unchanged. A class has Covey's
+    interface if it has a method `step`, and a method `reset` with a parameter `seed`.
     """
     if not inspect.isclass(kind):
         return kind

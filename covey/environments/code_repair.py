@@ -40,10 +40,11 @@ class CodeRepair(ToolEnvironment):
     """An environment with tools to edit a program and to test it up to `max_rounds` times.
 
     The main part of the reward is 0.75 times the fraction of all tests that the final program
-    passes. A program that passes all tests also gets two bonuses of up to 0.125. The bonus for few
-    edits is 0.125 for up to `expected_edits` edits, and falls linearly to 0 at twice as many edits.
-    The bonus for few test rounds falls by 0.125 / `max_rounds` with each round after the first. A
-    correct program therefore gets a reward of at least 0.75, and an incorrect program gets less.
+    passes. A program that passes all tests additionally gets two bonuses of up to 0.125 each. The
+    bonus for few edits is 0.125 for up to `expected_edits` edits, and falls linearly to 0 at twice
+    as many edits. The bonus for few test rounds falls by 0.125 / `max_rounds` with each round after
+    the first. A correct program therefore gets a reward of at least 0.75, and an incorrect program
+    gets less.
     """
 
     def __init__(

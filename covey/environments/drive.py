@@ -1,7 +1,7 @@
 """Runs an episode: calls an environment, and converts results and errors to a `Reply`.
 
-Environments with `quick = True` run in the process that makes the rollouts. All other environments
-run in worker processes.
+Environments with `quick = True` run in the process that makes the rollouts. Environments without
+`quick = True` run in worker processes.
 """
 
 from __future__ import annotations

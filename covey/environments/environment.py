@@ -45,7 +45,8 @@ class Start:
 class Step:
     """The environment's reply to a message of the policy.
 
-    `Environment.step` may also return only the messages, or None to end the episode.
+    Instead of a `Step`, `Environment.step` may return only the messages, or None to end the
+    episode.
     """
 
     messages: Sequence[Message] = ()
@@ -73,7 +74,7 @@ class Environment(Protocol):
 
         The message has `role`, `content` and, if the text has tool calls, `tool_calls`. Each tool
         call has the format of chat templates, with `name` and `arguments` inside `function`. A tool
-        call that cannot be parsed also has an `error` with the reason.
+        call that cannot be parsed has the key `error`, which contains the reason.
         """
 
 
@@ -85,7 +86,7 @@ environment has `quick = True`."""
 def prepare(factory: Factory) -> None:
     """Load the data that all episodes of an environment class share, once in each process.
 
-    To load the data, call the class method `prepare` of the environment class, if it has one.
+    To load the data, call the class method `prepare`, if the environment class has this method.
     """
     kind = getattr(factory, "func", factory)
     if hasattr(kind, "prepare"):
@@ -95,8 +96,8 @@ def prepare(factory: Factory) -> None:
 def is_quick(factory: Factory) -> bool:
     """Return whether an environment declares with `quick = True` that it is fast and never crashes.
 
-    Environments with `quick = True` run in this process. All other environments run in worker
-    processes with limits on time and memory.
+    Environments with `quick = True` run in this process. Environments without `quick = True` run in
+    worker processes with limits on time and memory.
     """
     made = getattr(factory, "func", factory)
     return bool(getattr(made, "quick", False))

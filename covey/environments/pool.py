@@ -2,8 +2,8 @@
 
 Each process runs many episodes at the same time, and runs each step of an episode in a thread. An
 episode is determined by the prompt, the seed and the policy's messages. If a worker process dies or
-is killed, Covey therefore replays its episodes in a new process. If the replies of a replayed
-episode differ from the original replies, the episode ends with an error.
+is killed, Covey can therefore replay the episodes of this process in a new process. If the replies
+of a replayed episode differ from the original replies, the episode ends with an error.
 
 If a step takes too long, its episode ends with an error. If several steps were running when a
 process died, Covey retries the steps one at a time, to find the step that killed the process. If
@@ -62,8 +62,8 @@ class _Lane:
     queue: deque[int] = field(default_factory=deque)
     running: dict[int, None] = field(default_factory=dict)
     alone: deque[int] = field(default_factory=deque)
-    """The keys of the episodes whose commands were running when the process died. Covey retries
-    such commands one at a time."""
+    """The keys of the episodes whose commands were running when the process died. If a process
+    dies, Covey retries its running commands one at a time."""
 
 
 class ProcessHost:
@@ -222,7 +222,7 @@ class ProcessHost:
         """Handle the death of a worker process.
 
         If one command was running, its episode ends with an error. If several commands were
-        running, retry them one at a time.
+        running, Covey retries these commands one at a time.
         """
         assert lane.worker is not None
         how, suspects = lane.worker.how_ended(), list(lane.running)

@@ -143,7 +143,7 @@ class ToolEnvironment:
     RESERVED = ("reset", "step", "reward", "tools")
 
     def tools(self) -> dict[str, Tool]:
-        """Return the tools by name."""
+        """Return a dict that maps the name of each tool to the tool."""
         return tools_of(self, without=self.RESERVED)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:

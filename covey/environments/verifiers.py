@@ -22,7 +22,7 @@ from covey.trust import import_callable
 from covey.types import Message, Prompt
 
 ROW = "row"
-"""The key in a prompt's `info` for the prompt's row in the package's dataset."""
+"""The key under which a prompt's `info` stores the prompt's row of the package's dataset."""
 
 
 @cache

@@ -39,8 +39,9 @@ class Evaluation:
     """Error message of the first completion that could not be scored."""
     best_constant: float | None = None
     """Accuracy of a policy that gives the best constant answer to every prompt. If no constant
-    answer was scored, `best_constant` is the fraction of prompts with the most frequent target, or
-    None if a target is empty or too long to be an answer."""
+    answer was scored, `best_constant` is the fraction of prompts that have the most frequent
+    target. Without a scored constant answer, `best_constant` is None if a target is empty or too
+    long to be an answer."""
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copied prompt, if measured."""
     distinct_answers: int = 0

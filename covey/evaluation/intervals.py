@@ -57,8 +57,8 @@ def mean_over_prompts(
 ) -> Estimate:
     """Estimate a mean by a bootstrap over prompts; all possible values lie within `bounds`.
 
-    The interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279). Intervals from
-    ordinary percentiles are too narrow, because ordinary percentiles divide the variance by `n`
+    The interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279). Ordinary
+    percentiles give intervals that are too narrow: in effect, they divide the variance by `n`
     instead of `n - 1`, and use the normal distribution instead of Student's t-distribution. With a
     dozen prompts, 95 % intervals contain the true mean in 91 % of cases with ordinary percentiles,
     and in 94 % of cases with expanded percentiles.
@@ -77,11 +77,11 @@ def mean_over_prompts(
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
     """Estimate a mean of equal values, for which a bootstrap interval would have width 0.
 
-    According to Wilson's interval, at most the fraction `Z**2 / (count + Z**2)` of all possible
-    prompts has a different value. Because all values lie within `bounds`, prompts with a different
-    value can shift the mean only by a limited amount. If all values are 0, or all are 1, and the
-    bounds are 0 and 1, the interval is Wilson's interval. If `bounds` is None, the interval has
-    width 0.
+    According to Wilson's interval, the values of at most the fraction `Z**2 / (count + Z**2)` of
+    all possible prompts differ from `value`. Because all values lie within `bounds`, values that
+    differ from `value` can shift the mean only by a limited amount. If all values are 0, or all are
+    1, and the bounds are 0 and 1, the interval is Wilson's interval. If `bounds` is None, the
+    interval has width 0.
 
     >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
     True

@@ -68,7 +68,7 @@ class Item:
         return values
 
     def rewards(self) -> dict[str, float]:
-        """Return the greedy completion's reward and reward parts; empty if it has no score."""
+        """Return the reward and reward parts of the greedy completion; empty without a score."""
         if self.greedy.reward is None:
             return {}
         parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
@@ -89,7 +89,7 @@ class Item:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Estimate each metric, with Wilson's interval for `greedy` and bootstrap for other metrics.
+    """Estimate each metric, with Wilson's interval for `greedy` and a bootstrap for other metrics.
 
     The means of the reward and of the reward's parts include only completions that were scored.
     """

@@ -192,7 +192,7 @@ def _allowed(prompt: Prompt, listed: object) -> set[str]:
 
 
 def _count_cited(text: str, allowed: set[str]) -> tuple[int, int]:
-    """Return the number of allowed sources and the number of other sources that a text cites."""
+    """Return how many allowed sources and how many other sources a text cites."""
     body, _ = _split_entries(text)
     shapes = {_shape(name) for name in allowed}
     marks = {mark for mark in _marks(body) if _shape(mark) in shapes}

@@ -76,11 +76,11 @@ class Efficiency(Reward):
 
     Each `<tool_call>` beyond the first `expected_steps` lowers the reward by 0.1. In a multi-turn
     episode, each edit beyond the first `expected_edits` and each policy turn beyond the first
-    `max_rounds` also costs 0.1. An edit is a call of one of the `edit_tools`. The penalties for
-    calls, edits and turns are together at most 0.5.
+    `max_rounds` costs 0.1. An edit is a call of one of the `edit_tools`. The penalties for calls,
+    edits and turns are together at most 0.5.
 
     A completion of more than `max_words` words loses `0.3 * (words - max_words) / max_words`, but
-    at most 0.3. A completion of which more than 30 % is repeated text loses 0.2.
+    at most 0.3. A completion with more than 30 % repeated text loses 0.2.
 
     Each reward part is 1 without a penalty, and 0 with the maximum penalty.
     """
@@ -116,7 +116,8 @@ class Efficiency(Reward):
         )
 
     def _more(self, text: str) -> dict[str, int]:
-        """Return by how much the edits and turns exceed their limits. A limit of 0 is no limit."""
+        """Return by how much the edits and turns exceed their limits. A limit of 0 means no
+        limit."""
         episode = episode_of(text)
         edits, rounds = 0, 1
         if episode is not None:

@@ -142,7 +142,8 @@ class Judge(Reward):
     criteria: str = "The answer is correct and complete, and says nothing false."
     """The criteria by which the LLM grades completions."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the API key. Empty if the server needs no key."""
+    """Name of the environment variable that holds the API key. The name is empty if the server
+    needs no key."""
     scale: int = 10
     threshold: float = 0.8
     show_reference: bool = True
@@ -160,8 +161,9 @@ class Judge(Reward):
     """Time limit of all attempts and the waits between them, in seconds."""
     retries: int = 3
     backoff: float = 0.5
-    """Seconds to wait before the first retry. The wait doubles with each further retry. A
-    Retry-After header from the server overrides the wait."""
+    """Seconds to wait before the first retry. The wait doubles with each further retry. If the
+    server sends a Retry-After header, Covey waits as long as the header says, but at most 60
+    seconds."""
     requests_per_minute: int = 0
     """Maximum number of requests per minute from all scoring processes of this machine together,
     where 0 means no limit."""
@@ -265,7 +267,7 @@ class Judge(Reward):
         return complete_chat(self.base_url, self._key(), body, policy)
 
     def messages(self, prompt: Prompt, text: str) -> tuple[list[dict[str, str]], int]:
-        """Return the messages for the judge, and the number of sentences replaced as appeals."""
+        """Return the messages for the judge, and the number of replaced sentences."""
         # The code is a hash of the whole completion, so no completion can contain its own code.
         whole = f"{prompt.id}\0{text}".encode("utf-8", "surrogatepass")
         code = hashlib.sha256(whole).hexdigest()[:32]

@@ -34,9 +34,9 @@ class Soft:
     """
 
     limit: int
-    """Maximum length of a completion, in tokens. The default is rollout.max_tokens."""
+    """Maximum length of a completion, in tokens. The default is `rollout.max_tokens`."""
     cache: int
-    """Number of tokens between the start of the penalty and `limit`. The default is limit / 5."""
+    """Number of tokens between the start of the penalty and `limit`. The default is `limit / 5`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:

@@ -36,10 +36,9 @@ class Mix(Reward):
       weighted mean of the parts. If a completion has the correct answer in the wrong format, the
       weighted mean includes only the part `format`.
     - An incorrect completion scores in the lower half of the reward range, in proportion to the
-      weighted mean of the accuracy, the judges and, if `gated`, the format. All other reward parts
-      of an incorrect completion are ignored.
-    - A completion without a final answer gets the lowest reward. An incorrect completion that is
-      gibberish also gets the lowest reward.
+      weighted mean of only these parts: the accuracy, the judges and, if `gated`, the format.
+    - A completion without a final answer, or an incorrect completion that is gibberish, gets the
+      lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -150,7 +149,7 @@ class Mix(Reward):
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return the reward of a completion with `correct_first`.
+        """Return the reward of a completion if `correct_first` is true.
 
         A success gets a reward in the upper half of the reward range, and a failure gets a reward
         in the lower half.

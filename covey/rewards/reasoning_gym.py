@@ -1,7 +1,7 @@
 """The Reasoning Gym reward: the score from the dataset's own scorer, corrected for known flaws.
 
 Some scorers of reasoning_gym evaluate the answer as code. Covey runs scorers that evaluate answers
-in a sandbox, and passes only plain data or arithmetic to these scorers. Other scorers are flawed:
+in a sandbox, and passes only plain data or arithmetic to these scorers. Some scorers are flawed:
 one scorer accepts every answer, another accepts `nan`, and a third accepts `0` for `0.375`. This
 reward gives 0 to wrong answers that a flawed scorer accepts.
 """
@@ -48,7 +48,7 @@ class ReasoningGym(Reward):
     thinking.
 
     An answer scores 0 if the scorer times out or crashes. If the scorer evaluates answers as code,
-    an answer that is neither plain data nor arithmetic also scores 0.
+    an answer that is neither plain data nor arithmetic scores 0.
     """
 
     unsafe: bool = False

@@ -49,7 +49,7 @@ def mix(
     Each entry of `parts` is a config table with the `name`, the `weight` and the options of a
     reward. With `correct_first`, a correct completion scores higher than any incorrect completion,
     and an empty completion scores lowest. Without `correct_first`, reward parts such as
-    `efficiency` and `safety` also reward an empty completion.
+    `efficiency` and `safety` reward even an empty completion.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():

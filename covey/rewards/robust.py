@@ -13,9 +13,9 @@ MANY_WORDS, MANY_CALLS = 1000, 8
 def robust_factor(text: str) -> float:
     """Return a factor for a completion's reward, which is 1 without signs of reward hacking.
 
-    Thinking that is not language multiplies the factor by 0.5, text that mostly repeats itself by
-    0.5, and more than 1,000 words by 0.7. More than 8 tool calls multiply the factor by 1 - 0.05 *
-    (calls - 8), but at least by 0.5.
+    The factor is multiplied by 0.5 for thinking that is not language, by 0.5 for text that mostly
+    repeats itself, and by 0.7 for more than 1,000 words. For more than 8 tool calls, the factor is
+    multiplied by `max(0.5, 1 - 0.05 * (calls - 8))`.
     """
     factor = 1.0
     thinking: list[str] = []

@@ -34,7 +34,8 @@ class Call:
     """The tokens of each completion."""
     global_step: int | None = None
     """Number of optimizer steps scheduled before the current training step. In evaluations,
-    `global_step` is None, and TRL-style reward functions get `max_steps` in its place."""
+    `global_step` is None, and TRL-style reward functions get `max_steps` instead of
+    `global_step`."""
     max_steps: int = 0
     """Number of optimizer steps of the run, or 0 if the reward is called outside a run."""
 

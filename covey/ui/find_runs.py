@@ -27,7 +27,8 @@ MOST = 2000
 """The maximum number of runs and comparisons in the list. To see runs beyond this maximum, start
 `covey ui` with a subfolder."""
 SIGNS = ("config.toml", "steps.jsonl", "environment.json")
-"""Files that identify a run folder. A folder with at least one of the files is listed as a run."""
+"""Files that identify a run folder. A folder that contains at least one of these files is listed as
+a run."""
 COMPARISON = "comparison.toml"
 
 

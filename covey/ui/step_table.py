@@ -49,7 +49,8 @@ class StepTable:
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
     """The metrics of all steps read so far, as several tables in the order of the steps. Tables of
-    earlier steps are larger, so that Covey rarely copies a large table to add new steps."""
+    earlier steps are larger than tables of later steps, so that Covey rarely copies a large table
+    to add new steps."""
     names: set[str] = field(default_factory=set)
     """The names of all metrics in steps.jsonl, including metrics that the table does not store."""
     notes: list[str] = field(default_factory=list)

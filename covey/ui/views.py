@@ -115,7 +115,7 @@ def metrics(site: Site, query: Query) -> dict[str, Any]:
 
 
 def series(site: Site, query: Query) -> dict[str, Any]:
-    """Return the curves of all runs that a request names, with NUL characters between run ids.
+    """Return the curves of all runs that a request names; NUL characters separate the run ids.
 
     One time limit applies to reading the files of all runs in a request. The page repeats the
     request until all files are read.

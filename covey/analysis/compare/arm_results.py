@@ -277,9 +277,9 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, or None if it did not collapse (see docs/statistics.md).
 
-    A run has collapsed if its final accuracy is significantly below its initial accuracy. A run has
-    also collapsed if its final accuracy is less than half of its best accuracy, and if the drop
-    from the best accuracy is significant.
+    A run has collapsed if its final accuracy is significantly below its initial accuracy. A final
+    accuracy of less than half of the run's best accuracy is a collapse too, if the drop from the
+    best accuracy is significant.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -21,10 +21,10 @@ class Arm:
 
     name: str
     settings: tuple[str, ...] = ()
-    """The settings that the arm overrides, such as optimizer.learning_rate=0."""
+    """The settings that the arm overrides, such as `optimizer.learning_rate=0`."""
     seed_offset: int = 0
-    """A number added to every seed of this arm, so that the arm draws other prompts and samples
-    other completions."""
+    """A number added to every seed of this arm, so that the arm gets different prompts and
+    completions than the other arms."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Maps each setting that differs from the common configuration to the arm's value, or to None
     if the arm's algorithm does not have the setting. The module design.py fills in `differences`.
@@ -88,8 +88,8 @@ class RunOutcome:
     """The outcome of a run, as outcome.json stores it."""
 
     key: str
-    """The digest of all inputs that determine the run's result, which `run_key` in launch.py
-    computes."""
+    """The digest of all inputs that determine the run's result; `run_key` in launch.py computes the
+    digest."""
     state: State
     error: str = ""
     """The reason why the run failed, in one line."""

@@ -75,7 +75,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> list[str]:
-    """Return sentences with each pair's mean difference if failed runs count as untrained.
+    """Return sentences with each pair's mean difference, with failed runs counted as untrained.
 
     An untrained run has the accuracy of its arm before training. The mean difference shows how much
     failed runs could change the conclusion.
@@ -210,7 +210,7 @@ def _better(pair: PairResult, tested: int) -> str:
 
 
 def _undecided(pair: PairResult, tested: int) -> str:
-    """Return the observed difference, and the number of seeds that could detect it."""
+    """Return the observed difference, and the number of seeds needed to detect it."""
     if pair.difference is None or pair.detectable is None:
         return f"{_change(pair.mean or 0.0, pair.by)}."
     seeds = len(pair.seeds)

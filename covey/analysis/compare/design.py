@@ -3,8 +3,7 @@
 Each arm takes the settings that the user gave for all arms, and overrides some of them. Default
 values are filled in after the overrides, so an arm with another algorithm gets the defaults of its
 own algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
-measured in the same way. Even an arm that trains on another reward is evaluated with the common
-reward.
+measured in the same way. Even an arm that overrides the reward is evaluated with the common reward.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from covey.objective import algorithm
 from covey.training.resolve import resolve
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
-"""Settings that no arm may change. An arm that needs other seeds can add an offset, such as
-`seed+=1000`."""
+"""Settings that no arm may change. To train with different seeds than the other arms, an arm can
+add an offset, such as `seed+=1000`."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """Settings, or whole sections, that affect the rollouts of the first step."""
 NOT_SAMPLING = (

@@ -1,4 +1,4 @@
-"""Launches the runs of a comparison, each in its own process, with several at a time.
+"""Launches the runs of a comparison, each in its own process, and several at a time.
 
 A failed run does not stop the other runs. Each process reads its job from standard input, which
 stays open for as long as the parent process lives. A run exits when its standard input closes.
@@ -141,8 +141,9 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder for training, and return False if the run has already finished.
 
     `elsewhere` maps digests of inputs (`Job.key`) to the folders of finished runs. A finished run
-    with the job's digest is copied instead of trained again. A run with another digest in the job's
-    folder, for example from another version of Covey, is renamed. No run is ever deleted.
+    with the job's digest is copied instead of trained again. If the job's folder contains a run
+    with a different digest, for example from another version of Covey, that folder is renamed. No
+    run is ever deleted.
     """
     path = job.path
     ended = read_outcome(path)

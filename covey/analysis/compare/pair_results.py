@@ -57,8 +57,8 @@ class PairResult:
     seeds: tuple[int, ...]
     missing: tuple[str, ...]
     differences: tuple[float, ...]
-    """The final accuracy (or mean reward) of the first arm minus that of the second arm, for each
-    seed."""
+    """For each seed, the first arm's final accuracy minus the second arm's final accuracy (or the
+    difference of their mean rewards)."""
     mean: float | None
     """The mean of `differences`, or None if no seed has finished in both arms."""
     difference: Estimate | None
@@ -74,12 +74,13 @@ class PairResult:
     """The p-value of the exact sign flip test, or None with fewer than six seeds."""
     decision: Decision
     better: str | None
-    """The name of the significantly better arm, or None if there is none."""
+    """The name of the significantly better arm, or None if neither arm is significantly better."""
     seeds_needed: int | None
-    """The number of seeds that would detect the observed difference with 80 % power. `seeds_needed`
+    """The number of seeds needed to detect the observed difference with 80 % power. `seeds_needed`
     is None if `decision` is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
     detectable: float | None
-    """The smallest difference that the comparison's number of seeds detects with 80 % power."""
+    """The smallest difference that a comparison with this number of seeds detects with 80 %
+    power."""
     checkpoints: tuple[CheckpointResult, ...]
     summary: str = ""
     """A sentence that names the better algorithm, written by conclusion.py."""
@@ -90,7 +91,7 @@ class PairResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """The final evaluations of two arms, on the seeds and prompts that both arms have."""
+    """The final evaluations of two arms, on the seeds and prompts that the arms have in common."""
 
     first: str
     second: str
@@ -104,7 +105,7 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """For each seed, the mean over prompts of the first minus the second arm's value.
+        """The difference of the two arms' mean values for each seed (first minus second arm).
 
         To give exactly 0 for equal accuracies, the sums over prompts are subtracted before they are
         divided by the number of prompts.
@@ -118,7 +119,7 @@ class _Pair:
 
     @property
     def limit(self) -> float:
-        """The largest possible difference of means."""
+        """The largest possible difference between the mean values of two arms."""
         return 1.0 if self.by == "success" else math.inf
 
     @property

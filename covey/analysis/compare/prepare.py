@@ -74,7 +74,7 @@ def extend(
     seeds: int | None = None,
     threads: int = 0,
 ) -> Prepared:
-    """Add arms or seeds to the comparison in a folder, without changes to its existing runs."""
+    """Add arms or seeds to the comparison in a folder, without changing its existing runs."""
     old = read_design(folder)
     if threads not in (0, old.threads):
         raise ConfigError(
@@ -96,7 +96,7 @@ def extend(
 def checked(prepared: Prepared) -> Prepared:
     """Raise an error if a comparison is unfair.
 
-    Add possible problems and the number of threads to the design of a fair comparison.
+    The design of the returned comparison contains its possible problems and number of threads.
     """
     design, old = prepared.design, prepared.previous
     configs = arm_configs(design)

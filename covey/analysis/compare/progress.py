@@ -18,8 +18,8 @@ from covey.run.records import last_row
 
 LIVE_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
-"""LIVE_SECONDS is the time between updates of the table in a terminal, and PLAIN_SECONDS the time
-between a run's progress lines in a log.
+"""LIVE_SECONDS is the time between updates of the table in a terminal, and PLAIN_SECONDS is the
+time between a run's progress lines in a log.
 """
 STYLES: dict[Status, str] = {
     "waiting": "dim",

@@ -124,7 +124,7 @@ def _common_seed(comparison: Comparison) -> int | None:
 
 
 def _ignore(text: str) -> None:
-    """Ignore a note about a damaged line, because loading the comparison has printed the note."""
+    """Ignore a note about a damaged line, because it was printed when the comparison was loaded."""
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
@@ -173,7 +173,7 @@ def trends(
     panels: Mapping[str, Sequence[str]],
     logs: Sequence[Sequence[Mapping[str, Any]]],
 ) -> dict[str, Trend]:
-    """Map each chart to the curve of its first metric that the runs logged."""
+    """Map each chart to the curve of the first of the chart's metrics that the runs logged."""
     found = {}
     for panel, metrics in panels.items():
         drawn = (trend(arm, metric, logs) for metric in metrics)
@@ -222,7 +222,7 @@ class SolvedPrompt:
 class Agreement:
     """The numbers of held-out prompts that all arms, some arms or no arm solves.
 
-    An arm solves a prompt if more than half of its finished runs solve it.
+    An arm solves a prompt if more than half of the arm's finished runs solve the prompt.
     """
 
     runs: Mapping[str, int]
@@ -231,7 +231,7 @@ class Agreement:
     solved_by_all: int
     solved_by_none: int
     solved_by_some: int
-    """The number of prompts that several arms solve, but not all arms."""
+    """The number of prompts that more than one arm, but not every arm, solves."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
     """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs

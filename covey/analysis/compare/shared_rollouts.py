@@ -1,11 +1,11 @@
 """Stores the completions of the first training step, so that all arms of a comparison share them.
 
 Before the first optimizer step, all runs of a seed have the same weights, prompts and random
-numbers. All runs of a seed should therefore sample the same first completions. On a GPU, however,
-rounding could make the completions differ. The first run that needs the completions generates and
-stores them. The other runs read the stored completions. The name of each file contains a digest of
-all settings that determine its completions. A run with other settings therefore never reads the
-file.
+numbers. All runs of a seed should therefore sample the same completions in the first step. On a
+GPU, however, rounding errors could make the completions of these runs differ. The completions are
+generated and stored by the first run that needs them. All later runs read the stored completions.
+The name of each file contains a digest of all settings that determine the completions in the file.
+A run therefore never reads completions that were generated with different settings.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Recorder:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Lock a file, so that only one process at a time checks whether it exists and writes it."""
+    """Lock a file, so that only one process at a time can check whether it exists, and write it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -38,7 +38,8 @@ MOST_SEEDS = 1000
 """The largest number of seeds that `seeds_needed` considers."""
 EXACT_FLIPS = 16
 """The largest number of seeds for which the sign flip test tries all `2 ** seeds` sign
-combinations. With more seeds, the sign flip test tries `2 ** 16` random combinations.
+combinations. With more than EXACT_FLIPS seeds, the sign flip test tries `2 ** 16` random
+combinations.
 """
 FEW_SEEDS = 3
 """The smallest number of seeds that is enough to rank two arms. With two seeds, the confidence
@@ -105,9 +106,9 @@ def _quantile(freedom: int) -> float:
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     """Return the mean accuracy, and the lower and the upper bound of its confidence interval.
 
-    `values` [..., seeds, prompts] contains the accuracies of at least two seeds. The bounds are
-    those of Wilson's interval, which stays within [0, 1] and never has width 0. The sample size of
-    the interval is the number of independent completions that would give the same standard error.
+    `values` [..., seeds, prompts] contains the accuracies of at least two seeds. The bounds come
+    from Wilson's interval, which stays within [0, 1] and never has width 0. The sample size of the
+    interval is the number of independent completions that would give the same standard error.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
@@ -136,7 +137,7 @@ def accuracy(correct: Array) -> Estimate:
 
 
 def change(values: Array, limit: float = 1.0) -> Estimate:
-    """Return the mean of differences [seeds, prompts], with its confidence interval.
+    """Return the mean of the differences `values` [seeds, prompts], with its confidence interval.
 
     `limit` is the largest possible difference: 1 for accuracies, infinite for rewards.
     """
@@ -160,8 +161,8 @@ def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
 
     With n prompts, accuracies are multiples of `1 / n`, so two seeds often have equal differences.
     A standard deviation of 0 would make any difference significant. The returned standard deviation
-    is therefore at least the standard deviation of rounding to multiples of `span / items`. `span`
-    is 1 for accuracies. For rewards, `span` is the highest minus the lowest reward.
+    is therefore at least the standard deviation of the error of rounding to multiples of `span /
+    items`. `span` is 1 for accuracies. For rewards, `span` is the highest minus the lowest reward.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -252,7 +253,7 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
 
 @cache
 def _observed_deviations(freedom: int) -> Array:
-    """Return quantiles of the observed divided by the true standard deviation."""
+    """Return quantiles of the ratio of the observed to the true standard deviation."""
     quantiles = (np.arange(2000) + 0.5) / 2000
     return np.asarray(np.sqrt(special.chdtri(freedom, 1 - quantiles) / freedom))
 

@@ -1,6 +1,6 @@
 """Checks that the gradient does not depend on how a batch is split, padded or ordered.
 
-`covey doctor` computes the gradient of one optimizer step several times, each time with other
+`covey doctor` computes the gradient of one optimizer step several times, each time with different
 micro-batches, padding, packing, ranks or order. Each gradient is compared with a reference, which
 is the sum of gradients from a separate forward pass for each completion. The rewards are replaced
 by hashes of prompt id and sample index, because equal rewards would give a gradient of 0.

@@ -68,7 +68,7 @@ def look(file, port):
 
 
 def reward_checks(config: Config) -> Iterator[Result]:
-    """Check the reward; yield a result for determinism, and a result for all other properties."""
+    """Check the reward; yield one result for determinism, and one result for all other checks."""
     reward = reward_of(config)
     prompts = list(task_of(config).held_out()[:PROMPTS])
     limits = config.scoring

@@ -72,13 +72,13 @@ including the start of Python and the imports.
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """The seconds that each part of a small training step takes, estimated or measured."""
+    """The estimated or measured time of each part of a small training step, in seconds."""
 
     load: float = 0.0
-    """The seconds that loading the model and building the engine and the task take."""
+    """The time to load the model and to build the engine and the task, in seconds."""
     rollout: float = 0.0
     update: float = 0.0
-    """The seconds that the gradient over all completions of a step takes."""
+    """The time to compute the gradient over all completions of a step, in seconds."""
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Pace:
     def resume(self) -> float:
         """The seconds of the resume check, which trains three steps in two runs.
 
-        Writing a checkpoint takes about as long as loading the model, and is counted as a load.
+        Writing a checkpoint takes about as long as loading the model, and is counted as one load.
         """
         return 3 * (self.rollout + self.update) + 5 * self.load
 

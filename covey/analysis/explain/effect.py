@@ -129,8 +129,9 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
     """Split the batch into forward passes, and yield the row indices of each pass.
 
-    Groups whose completions all have the same reward get separate forward passes. Many algorithms
-    skip the passes of equal-reward groups, because these groups have no gradient.
+    A group whose completions all have the same reward never shares a forward pass with a group
+    whose rewards differ. Many algorithms skip the passes of equal-reward groups, because these
+    groups have no gradient.
     """
     equal = zero_variance(batch.rewards, batch.group)
     for chosen in (~equal, equal):

@@ -1,11 +1,11 @@
 """Replays a recorded training step with other algorithms, and compares their gradients.
 
-All algorithms see the same rollouts. Covey computes the gradients of every algorithm with two
-policies: the policy from before the run's training step, which generated the rollouts, and the
-policy from after the step. With the policy from after the step, importance ratios differ from 1 and
-may be clipped. Algorithms differ only in their token gradients, d loss / d logp. A backward pass
-turns the token gradients into the gradient of the parameters. Algorithms with proportional token
-gradients therefore share a backward pass.
+All algorithms are replayed on the recorded rollouts. Covey computes the gradients of every
+algorithm with two policies: the policy from before the run's training step, which generated the
+rollouts, and the policy from after the step. With the policy from after the step, importance ratios
+differ from 1 and may be clipped. Algorithms differ only in their token gradients, d loss / d logp.
+A backward pass turns the token gradients into the gradient of the parameters. Algorithms with
+proportional token gradients therefore share a backward pass.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Replay:
 
     step: int
     run_algorithm: str
-    """The run's own algorithm, which is replayed with the run's options. Other algorithms are
-    replayed with their default options."""
+    """The run's own algorithm, which is replayed with the run's options. All algorithms other than
+    the run's own are replayed with their default options."""
     options: Mapping[str, str]
     """Options that the user set for all algorithms. An algorithm ignores options that it does not
     have."""
@@ -270,7 +270,7 @@ class Member:
 
     name: str
     factor: float
-    """The algorithm's token gradients divided by those of the group's first algorithm."""
+    """The ratio of this algorithm's token gradients to the first algorithm's token gradients."""
     identical: bool
     """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
@@ -288,7 +288,7 @@ class Family:
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return the factor c > 0 with `slopes = c * of` up to rounding, or None if there is none.
+    """Return the factor c > 0 with `slopes = c * of` up to rounding, or None if no such c exists.
 
     Return 1 if `slopes` and `of` are both 0, and None if only one of these vectors is 0.
     """

@@ -27,8 +27,8 @@ def read_cases(path: Path) -> list[Case]:
     """Read completions from a file of JSON Lines, such as a run's rollouts.
 
     Each line is an object, which can have the keys `completion` (or `text`), `target` (or
-    `answer`), `prompt` (or `question`), and `correct` (a human label). All other keys, and the
-    entries under the key `info`, go into the prompt's `info`.
+    `answer`), `prompt` (or `question`), and `correct` (a human label). Unknown keys, and the
+    entries under the key `info`, are copied to the prompt's `info`.
     """
     try:
         # Not splitlines: JSON strings may contain other line separators.

@@ -1,4 +1,4 @@
-"""Computes variants of log-probs: other batch shapes, float32, and truncated sampling."""
+"""Computes variants of log-probs: different batch shapes, float32, and truncated sampling."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def log_kept(
 
 
 def paired(one: Sequence[Group], other: Sequence[Group]) -> list[tuple[Rollout, Rollout]]:
-    """Return pairs of rollouts from two batches; each pair has the same prompt and sample index."""
+    """Return pairs of rollouts from two batches, paired by prompt and sample index."""
     groups = zip(one, other, strict=True)
     return [pair for a, b in groups for pair in zip(a.rollouts, b.rollouts, strict=True)]
 
 
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
-    """Return a mask [B, T] of the first tokens that both rollouts of each pair have in common."""
+    """Return a mask [B, T] of the tokens before the point where the rollouts of a pair differ."""
     mask = torch.zeros_like(like.mask)
     for row, (a, b) in enumerate(paired(one, other)):
         tokens = zip(a.tokens, b.tokens, strict=False)

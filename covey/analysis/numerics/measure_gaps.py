@@ -147,7 +147,7 @@ def _first(groups: Sequence[Group], completions: int) -> list[Group]:
 
 
 def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: int) -> list[Group]:
-    """Generate the completions in `few` one at a time, with the same random numbers."""
+    """Generate the completions in `few` again, one at a time, with unchanged random numbers."""
     model = parts.policy.model
     return generate(
         encode_prompts(model, [group.prompt for group in few]),

@@ -111,7 +111,8 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that allows only the given scripts, and no network access.
 
-    The policy also blocks a script in a completion if a template forgets to escape the completion.
+    This Content-Security-Policy blocks a script in a completion even if a template forgets to
+    escape the completion.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

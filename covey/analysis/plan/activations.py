@@ -1,11 +1,11 @@
 """Estimates the memory of the activations that a model keeps for its backward pass.
 
 `EAGER`, `FUSED` and `FLASH` list the number and the width of the tensors that autograd saves in a
-layer. `kernels_of` chooses one of the three lists for a model and a device. Tests count the tensors
-that autograd saves, and benchmarks/memory.py measures whole runs.
+layer. `kernels_of` chooses `EAGER`, `FUSED` or `FLASH` for a model and a device. Tests count the
+tensors that autograd saves, and benchmarks/memory.py measures whole runs.
 
-In tensor shapes, N is the number of tokens in a forward pass, B the number of padded rows, and S
-the number of positions in a row.
+In tensor shapes, N is the number of tokens in a forward pass, B is the number of padded rows, and S
+is the number of positions in a row.
 """
 
 from __future__ import annotations

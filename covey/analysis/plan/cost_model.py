@@ -30,7 +30,7 @@ class ModelSize:
 class Gpu:
     """Speed and memory of one GPU in bfloat16.
 
-    The default values are those of an H200.
+    The default values describe an H200.
     """
 
     memory: float = 139 * 2**30

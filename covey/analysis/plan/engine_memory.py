@@ -24,8 +24,8 @@ from covey.training.resolve import sampling_of
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""
 SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
-"""The numbers of logits-sized tensors that the engine needs to sample a token: from the full
-distribution, from a truncated distribution (which sorts the logits), and greedily."""
+"""The numbers of logits-sized tensors that the engine needs for sampling from the full
+distribution, for truncated sampling (which sorts the logits), and for greedy decoding."""
 TOKEN_BYTES = FLOAT + FLOAT + 8
 """Bytes that the engine stores for each completion token in addition to the KV cache: a random
 number, a log-prob and a token id."""

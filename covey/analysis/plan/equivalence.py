@@ -1,10 +1,11 @@
 """Finds algorithms with equal gradients by comparing normal forms of their objectives.
 
 The normal form of an objective omits everything that cannot change the gradient. With one optimizer
-step per rollout batch, every importance ratio is 1, so clipping has no effect and the usual
-surrogates have slope 1. With importance ratios of 1, a sequence-level ratio acts like token ratios
-if all tokens of a completion have the same advantage. With one optimizer step, algorithms differ
-mainly in the advantage, the token weights and the KL penalty.
+step per rollout batch, every importance ratio is 1, so clipping has no effect, and the derivative
+of the usual surrogates with respect to the ratio is the advantage. With importance ratios of 1, a
+sequence-level ratio acts like token ratios if all tokens of a completion have the same advantage.
+With one optimizer step, algorithms differ mainly in the advantage, the token weights and the KL
+penalty.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ INERT_MARKS = frozenset(
         surrogates.clipped_at_marks,
     }
 )
-"""Surrogates that, if every ratio is 1, have the same gradient for any tokens that
-`Objective.marks` selects."""
+"""Surrogates whose gradient does not depend on which tokens `Objective.marks` selects, provided
+that every ratio is 1."""
 
 SLOPE_ONE = (
     THROUGH_LOGP
@@ -202,7 +203,8 @@ def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[rati
     """Return the simplest ratio whose gradient equals that of the objective's ratio when ratios are
     1.
 
-    Also return the token weights, because a simpler ratio may need different token weights.
+    The result also contains the token weights, because a simpler ratio may need different token
+    weights.
     """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):

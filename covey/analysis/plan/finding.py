@@ -23,8 +23,8 @@ class Finding:
     """A warning or note about a configuration, with a remedy."""
 
     kind: Kind
-    """The kind `same` means that algorithms with different names train in the same way, `idle` that
-    a setting has no effect, and `risk` that a setting may harm the run."""
+    """The kind `same` means that algorithms with different names train in the same way, `idle`
+    means that a setting has no effect, and `risk` means that a setting may harm the run."""
     title: str
     """The finding in one line, with settings and their values."""
     why: str
@@ -104,7 +104,7 @@ class Setup:
         return function_of(self.objective.surrogate)
 
     def option(self, name: str, otherwise: Any = None) -> Any:
-        """Return the value of an option in [objective], or `otherwise` if it is not set."""
+        """Return the value of an option in [objective], or `otherwise` if the option is not set."""
         return self.config.objective.options.get(name, otherwise)
 
 

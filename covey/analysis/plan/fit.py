@@ -14,8 +14,8 @@ from covey.config import Config, parse_config, toml_value
 from covey.training.resolve import objective_of
 
 LEAST_CONCURRENT = 64
-"""The smallest engine.max_concurrent to suggest, because lower values slow generation and save
-little memory."""
+"""The smallest value of `engine.max_concurrent` that Covey suggests, because lower values slow
+generation and save little memory."""
 RANK = 16
 """LoRA rank of a suggested adapter."""
 
@@ -82,7 +82,7 @@ def settings_that_fit(
     """Return the cheapest changes of settings that leave 10 % of the device's memory free."""
 
     def fitting(changes: Settings) -> Settings | None:
-        """Return `changes`, and a smaller train.micro_batch_tokens if the current one is too large.
+        """Return `changes`, with a smaller `train.micro_batch_tokens` if its value is too large.
 
         Return None if no micro-batch size fits into memory.
         """

@@ -22,7 +22,8 @@ FRAMEWORK = {
     "cpu": (440 * 2**20, "Python, torch and transformers"),
     "cuda": (560 * 2**20, "CUDA context and workspaces"),
 }
-"""Maps each kind of device to the bytes in use before any tensor exists, and to what uses them.
+"""Maps each kind of device to the memory in use before any tensor exists, in bytes, and to the
+software that uses this memory.
 
 The numbers of bytes were measured by benchmarks/memory.py.
 """
@@ -45,7 +46,7 @@ PHASES: Mapping[Phase, str] = {
 ALWAYS: tuple[Phase, ...] = ("sample", "prepare", "update", "step")
 
 MICRO_BATCH_STEP = 1024
-"""A suggested train.micro_batch_tokens is a multiple of MICRO_BATCH_STEP."""
+"""Suggested values of `train.micro_batch_tokens` are multiples of MICRO_BATCH_STEP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Device:
 
     @staticmethod
     def here(wanted: str = "auto") -> Device:
-        """Return the device on this machine that the setting model.device selects."""
+        """Return the device on this machine that the setting `model.device` selects."""
         if wanted == "auto":
             wanted = "cuda" if cuda_available() else "cpu"
         if wanted.startswith("cuda"):
@@ -207,7 +208,8 @@ class Forecast:
     parts: tuple[Part, ...]
     micro_batch_tokens: int
     suggested_micro_batch_tokens: int | None
-    """The largest train.micro_batch_tokens that fits into memory; None if no value fits."""
+    """The largest value of `train.micro_batch_tokens` that fits into memory; None if no value
+    fits."""
     notes: tuple[str, ...]
     """The assumptions of the forecast, one sentence each."""
 
@@ -222,7 +224,7 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        """The peak memory in bytes, which is the memory of the phase that needs the most."""
+        """The peak memory in bytes, which is the memory of the phase that needs the most memory."""
         return self.during(self.peak_phase)
 
     @property
@@ -280,6 +282,6 @@ class Forecast:
 
 
 def size_text(count: float) -> str:
-    """Format a number of bytes in MiB, or in GiB if it is at least 10,000 MiB."""
+    """Format a number of bytes in MiB, or in GiB if the number is at least 10,000 MiB."""
     mebibytes = count / 2**20
     return f"{mebibytes:,.0f} MiB" if mebibytes < 10_000 else f"{mebibytes / 1024:,.1f} GiB"

@@ -518,7 +518,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Report an sdpo teacher whose prompts need correct completions that are often missing."""
+    """Report an `sdpo` teacher whose prompts need correct completions that are often missing."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return
@@ -545,7 +545,7 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "teachers")
 def teacher_that_is_another(setup: Setup) -> Iterator[Said]:
-    """Report a moving sdpo teacher that always equals the policy, or that is never updated."""
+    """Report a moving `sdpo` teacher that always equals the policy, or that is never updated."""
     teacher, updates = setup.config.teacher, setup.config.train.total_optimizer_steps
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
         return

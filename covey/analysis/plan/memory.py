@@ -70,7 +70,7 @@ def forecast(
 
 
 def _suggest(run: RunFacts) -> int | None:
-    """Return the largest train.micro_batch_tokens that leaves 10 % of memory free, or None."""
+    """Return the largest `train.micro_batch_tokens` that leaves 10 % of memory free, or None."""
     room = (1 - MARGIN) * run.device.memory
 
     def fits(steps: int) -> bool:
@@ -286,8 +286,8 @@ def _notes(run: RunFacts) -> tuple[str, ...]:
 # Memory of the models besides the policy: the reference, a teacher and a critic.
 
 STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
-"""Maps each value of optimizer.state to two numbers of bytes per trained parameter: for the master
-weight of a bfloat16 weight, and for AdamW's two moments."""
+"""Maps each value of `optimizer.state` to two numbers of bytes per trained parameter: one for the
+master weight of a bfloat16 weight, and one for AdamW's two moments."""
 ONLY_WHILE_USED = "on the device only while it is used"
 
 
@@ -332,7 +332,7 @@ def _reference_part(run: RunFacts, weights: int) -> Part:
 
 
 def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int, str]:
-    """Return the bytes of a second model on this rank, and `why` extended by details."""
+    """Return the bytes of a second model on this rank, and the text `why` with details appended."""
     held = weights * run.size
     if averaged and run.size < FLOAT:
         held, why = held + weights * FLOAT, f"{why}, also in float32"

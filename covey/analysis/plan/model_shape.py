@@ -91,7 +91,7 @@ class Module(NamedTuple):
     parameters: int
     """The number of parameters of the module and its submodules; tied weights are counted once."""
     weight: tuple[int, ...] = ()
-    """The shape of a linear layer's weight; empty for other modules."""
+    """The shape of a linear layer's weight; empty for modules that are not linear layers."""
 
 
 def source_of(path: str) -> tuple[str, dict[str, str]]:

@@ -24,7 +24,7 @@ FEWEST_PAIRS = 6
 change in the same direction, a two-sided sign test gives the p-value `2 / 2**6 < 0.05`."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
-"""The smallest fraction of truncated solutions for which a rule reports rollout.max_tokens."""
+"""The smallest fraction of truncated solutions at which a rule reports `rollout.max_tokens`."""
 
 FORMAT_REWARDS = frozenset(
     {
@@ -283,7 +283,7 @@ def _share(facts: TaskFacts, count: int) -> str:
 
 @rule("risk", "sampling")
 def too_short(setup: Setup) -> Iterator[Said]:
-    """Report a value of rollout.max_tokens that truncates correct completions."""
+    """Report a value of `rollout.max_tokens` that truncates correct completions."""
     lengths, limit = setup.facts.solution_tokens, setup.config.rollout.max_tokens
     cut = sum(length > limit for length in lengths)
     if lengths and cut / len(lengths) >= UNFINISHED:

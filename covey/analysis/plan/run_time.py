@@ -129,7 +129,7 @@ def _source(device: Device, ranks: int) -> dict[str, str]:
 def _gpu_seconds(
     config: Config, shape: Shape, work: Workload, evaluated: int, ranks: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of rollout, update and evaluation if each GPU generates and trains."""
+    """Return the seconds of rollout, update and evaluation if all GPUs both generate and train."""
     model = size_of(shape)
     samples = 1 + config.evaluate.samples
     asked = Workload(rows=evaluated, group=samples, prompt=work.prompt, completion=work.completion)

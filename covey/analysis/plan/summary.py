@@ -34,8 +34,9 @@ class Plan:
     steps: int
     at_least: bool
     """Whether the run may take more than `steps` training steps. A run with a token budget takes
-    more training steps if its completions are short. A run with a limit on optimizer steps takes
-    more training steps if dynamic sampling leads to training steps without an optimizer step."""
+    more than `steps` training steps if its completions are short. A run with a limit on optimizer
+    steps takes more than `steps` training steps if dynamic sampling leads to training steps without
+    an optimizer step."""
     prompts_per_step: int
     group_size: int
     rounds: int
@@ -278,7 +279,7 @@ def most_tokens(config: Config) -> int:
 
 
 def most_evaluations(config: Config) -> int:
-    """Return the largest number of evaluations: at the start, at every interval and at the end."""
+    """Return the maximum number of evaluations: at the start, at every interval and at the end."""
     every, steps = config.evaluate.every, config.train.steps
     marks = math.ceil(steps / every) if every else 0
     return 1 + min(marks, most_steps(config)) if every else 0

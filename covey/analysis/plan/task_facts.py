@@ -140,7 +140,7 @@ if __name__ == "__main__":
 SAMPLE = 64
 """The number of prompts whose tokens are counted, evenly spaced in the task's data."""
 LONGEST = 32
-"""The number of prompts whose tokens are counted because they have the most characters."""
+"""The number of prompts whose tokens are counted because these prompts have the most characters."""
 BASELINE_PROMPTS = 256
 """The largest number of held-out prompts on which trivial answers are scored."""
 ASSUMED_PROMPT = 256

@@ -2,9 +2,9 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is compared with its stored SHA-256 digest, and with its neighbors in the diagram. To
-check the data, this module recomputes which prompts of the task each step should have used. This
-module does not import torch.
+Each record is compared with its stored SHA-256 digest, and with the records next to it in the
+diagram above. To check the data, this module recomputes which prompts of the task each step should
+have used. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _gaps(rows: Rows) -> list[str]:
 
 
 def _recorded(run: RunFolder, rows: Rows, note: Note) -> dict[int, Rows]:
-    """Map each step to its rollouts, or to no rollouts if the step's file cannot be read."""
+    """Map each step to its rollouts, or to an empty list if the step's file cannot be read."""
     found: dict[int, Rows] = {}
     for step in (row["step"] for row in rows):
         try:

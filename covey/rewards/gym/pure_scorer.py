@@ -5,7 +5,7 @@ functions, methods, lambdas and comprehensions that this method uses. A scorer i
 only what this module lists: bytecode instructions, builtins, functions of `math` and `json`, regex
 patterns, and names of methods. Any other scorer is impure, and runs in the sandbox.
 
-A pure scorer also finishes quickly, because it has no `while` loops, powers or shifts, and never
+A pure scorer finishes quickly, because it has no `while` loops, powers or shifts, and never
 combines `range` with a function that parses whole numbers from text. A pure scorer keeps no state
 between completions, because it sets no attributes and cannot change values that it shares with
 other calls.
@@ -51,7 +51,7 @@ FUNCTIONS = (
     decimal.Decimal, decimal.InvalidOperation, json.loads, json.dumps, json.JSONDecodeError,
     math.exp, math.gcd, math.isclose, math.isfinite, math.isinf, math.isnan, math.prod, math.sqrt,
 )  # fmt: skip
-"""Functions and classes of other modules that a pure scorer may use.
+"""Functions and classes that a pure scorer may use in addition to builtins.
 
 `Fraction` is not allowed, because `Fraction("1e999999999")` never ends. A `Decimal` is allowed,
 because `Decimal("1e999999999")` stores the exponent as a small integer.

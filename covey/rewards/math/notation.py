@@ -85,7 +85,7 @@ _TEN = ("10", "ten")
 
 
 def same_numeral(answer: str, target: str) -> bool | None:
-    """Return whether two numerals have the same digits and base, or None if neither names a base.
+    """Return whether two numerals have the same digits and base; None if neither has a base.
 
     If the target names a base, the answer may omit the base. `42_8` is not treated as 42, and
     `0x2a` is not treated as 0 times 2a.

@@ -2,8 +2,8 @@ r"""Compares two formulas by their values at three points, 100 times faster than
 
 Two formulas count as equal if their values agree at all three points, one of which is negative. Two
 formulas count as different if their values differ at all three points. The comparison is undecided
-if the values agree at only some of the points, or if a value cannot be computed. Inequalities,
-matrices and other formulas that this module cannot parse are undecided too.
+if the values agree at only some of the points, or if a value cannot be computed. The comparison is
+also undecided for inequalities, matrices and other formulas that this module cannot parse.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOST = 1e-6
 """Minimum ratio of the smaller to the larger number in a float addition. Float addition would lose
 a much smaller summand, such as 2^{-100} in 1 - 2^{-100}."""
 MAX_DIGITS = 12
-"""Maximum number of digits of a number. Different numbers with more digits could become the same
-float."""
+"""Maximum number of digits of a number. Different numbers with more than MAX_DIGITS digits could
+become the same float."""
 
 Values = list[complex]
 """The values of an expression at the three points of evaluation."""
