@@ -163,8 +163,7 @@ def compare_command(
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
         raise ConfigError(
-            "--add adds arms to an existing comparison; give its folder with --folder, and leave "
-            "out options that change its settings"
+            "--add adds arms to an existing comparison; give its --folder, but no other settings"
         )
     else:
         prepared = prepare(request, folder)

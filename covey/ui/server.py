@@ -1,9 +1,9 @@
 """Serves the web page of `covey ui` over HTTP, for one user.
 
-By default, the server listens on the loopback address. On any other address, the server requires an
-access token. Web pages of other sites can send requests even to the loopback address: with DNS
-rebinding, an attacker's domain name resolves to the loopback address. The server therefore checks
-the Host header, and requires a custom header in every POST request.
+By default, the server listens on the loopback address. On an address that other machines can reach,
+the server requires an access token. Web pages of other sites can send requests even to the loopback
+address: with DNS rebinding, an attacker's domain name resolves to the loopback address. The server
+therefore checks the Host header, and requires a custom header in every POST request.
 """
 
 from __future__ import annotations

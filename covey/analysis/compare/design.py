@@ -188,8 +188,8 @@ def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
 
     The returned dict maps each option to a pair: the user's value, and the default of the arm's
     algorithm. For example, `--algorithms gspo` keeps the clip range of a GRPO recipe, although this
-    range is hundreds of times wider than GSPO's default. An option is omitted if the recipe's and
-    the arm's algorithm have the same default for it.
+    range is hundreds of times wider than GSPO's default. An option is omitted if its default is the
+    same in the recipe's algorithm and in the arm's algorithm.
     """
     common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:

@@ -242,9 +242,9 @@ def power(effect: float, seeds: int, level: float = LEVEL) -> float:
     """Return the power of the paired t-test for a difference of `effect` standard deviations.
 
     A significant difference with the wrong sign does not count as detected. The power is a mean of
-    normal probabilities, one for each quantile of the observed standard deviation. The usual series
-    for the noncentral t distribution does not converge in the far tail, which a test with two seeds
-    needs.
+    normal probabilities, one for each quantile of the observed standard deviation. A test with two
+    seeds needs the far tail of the noncentral t distribution, where the usual series does not
+    converge.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
     shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)

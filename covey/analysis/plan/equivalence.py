@@ -200,8 +200,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 
 
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
-    """Return the simplest ratio whose gradient equals that of the objective's ratio when ratios are
-    1.
+    """Return the simplest ratio that gives the objective's gradient if all ratios are 1.
 
     The result also contains the token weights, because a simpler ratio may need different token
     weights.

@@ -1,9 +1,9 @@
 """Computes the sizes of a model from its configuration, without reading weights.
 
 For models of the common decoder families, config.json determines all sizes. Covey builds models of
-other families on torch's meta device, where tensors have shapes but no memory. Building a model on
-the meta device takes a few seconds, most of them for imports of torch and of transformers' model
-code.
+less common families on torch's meta device, where tensors have shapes but no memory. Building a
+model on the meta device takes a few seconds, most of them for imports of torch and of transformers'
+model code.
 """
 
 from __future__ import annotations
