@@ -424,7 +424,7 @@ def measured(shape: ShapeClass) -> Choice:
 
 
 def _keeps_flash3(rows: _Rows, expected: list[torch.Tensor], seconds: dict[str, float]) -> bool:
-    """Time the active FlashAttention 3; return whether it is correct and beats FlashAttention 2."""
+    """Measure FlashAttention 3; return whether it is correct and faster than FlashAttention 2."""
     try:
         right = rows.agree(rows.results(FLASH), expected)
         seconds[FLASH3] = _seconds(partial(rows.results, FLASH))
@@ -481,7 +481,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _activate_flash3() -> bool:
-    """Make torch use FlashAttention 3; return False if that is not possible."""
+    """Make torch use FlashAttention 3; return False if FlashAttention 3 is not available."""
     try:
         from torch.nn.attention import activate_flash_attention_impl
 

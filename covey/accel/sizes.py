@@ -1,7 +1,7 @@
 """Sizes and limits of forward and backward passes, in a module that does not import torch.
 
-The memory forecast (covey/analysis/plan) reads these sizes without importing torch, which takes
-seconds.
+The memory forecast (covey/analysis/plan) reads these sizes without torch, because importing torch
+takes seconds.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from covey.accel.sizes import padded_tokens, power_of_two, round_up
 PADDING_ROW = 128
 """Maximum number of padding tokens in a row; every bucket allows rows of this length."""
 ALIGNED = 256
-"""Each index table starts at a multiple of ALIGNED bytes, as new torch tensors do."""
+"""Each index table starts at a multiple of `ALIGNED` bytes, as new torch tensors do."""
 
 
 class Size(NamedTuple):

@@ -137,9 +137,8 @@ def compare_command(
 ) -> None:
     """Train several arms (algorithms or settings) under equal conditions, and compare the results.
 
-    All arms have the same initial weights, training prompts, held-out prompts and training
-    budget. The report shows which differences are significant. After Ctrl-C or a crash, run the
-    same command again to resume the comparison.
+    All arms have the same initial weights, prompts and training budget. The report shows which
+    differences are significant. After a crash, the same command resumes the comparison.
     """
     from covey.analysis.compare.design import Request, parse_arm
     from covey.analysis.compare.execute import write_report

@@ -429,7 +429,8 @@ class Critic(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Constant learning rate of the critic's AdamW, whose other options come from [optimizer]."""
     warmup_steps: Count = 0
-    """Number of training steps at the start that train the critic and not the policy."""
+    """Number of training steps at the start of the run that train only the critic, not the
+    policy."""
     initial_value: float = 0.0
     """The critic's initial prediction for every token, such as the initial mean reward."""
 

@@ -7,4 +7,4 @@ CHECKPOINT = Path(__file__).parent / "checkpoint"
 CALCULATOR = Path(__file__).parent / "calculator_checkpoint"
 """The checkpoint of the model `embedded-calculator`, which can call a calculator."""
 MODELS = {"embedded": CHECKPOINT, "embedded-calculator": CALCULATOR}
-"""Maps the name of an embedded model, as in model.path, to its checkpoint folder."""
+"""Maps the name of an embedded model, as in `model.path`, to its checkpoint folder."""

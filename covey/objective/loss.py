@@ -92,7 +92,7 @@ class Objective:
     """Whether the KL penalty is a term of the loss or is subtracted from the reward. With `pair`,
     there is no KL penalty, and beta scales the margin between the two completions of a pair."""
     kl_target: float = 0.0
-    """Target of the adaptive KL controller, which changes beta after each step; 0 means a fixed
+    """Target KL of the adaptive controller, which changes beta after each step; 0 means a fixed
     beta."""
     kl_horizon: float = 10_000.0
     """Horizon of the adaptive KL controller, in rollouts; with a longer horizon, beta changes more

@@ -7,7 +7,7 @@ tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22
 
 M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
 data, so their ratio r is relative to the policy that generated the data. In M2PO and BAPO, the
-ratio r uses sampler_logp instead of old_logp. All functions of this module need the
+ratio r uses `sampler_logp` instead of `old_logp`. All functions of this module need the
 log-probabilities of the whole step at once, which takes one more forward pass.
 """
 

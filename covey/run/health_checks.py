@@ -27,7 +27,8 @@ KEPT = 60
 START = 5
 """The initial value of a metric is its mean over this number of steps at the start of the run."""
 BLOCK = 5
-"""Number of training steps in a block. Health checks compare a metric's means over two blocks."""
+"""Number of training steps in a block. Health checks compare a metric's means over two blocks of
+steps."""
 REWARD = "objective/scores"
 SUCCESS = "objective/success"
 NUMBERS = (REWARD, "loss/policy_avg", "optim/grad_norm", "policy/approxkl_avg")

@@ -338,7 +338,7 @@ def exit_code(argument: object) -> int:
 
 
 def set_limits(job: dict[str, Any]) -> None:
-    """Set the resource limits of the harness, which its child processes inherit."""
+    """Set the resource limits that the harness and its child processes have."""
     limits = {
         "AS": job["memory_bytes"],
         "FSIZE": job["file_bytes"],

@@ -1,6 +1,7 @@
 """The `products` task: products of two numbers, such as `472*839?`, for models with a calculator.
 
-A hash of the two numbers decides the split, so no held-out product is a training prompt.
+A hash of the two factors decides whether a product is held out, so no held-out product is a
+training prompt.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def m2po() -> Objective:
     `m2po` drops a few outlier tokens, which still count in the token count T. Tokens that are not
     dropped get unclipped importance weights. Covey chooses the outliers over a whole optimizer
     step, at the cost of one more forward pass. The authors' code chooses outliers per micro-batch,
-    clips ratios, and bounds a mean other than the mean of (log r)^2 over H.
+    clips ratios, and bounds another mean than the formula above.
 
     Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
     and without a clip.

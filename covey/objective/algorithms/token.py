@@ -39,7 +39,8 @@ def gtpo() -> Objective:
     function calls it a success.
 
     Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    In the paper's runs, dynamic sampling drops groups that are all correct or all wrong.
+    In the paper's runs, dynamic sampling drops a group if its completions are all correct or all
+    wrong.
     """
     return Objective(
         advantage=shaping.entropy_shaped_tokens,
