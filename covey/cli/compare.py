@@ -161,9 +161,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError(
-            "--add adds arms to an existing comparison; give its --folder, but no other settings"
-        )
+        raise ConfigError("--add adds arms to an existing comparison; give only its --folder")
     else:
         prepared = prepare(request, folder)
     _run(checked(prepared), parallel, plan_only)
