@@ -81,13 +81,14 @@ class SharedEngine:
         # Multi-turn episodes make requests in any order, so all their requests share one file.
         file = self.folder / f"{self._name([] if limits.steady else first, limits, step)}.jsonl"
         with _alone(file):
-            source = _SharedSource(source=_Begun(requests, first), stored=_read(file))
-            before = len(source.stored)
+            known = _read(file)
+            source = _SharedSource(source=_Begun(requests, first), stored=dict(known))
             # An engine allocates memory when it runs, so it runs only if it has to generate.
             if ready := source.take():
                 self.engine.run(_Begun(source, ready))
-            if len(source.stored) > before:
-                _write(file, source.stored.values())
+            taken = {key: source.stored[key] for key in map(_key, source.taken)}
+            if taken.keys() - known.keys():
+                _write(file, {**known, **taken}.values())
         name = self._name(source.taken, limits, step)
         if step != EVALUATION_STEP and name not in self.names:
             self.names.append(name)
