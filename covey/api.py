@@ -28,6 +28,7 @@ from covey.training.passed_objects import (
     OBJECTS,
     check_evaluated,
     check_resumed,
+    check_scored,
     check_types,
     model_name,
 )
@@ -206,7 +207,9 @@ def evaluate(
         check_evaluated(unresolved, objects)
         chosen = resolve(unresolved, passed=objects.keys())
         passed = (objects.get(where) for where, *_ in OBJECTS)
-        return evaluate_model(chosen, *passed)
+        evaluation = evaluate_model(chosen, *passed)
+        check_scored(model, evaluation)
+        return evaluation
 
 
 def compare(

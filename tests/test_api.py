@@ -355,6 +355,17 @@ def test_an_evaluation_and_a_configuration() -> None:
     )
     assert found.prompts == 6
     assert set(found.parts) == {"correct"}
+    again = covey.evaluate("embedded", dataset=iter(ROWS[:6]), rewards=correct, **FEW)
+    assert [item.prompt.id for item in again.items] == [item.prompt.id for item in found.items]
+
+
+def broken(completions: list[str], **columns: Any) -> list[float]:
+    raise OSError("no grader")
+
+
+def test_an_evaluation_without_any_score_is_an_error() -> None:
+    with pytest.raises(covey.CoveyError, match="embedded: none of the 6 completions could be sco"):
+        covey.evaluate("embedded", dataset=ROWS[:6], rewards=broken, **FEW)
 
 
 @pytest.mark.parametrize(

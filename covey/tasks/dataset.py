@@ -71,7 +71,9 @@ def dataset_task(
     prompts, conversational = _read("train", rows), _is_conversational(rows)
     if held_out is None:
         return DatasetTask(prompts, None, conversational)
-    others = held_out if isinstance(held_out, str | Path) else list(held_out)
+    others: Sequence[Mapping[str, Any]] | str | Path = rows
+    if held_out is not dataset:  # an iterator can be read only once
+        others = held_out if isinstance(held_out, str | Path) else list(held_out)
     return DatasetTask(prompts, _read("held_out", others) if others else [], conversational)
 
 

@@ -1,4 +1,4 @@
-"""Checks objects passed to the Python API: datasets, rewards, environments and models."""
+"""Checks the arguments of the Python API: datasets, rewards, environments and models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config import Config, load_config
 from covey.environments.registry import PASSED
-from covey.errors import ConfigError, ModelError
+from covey.errors import ConfigError, ModelError, RewardError
 from covey.rewards.user import FUNCTIONS, own_name
 from covey.run.folder import RunFolder
 from covey.run.trackers import Tracker
 from covey.tasks.dataset import NAME as DATASET
 
 if TYPE_CHECKING:
+    from covey.evaluation.evaluate import Evaluation
     from covey.rewards import Reward
 
 OBJECTS = (
@@ -103,6 +104,16 @@ def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
             "config: the evaluation needs the Python objects of the settings "
             f"{' and '.join(settings)}; call covey.evaluate(..., {', '.join(arguments)}) in "
             "Python"
+        )
+
+
+def check_scored(model: str, evaluation: Evaluation) -> None:
+    """Raise RewardError if no completion has a score, rather than report an accuracy of 0 %."""
+    completions = sum(1 + len(item.samples) for item in evaluation.items)
+    if evaluation.unscored == completions:
+        raise RewardError(
+            f"{model}: none of the {completions} completions could be scored; the first error: "
+            f"{evaluation.first_failure}"
         )
 
 
