@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from covey.analysis.compare.arm_results import UNREADABLE, ArmResult, arm_results
 from covey.analysis.compare.comparison import Comparison, Metric, RunResult
+from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.pair_results import PairResult, pair_results
 from covey.analysis.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS
 from covey.errors import RunError
@@ -50,7 +51,10 @@ def conclude(comparison: Comparison) -> Conclusion:
     )
     return Conclusion(
         headline=_headline(arms, pairs),
-        cautions=_cautions(arms, pairs, _as_if_untrained(comparison, runs, pairs)),
+        cautions=(
+            *_cautions(arms, pairs, _as_if_untrained(comparison, runs, pairs)),
+            *_ended_early(comparison, runs),
+        ),
         complete=not any(arm.missing for arm in arms),
         arms=arms,
         pairs=pairs,
@@ -68,6 +72,22 @@ def _check_same_prompts(runs: Iterable[RunResult]) -> None:
                     f"{first.seed} were evaluated on different prompts at step {point.step}; "
                     "delete one of these two runs, and repeat the command"
                 )
+
+
+def _ended_early(comparison: Comparison, runs: Mapping[str, Sequence[RunResult]]) -> Iterator[str]:
+    """Yield a caution if runs ended before their budget, for example by train.stop_on."""
+    used = AXES[comparison.budget][1]
+    early = [
+        f"{run.arm} seed {run.seed} at {used(run.points[-1]):,} {comparison.budget}"
+        for mine in runs.values()
+        for run in mine
+        if used(run.points[-1]) < comparison.amount
+    ]
+    if early:
+        yield (
+            f"Not all runs have a last evaluation at their budget of {comparison.amount:,} "
+            f"{comparison.budget}: {'; '.join(early)}."
+        )
 
 
 def _as_if_untrained(

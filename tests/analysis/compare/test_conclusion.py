@@ -387,6 +387,16 @@ def test_a_run_without_its_first_or_last_evaluation_is_left_out() -> None:
         assert any("delete its folder" in text for text in found.cautions) != finished
 
 
+def test_a_run_that_ended_before_its_budget_is_named() -> None:
+    runs = [run("a", 0, START, 50), run("b", 0, START, 50, 60)]
+    found = conclude(replace(compared({}, *runs, seeds=1), amount=20))
+    assert found.cautions == (
+        "Not all runs have a last evaluation at their budget of 20 steps: a seed 0 at 10 steps.",
+    )
+    tokens = replace(compared({}, *runs, seeds=1), amount=1000, budget="tokens")
+    assert conclude(tokens).cautions == ()
+
+
 def test_missing_runs_are_named_and_pairs_use_shared_seeds() -> None:
     comparison = compared(
         {"a": [60, 64, 62, 63], "b": [50, 50]},
