@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey import notices
-from covey.config import Config, parse_config, toml_value
+from covey.config import Config, parse_config, plain_value, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
 from covey.run.best import best_checkpoint
@@ -24,7 +24,14 @@ from covey.run.folder import RunFolder, check_new_run
 from covey.run.trackers import Tracker
 from covey.screen import Screen
 from covey.stopping import StopSignal
-from covey.training.passed_objects import OBJECTS, check_evaluated, check_resumed, model_name
+from covey.training.passed_objects import (
+    OBJECTS,
+    check_evaluated,
+    check_resumed,
+    check_scored,
+    check_types,
+    model_name,
+)
 
 if TYPE_CHECKING:
     from covey.analysis.compare.design import Request
@@ -97,17 +104,22 @@ class _Callbacks(Tracker):
 
 def load_config(source: Source = None, **overrides: Any) -> Config:
     """Return a validated configuration; keyword arguments override settings by dotted key."""
+    check_types(config=source)
     if isinstance(source, Config):
         settings: dict[str, Any] = source.model_dump()
     elif isinstance(source, Mapping):
-        settings = dict(source)
+        settings = {str(key): plain_value(str(key), value) for key, value in source.items()}
     else:
         settings = {} if source is None else read_settings(str(source))
     return parse_config(overridden(settings, _settings(overrides)))
 
 
 def _settings(overrides: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={toml_value(value)}" for key, value in overrides.items()]
+    for key, value in overrides.items():
+        if value is None:
+            raise ConfigError(f"config: {key} = None is not a value; leave the setting out")
+    plain = {key: plain_value(key, value) for key, value in overrides.items()}
+    return [f"{key}={toml_value(value)}" for key, value in plain.items()]
 
 
 def train(
@@ -143,6 +155,8 @@ def train(
             rewards again.
         quiet: print nothing. **overrides: settings by dotted key.
     """
+    check_types(config=config, dataset=dataset, held_out=held_out, run=run, resume=resume)
+    check_types(callbacks=callbacks, trackers=trackers)
     with notices.quiet(quiet):
         objects = _objects(dataset, held_out, rewards, environment)
         shown, named = _split(trackers)
@@ -164,33 +178,39 @@ def evaluate(
     *,
     dataset: Dataset | None = None,
     rewards: Any = None,
+    environment: Any = None,
     samples: int = 0,
     quiet: bool = False,
     **overrides: Any,
 ) -> Evaluation:
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
-    Given a `dataset`, Covey evaluates the model on all rows of the dataset. If `model` is a run
-    folder, Covey evaluates the newest checkpoint of the run, by default with the settings of the
-    run. If `model` is the path of a checkpoint, Covey does not use the settings of the run. Without
-    `quiet`, Covey prints notes about prompts that are too long.
+    Given a `dataset`, Covey evaluates the model on all rows of the dataset. `dataset`, `rewards` and
+    `environment` are as in `train`. If `model` is a run folder, Covey evaluates the newest
+    checkpoint of the run, by default with the settings of the run. If `model` is the path of a
+    checkpoint, Covey does not use the settings of the run. Without `quiet`, Covey prints notes
+    about prompts that are too long.
     """
     from covey.run.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
     from covey.training.resolve import resolve
 
+    check_types(config=config, dataset=dataset, samples=samples)
     with notices.quiet(quiet):
         model, folder = model_name(model), Path(model_name(model))
         if run_around(folder) == folder:
             model = str(weights_of(folder, "covey.evaluate('{}', ...)"))
             config = folder / "config.toml" if config is None else config
-        objects = _objects(dataset, dataset, rewards)
+        objects = _objects(dataset, dataset, rewards, environment)
         source = "arithmetic" if config is None and dataset is None else config
         settings = {**overrides, "evaluate.samples": samples}
         unresolved = _with_objects(source, objects, model, settings)
         check_evaluated(unresolved, objects)
         chosen = resolve(unresolved, passed=objects.keys())
-        return evaluate_model(chosen, objects.get("task"), objects.get("reward"))
+        passed = (objects.get(where) for where, *_ in OBJECTS)
+        evaluation = evaluate_model(chosen, *passed)
+        check_scored(model, evaluation)
+        return evaluation
 
 
 def compare(
@@ -225,6 +245,7 @@ def compare(
     from covey.analysis.compare.execute import run_comparison, show_design
     from covey.analysis.compare.prepare import checked, prepare
 
+    check_types(recipe=config, folder=folder, seeds=seeds, parallel=parallel)
     if parallel is not None and parallel < 1:
         raise ConfigError(f"parallel = {parallel} must be at least 1")
     settings = {} if model is None else {"model.path": model_name(model)}
@@ -252,6 +273,7 @@ def _request(
     for name, given in (("algorithms", algorithms), ("arms", arms)):
         if isinstance(given, str):
             raise ConfigError(f"{name} must be a list, such as {name}=[{given!r}], not a string")
+    check_types(algorithms=algorithms, arms=arms)
     if seeds < 1:
         raise ConfigError(f"seeds = {seeds} must be at least 1")
     return Request(
@@ -259,7 +281,7 @@ def _request(
         overrides=tuple(_settings(settings)),
         algorithms=tuple(algorithms),
         arms=tuple(map(parse_arm, arms)),
-        seeds=seeds,
+        seeds=int(seeds),
     )
 
 

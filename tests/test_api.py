@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import pytest
 
@@ -38,6 +38,9 @@ SMALL = {
     "model.device": "cpu", "train.steps": 2, "rollout.prompts_per_step": 4, "rollout.group_size": 4,
     "rollout.max_tokens": 24, "evaluate.every": 2, "train.mini_batches": 1,
 }  # fmt: skip
+
+
+FEW = {"rollout.max_tokens": 8, "model.device": "cpu"}
 
 
 def correct(completions: list[str], target: list[str], **columns: Any) -> list[float]:
@@ -300,6 +303,10 @@ def test_a_comparison_returns_its_report_and_the_same_call_trains_nothing(
         ),
         ({"arms": ["a: nothing"]}, "the setting 'nothing' must have the form key=value"),
         ({"seeds": 0}, "seeds = 0 must be at least 1"),
+        ({"seeds": "3"}, "seeds must be an integer, not an object of type str"),
+        ({"parallel": 1.5}, "parallel must be an integer, not an object of type float"),
+        ({"algorithms": [1]}, "algorithms must be a list of names, not a list of int"),
+        ({"folder": 5}, "folder must be a path, not an object of type int"),
         ({"parallel": 0}, "parallel = 0 must be at least 1"),
         ({"model": object()}, "a name or a folder, not an object of type object"),
         ({"model": "nowhere/x", "algorithms": ["grpo", "gspo"]}, "nowhere/x"),
@@ -348,6 +355,17 @@ def test_an_evaluation_and_a_configuration() -> None:
     )
     assert found.prompts == 6
     assert set(found.parts) == {"correct"}
+    again = covey.evaluate("embedded", dataset=iter(ROWS[:6]), rewards=correct, **FEW)
+    assert [item.prompt.id for item in again.items] == [item.prompt.id for item in found.items]
+
+
+def broken(completions: list[str], **columns: Any) -> list[float]:
+    raise OSError("no grader")
+
+
+def test_an_evaluation_without_any_score_is_an_error() -> None:
+    with pytest.raises(covey.CoveyError, match="embedded: none of the 6 completions could be sco"):
+        covey.evaluate("embedded", dataset=ROWS[:6], rewards=broken, **FEW)
 
 
 @pytest.mark.parametrize(
@@ -363,11 +381,53 @@ def test_an_evaluation_and_a_configuration() -> None:
         ({"dataset": [1]}, "is not a dict but int"),
         ({"dataset": ROWS[:1]}, "at least two rows"),
         ({"config": "arithmetic", "train.stepz": 3}, "train.stepz is not a setting"),
+        ({"train.steps": None}, "config: train.steps = None is not a value"),
+        (
+            {"reward.grade": correct},
+            "config: reward.grade is an object of type function; a setting",
+        ),
+        ({"rewards": {correct: "2"}}, "the weight of correct must be a finite number, not 2"),
+        ({"rewards": "math_answer"}, "to choose a reward by its name, set reward.name"),
+        ({"rewards": 5}, "rewards must be a function, a list of functions, or a dict of functions"),
+        ({"dataset": 5}, "dataset must be a list of dicts, a datasets.Dataset or a JSON Lines fil"),
+        ({"dataset": {"prompt": ["1+1?"]}}, "train row 0 is not a dict but str"),
+        ({"held_out": 5}, "held_out must be a list of dicts"),
+        (
+            {"config": 5},
+            "config must be a Config, a dict, a TOML file or the name of a recipe, not",
+        ),
+        ({"run": 5}, "run must be a path, not an object of type int"),
+        ({"resume": 5}, "resume must be a path, not an object of type int"),
+        ({"callbacks": correct}, "callbacks must be a list of functions, not an object of type fu"),
+        ({"callbacks": None}, "callbacks must be a list of functions, not an object of type None"),
+        ({"callbacks": [correct, 5]}, "callbacks must be a list of functions, not a list of fun"),
+        ({"trackers": "wandb"}, "trackers must be a list of names and covey.Tracker objects, not"),
+        ({"environment": "calculator"}, "environment: pass a class, or a function that creates"),
     ],
 )
 def test_mistakes_are_one_line(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         covey.train(**arguments)
+
+
+def test_settings_may_be_paths_and_numbers_of_numpy(tmp_path: Path) -> None:
+    import numpy as np
+
+    file = tmp_path / "rows.jsonl"
+    given = {
+        "task.name": "jsonl", "task.train_file": file, "train.steps": np.int64(3),
+        "optimizer.learning_rate": np.float32(0.25), "filter.dynamic_sampling": np.bool_(True),
+        "objective.part_weights": np.array([1.0, 2.5]), "train.stop_after": {"tokens": np.int8(5)},
+    }  # fmt: skip
+    sections = {"model": {"path": file}, "train": {"steps": np.int64(3)}}
+    for config in (covey.load_config(None, **given), covey.load_config({}, **given)):
+        assert config.task.options["train_file"] == str(file)
+        assert (config.train.steps, config.optimizer.learning_rate) == (3, 0.25)
+        assert config.filter.dynamic_sampling is True
+        assert config.objective.options["part_weights"] == [1.0, 2.5]
+        assert config.train.stop_after.tokens == 5
+    assert covey.load_config(sections).model.path == str(file)
+    assert api._settings({"task.train_file": file}) == [f'task.train_file="{file}"']  # compare's
 
 
 def test_weights_and_a_running_event_loop() -> None:
@@ -477,6 +537,41 @@ def test_given_trackers_replace_those_of_the_settings(
         **given,
     )
     assert used == [named]
+
+
+class Asking(covey.Environment):
+    """An environment that asks once more after every turn."""
+
+    quick = True  # in this process
+    asked: ClassVar[list[Any]] = []
+
+    def reset(self, prompt: covey.Prompt, seed: int) -> Any:
+        return prompt.messages
+
+    def step(self, message: Any) -> covey.Step:
+        self.asked.append(message)
+        return covey.Step(messages=[{"role": "user", "content": "and?"}])
+
+
+def test_an_evaluation_plays_an_environment_of_its_own(tmp_path: Path) -> None:
+    objects: dict[str, Any] = {"dataset": ROWS[:4], "rewards": correct, "environment": Asking}
+    turns = {"environment.max_turns": 2, "environment.max_tokens": 400}
+    Asking.asked.clear()
+    found = covey.evaluate("embedded-calculator", **objects, samples=2, **turns, **FEW)
+    assert found.prompts == 4
+    assert Asking.asked
+    run = covey.train(
+        model="embedded-calculator", run=tmp_path / "run", quiet=True, **objects, **turns,
+        **{**SMALL, "train.steps": 1, "evaluate.every": 0, "rollout.max_tokens": 8},
+    ).folder  # fmt: skip
+    Asking.asked.clear()
+    assert covey.evaluate(run, **objects).prompts == 4
+    assert Asking.asked
+    advice = re.escape("call covey.evaluate(..., environment=...) in Python")
+    with pytest.raises(ConfigError, match=advice):
+        covey.evaluate(run, dataset=ROWS[:4], rewards=correct)
+    with pytest.raises(ConfigError, match="samples must be an integer, not an object of type str"):
+        covey.evaluate(run, **{**objects, "samples": "4"})
 
 
 def test_an_evaluation_plays_the_environment_of_the_settings(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.config import Config, toml_value
-from covey.errors import DataError, RewardError
+from covey.errors import DataError
 from covey.models.model_path import check_model_path
 from covey.run.checkpoint_choice import run_around, weights_of
 from covey.run.estimate_text import change_text, estimate_text
@@ -117,7 +117,7 @@ def eval_command(
         settings.append(f"evaluate.samples={samples}")
     config = _config(target, source, settings, smoke)
 
-    from covey.training.passed_objects import check_evaluated
+    from covey.training.passed_objects import check_evaluated, check_scored
 
     check_evaluated(config)
     models = [config.model.path, *([_model(against)] if against is not None else [])]
@@ -130,7 +130,7 @@ def eval_command(
         rows = [{"model": path, **item.row()} for path, each in results for item in each.items]
         write_text(out, "".join(json.dumps(row, default=str) + "\n" for row in rows))
     for path, evaluation in results:
-        _check_scored(path, evaluation)
+        check_scored(path, evaluation)
     if as_json:
         typer.echo(json.dumps(_data(results, by)))
     else:
@@ -193,16 +193,6 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 advance = partial(progress.advance, task)
                 found.append(evaluate_engine(config, engine, prompts, scorer, known, advance))
     return found
-
-
-def _check_scored(model: str, evaluation: Evaluation) -> None:
-    """Raise an error if no completion has a score, because an accuracy of 0 % would mislead."""
-    completions = sum(1 + len(item.samples) for item in evaluation.items)
-    if evaluation.unscored == completions:
-        raise RewardError(
-            f"{model}: none of the {completions} completions could be scored; the first error: "
-            f"{evaluation.first_failure}"
-        )
 
 
 def _data(results: Results, by: str | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from covey.config.load import (
     load_config,
     parse_config,
+    plain_value,
     recipe_names,
     to_toml,
     toml_lines,
@@ -16,6 +17,7 @@ __all__ = [
     "load_config",
     "load_smoke",
     "parse_config",
+    "plain_value",
     "recipe_names",
     "to_toml",
     "toml_lines",

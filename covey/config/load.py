@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -214,6 +215,27 @@ def _toml_sign(sign: str) -> str:
     if not is_hidden(sign):
         return sign
     return f"\\u{ord(sign):04x}" if ord(sign) < 0x10000 else f"\\U{ord(sign):08x}"
+
+
+def plain_value(key: str, value: Any) -> Any:
+    """Return a setting given in Python as plain data: a path as text, a numpy number as a number.
+
+    Raise ConfigError if the value cannot be a setting.
+    """
+    if isinstance(value, Mapping):
+        return {name: plain_value(f"{key}.{name}", each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(key, each) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # numbers, arrays and tensors of numpy and torch
+        return plain_value(key, value.tolist())
+    if value is None or isinstance(value, bool | int | float | str | date | time):
+        return value
+    raise ConfigError(
+        f"config: {key} is an object of type {type(value).__name__}; a setting must be a text, a "
+        "number, a boolean, a path, a list or a dict"
+    )
 
 
 def toml_value(value: Any) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError
@@ -305,6 +306,11 @@ def function_reward(
         if not isinstance(made, UserFunction):
             return made
         rewards = [rewards]
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+        raise ConfigError(
+            "rewards must be a function, a list of functions, or a dict of functions and weights, "
+            f"not {rewards!r}; to choose a reward by its name, set reward.name"
+        )
     pairs = list(rewards.items()) if isinstance(rewards, Mapping) else [(f, 1.0) for f in rewards]
     if not pairs:
         raise ConfigError("rewards: give at least one reward function")
@@ -319,7 +325,7 @@ def function_reward(
         name = _name(function)
         if name in functions:
             raise ConfigError(f"rewards: two functions have the name {name}; rename one of them")
-        if not math.isfinite(weight):
+        if not isinstance(weight, Real) or not math.isfinite(weight):
             raise ConfigError(
                 f"rewards: the weight of {name} must be a finite number, not {weight}"
             )

@@ -70,7 +70,9 @@ def dataset_task(
     prompts, conversational = _read("train", rows), _is_conversational(rows)
     if held_out is None:
         return DatasetTask(prompts, None, conversational)
-    others = held_out if isinstance(held_out, str | Path) else list(held_out)
+    others: Sequence[Mapping[str, Any]] | str | Path = rows
+    if held_out is not dataset:  # an iterator can be read only once
+        others = held_out if isinstance(held_out, str | Path) else list(held_out)
     return DatasetTask(prompts, _read("held_out", others) if others else [], conversational)
 
 
@@ -96,15 +98,18 @@ def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
     reader = RowReader(name=NAME)
     if isinstance(rows, str | Path):
         return reader.read(split, map(_with_target, json_lines(Path(rows))), str(rows))
-    numbered = ((n, f"{split} row {n}", row) for n, row in enumerate(rows))
+    numbered = ((n, f"{split} row {n}", _checked(row)) for n, row in enumerate(rows))
     return reader.read(split, map(_with_target, numbered), split)
 
 
-def _with_target(numbered: NumberedRow | tuple[int, str, Mapping[str, Any]]) -> NumberedRow:
+def _checked(row: object) -> dict[str, Any] | str:
+    """Return a row as a dict, or a text that says why it is not a row."""
+    return dict(row) if isinstance(row, Mapping) else f"is not a dict but {type(row).__name__}"
+
+
+def _with_target(numbered: NumberedRow) -> NumberedRow:
     """Add an empty target to a row that has no target, because some rewards need no target."""
     number, where, row = numbered
-    if not isinstance(row, Mapping):
-        what = row if isinstance(row, str) else f"is not a dict but {type(row).__name__}"
-        return number, where, what
-    lacks = not any(column in row for column in TARGET_COLUMNS)
-    return number, where, {**row, "target": ""} if lacks else dict(row)
+    if isinstance(row, str) or any(column in row for column in TARGET_COLUMNS):
+        return numbered
+    return number, where, {**row, "target": ""}

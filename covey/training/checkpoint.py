@@ -102,6 +102,7 @@ def restore(policy: Policy, others: Sequence[Saved], start: Start, fresh: State)
             episode=int(saved["episode"]),
             tokens=int(saved.get("tokens", 0)),
             beta=float(saved["beta"]),
+            beta_setting=saved.get("beta_setting"),
             evaluation_due=bool(saved.get("evaluation_due", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -120,6 +121,7 @@ def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
         state = restore(parts.policy, parts.others, start, trainer.fresh)
     except RunError as error:
         raise RunError(f"{error}; {offer(run, before=start.step)}") from None
+    trainer.apply_settings(state)
     aside = parts.world.from_main(lambda: put_aside_after(run, start))
     if aside is not None:
         note(f"steps after {start.step} are computed again; their old records are in {aside}")

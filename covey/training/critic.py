@@ -43,7 +43,7 @@ OPTIMIZER_FILE = "critic_optimizer.safetensors"
 HEAD = "value_head"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Critic:
     """A language model whose value head predicts the final reward from the tokens so far."""
 
@@ -55,6 +55,8 @@ class Critic:
     sums: GradientSums | None = None
     """Sums the critic's gradients over ranks; None with a single rank. Every rank has a full copy
     of the critic."""
+    updates: int = 0
+    """Number of optimizer steps that the critic has taken in this process."""
 
     def warms_up(self, step: int) -> bool:
         """Whether training step number `step`, counted from 1, trains only the critic."""
@@ -139,6 +141,7 @@ def critic_step(
             losses.append(output.loss.detach())
     if critic.sums is not None:
         critic.sums.finish()
+    critic.updates += 1
     stepped = critic.optimizer.step(critic.learning_rate)
     # Each rank has computed only its part of the loss.
     loss = float(torch.stack(losses).sum()) if losses else 0.0

@@ -49,6 +49,14 @@ class Trainer:
     fresh: State
     """The state at the start of a new run."""
 
+    @property
+    def updates(self) -> int:
+        """The number of optimizer steps of all trained models; only its changes have a meaning."""
+        return self.parts.policy.version
+
+    def apply_settings(self, state: State) -> None:
+        """Replace values of a checkpoint by settings that changed when the run was resumed."""
+
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
         """Prepare the first step after `checkpoint`, which is None in a new run."""
 
@@ -124,8 +132,8 @@ class _Loop:
     saved: int
     """Number of the training step that was last saved as a checkpoint."""
     complete: State | None = None
-    """The run's state after the last complete step. If the policy has changed since the last
-    complete step, that step can no longer be saved, and `complete` is None.
+    """The run's state after the last complete step. If the policy or the critic has changed since the
+    last complete step, that step can no longer be saved, and `complete` is None.
     """
 
     def run_steps(self, stop: StopSignal) -> None:
@@ -137,10 +145,11 @@ class _Loop:
             trainer.budget.over(used := state.used(parts.policy)) or parts.world.agree(stop)
         ):
             state.step += 1
+            updates = trainer.updates
             try:
                 trainer.step(state, self.run, self.log)
             except BaseException:
-                if parts.policy.version != used.updates:
+                if trainer.updates != updates:
                     self.complete = None
                 if self.run.has_step(state.step):  # only the report of the step failed
                     self._trained(used)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from covey.config import Config
 from covey.engines.native.engine import NativeEngine
+from covey.environments import Factory
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.notices import notice
 from covey.rollout.collect import Collector
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
     from covey.types import Prompt
 
 
-def evaluate_model(config: Config, task: Task | None, reward: Reward | None) -> Evaluation:
-    """Evaluate a model on held-out prompts; `task` and `reward` override the configuration."""
+def evaluate_model(
+    config: Config,
+    task: Task | None = None,
+    reward: Reward | None = None,
+    environment: Factory | None = None,
+) -> Evaluation:
+    """Evaluate a model on held-out prompts; the other arguments override the configuration."""
     prompts = held_out_of(config, task or task_of(config))
     model = load_model(config)
     prompts, notes = fitting_prompts(config, model, prompts, "held-out")
@@ -36,7 +42,8 @@ def evaluate_model(config: Config, task: Task | None, reward: Reward | None) -> 
     scored_by = config if reward else evaluation_config(config)
     with closing(scorer_of(scored_by, reward)) as scorer:
         baselines = baselines_of(scored_by, scorer, prompts, reward)
-        return evaluate_engine(config, NativeEngine(model), prompts, scorer, baselines)
+        engine = NativeEngine(model)
+        return evaluate_engine(config, engine, prompts, scorer, baselines, environment=environment)
 
 
 def evaluate_engine(
@@ -46,9 +53,10 @@ def evaluate_engine(
     scorer: Scorer,
     baselines: Baselines,
     progress: Callable[[int], None] = lambda count: None,
+    environment: Factory | None = None,
 ) -> Evaluation:
-    """Evaluate the engine's model on `prompts`, in the environment that `config` names."""
-    interaction = interaction_of(config, engine.model)
+    """Evaluate the engine's model on `prompts`, in `environment` or the one that `config` names."""
+    interaction = interaction_of(config, engine.model, environment)
     collector = Collector(
         engine=engine,
         model=engine.model,

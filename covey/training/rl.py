@@ -78,6 +78,19 @@ class Reinforcement(Trainer):
     preemptions: int = 0
     """Number of times that the engine had paused a completion by the end of the last step."""
 
+    @property
+    def updates(self) -> int:
+        """The number of optimizer steps of the policy and of the critic."""
+        critic = self.parts.learner.critic
+        return self.parts.policy.version + (0 if critic is None else critic.updates)
+
+    def apply_settings(self, state: State) -> None:
+        """Use objective.beta if the objective does not adapt beta, or if objective.beta changed."""
+        objective = self.parts.learner.objective
+        if not objective.kl_target or state.beta_setting not in (None, objective.beta):
+            state.beta = objective.beta
+        state.beta_setting = objective.beta
+
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
         """Prepare the first step, and read the files that `save` added to the checkpoint."""
         parts, prompts, config = self.parts, self.parts.train_prompts, self.parts.config

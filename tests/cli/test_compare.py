@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,42 @@ def test_finished_runs_are_not_repeated(
     assert "already contains a comparison with different settings" in capsys.readouterr().err
     assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
     assert "change the last digits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "lost"),
+    [
+        ("evaluations/000006.jsonl", None, (6,)),
+        ("evaluations/000006.jsonl", "damaged", (6,)),
+        ("evaluations/000000.jsonl", None, (0,)),
+        ("eval.jsonl", "unfinished line", (6,)),
+        ("eval.jsonl", None, (0, 3, 6)),
+        ("steps.jsonl", None, (3, 6)),
+    ],
+)
+def test_a_run_with_damaged_evaluations_is_not_compared(
+    file: str, text: str | None, lost: tuple[int, ...], finished: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = tmp_path / "damaged"
+    shutil.copytree(finished, folder)
+    path = folder / "runs/grpo/seed-0" / file
+    if text == "damaged":
+        path.write_text(f"x{path.read_text()}")
+    elif text is not None:
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        path.unlink()
+    assert covey(["compare", "--report", str(folder)]) == 0
+    assert arms(folder)["grpo"].unreadable == lost
+    data = json.loads((folder / "report.json").read_text())
+    grpo, gspo, *_ = data["conclusion"]["arms"]
+    steps = ", ".join(map(str, lost))
+    assert grpo["missing"] == [
+        f"grpo seed 0: done, but without a readable evaluation of step {steps}"
+    ]
+    assert (grpo["seeds"], gspo["seeds"]) == (0, 1)
+    assert "delete its folder" in capsys.readouterr().out
 
 
 def test_arms_with_other_rewards_are_evaluated_with_the_common_one(finished: Path) -> None:

@@ -57,6 +57,28 @@ def test_a_finished_run_goes_on_as_the_longer_run(
     assert changes == [{"step": 2, "settings": settings, **facts}]
 
 
+def resumed(path: Path, *settings: str) -> list[float]:
+    """Resume a run with other settings, and return the beta of each of its steps."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert covey(["train", "--resume", str(path), *words]) == 0
+    return [row["objective/beta"] for row in RunFolder(path).steps()]
+
+
+def test_a_changed_beta_is_used(tmp_path: Path) -> None:
+    path = trained(tmp_path / "run", "train.steps=1", "objective.beta=0.05", "save.every=1")
+    assert resumed(path, "train.steps=2", "objective.beta=0.5") == [0.05, 0.5]
+    adaptive = ["objective.beta=0.4", "objective.kl_target=1e-3", "objective.kl_horizon=100"]
+    *_, first, second = resumed(path, "train.steps=4", *adaptive)
+    assert first == 0.4
+    assert second != 0.4
+    assert resumed(path, "train.steps=5")[-1] not in (0.4, second)  # adapted further
+    assert resumed(path, "train.steps=6", "objective.beta=0.2")[-1] == 0.2
+    assert resumed(path, "train.steps=7", "objective.beta=0.3")[-1] == 0.3
+    # The setting stays, even if the run is resumed from a checkpoint before the change.
+    assert covey(["train", "--resume", str(path), "--step", "6"]) == 0
+    assert RunFolder(path).steps()[-1]["objective/beta"] == 0.3
+
+
 @pytest.mark.parametrize(
     ("override", "why"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from covey.objective import with_advantage
 from covey.reference import FrozenReference
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
+from covey.training import step as training
 from covey.training.build import assemble
 from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE, critic_of
 from covey.training.preferences import read_pairs
@@ -73,6 +75,28 @@ def test_a_resumed_run_has_the_same_critic_to_the_bit(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot be read"):
         again.learner.critic.load(folder)
     assert (folder / OPTIMIZER_FILE).exists()
+
+
+@pytest.mark.parametrize(("place", "call"), [("critic_step", 6), ("_train_policy", 3)])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_checkpoint_never_has_half_a_step_of_the_critic(
+    warmup: int, place: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*PPO, "train.steps=4", "save.every=100", f"critic.warmup_steps={warmup}"]
+    _, whole = run_of(tmp_path / "whole", *given)
+    real, calls = getattr(training, place), itertools.count(1)
+
+    def fails(*arguments: Any) -> Any:
+        if next(calls) == call:
+            raise ZeroDivisionError
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, place, fails)
+        with pytest.raises(ZeroDivisionError):
+            run_of(tmp_path / "run", *given)
+    _, resumed = run_of(tmp_path / "run", *given)
+    assert numbers(resumed) == numbers(whole)
 
 
 def test_the_policy_stays_as_it_is_while_the_critic_warms_up(tmp_path: Path) -> None:

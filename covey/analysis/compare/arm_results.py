@@ -16,6 +16,8 @@ from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import is_graded
 
+UNREADABLE = "without a readable evaluation of"
+
 SHARES = (0.5, 1.0)
 """The report shows how long each arm takes to reach these fractions of the accuracy gain. The full
 accuracy gain goes from the initial accuracy to the highest accuracy that every arm reaches.
@@ -179,8 +181,11 @@ def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
             lines.append(f"{arm} seed {seed}: not run")
         elif run.state != "done":
             lines.append(f"{arm} seed {seed}: {run.state}{run.error and f', {run.error}'}")
-        elif not run.points:
+        elif not run.points and not run.unreadable:
             lines.append(f"{arm} seed {seed}: done, but never evaluated")
+        elif not run.finished:
+            steps = ", ".join(map(str, run.unreadable))
+            lines.append(f"{arm} seed {seed}: done, but {UNREADABLE} step {steps}")
     return tuple(lines)
 
 

@@ -113,13 +113,18 @@ class RunResult(RunOutcome):
     seed: int
     key: str = ""
     points: tuple[Point, ...] = ()
+    unreadable: tuple[int, ...] = ()
+    """The steps whose evaluations are damaged or missing."""
     folder: str = ""
     """The path of the run folder, relative to the comparison's folder."""
 
     @property
     def finished(self) -> bool:
-        """Whether the run reached its end and has an evaluation."""
-        return self.state == "done" and bool(self.points)
+        """Whether the run reached its end, and has its first and its last evaluation."""
+        if self.state != "done" or not self.points:
+            return False
+        first, last = self.points[0].step, self.points[-1].step
+        return all(first < step < last for step in self.unreadable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +147,12 @@ class Comparison:
     best_constant: float | None = None
     """The best accuracy that one constant answer to all held-out prompts can get, or None if
     unknown."""
+
+    @property
+    def by(self) -> Metric:
+        """The metric that compares the arms."""
+        points = (point for run in self.runs for point in run.points)
+        return next((point.by for point in points), "success")
 
     def runs_of(self, arm: str) -> tuple[RunResult, ...]:
         """Return the runs of an arm, ordered by seed."""

@@ -209,8 +209,15 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
     """
     path = run_path(folder, arm, seed)
     ended = read_outcome(path) or RunOutcome(key="", state="unfinished")
-    points, where = _points(RunFolder(path)), str(path.relative_to(folder))
-    return RunResult(arm=arm, seed=seed, points=points, folder=where, **asdict(ended))
+    run, where = RunFolder(path), str(path.relative_to(folder))
+    points = _points(run)
+    # Each run starts with an evaluation, and writes the rows of an evaluation before its summary.
+    known = {0, *(step for step, _ in run.numbered("evaluations", ".jsonl"))}
+    known |= {row["step"] for row in run.evaluations(lambda text: None)}
+    lost = sorted(known - {point.step for point in points}) if ended.state == "done" else ()
+    return RunResult(
+        arm=arm, seed=seed, points=points, unreadable=tuple(lost), folder=where, **asdict(ended)
+    )
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
@@ -219,13 +226,15 @@ def _points(run: RunFolder) -> tuple[Point, ...]:
     points = []
     for row in run.evaluations():
         items = run.items(row["step"])
-        if len(items) == row["prompts"]:
-            points.append(_point(row, steps, items))
+        read = len({item["prompt_id"] for item in items})
+        if row["step"] > 0 and not steps:
+            why = "steps.jsonl is missing or damaged"
+        elif read != row["prompts"]:
+            why = f"only {read} of its {row['prompts']} prompts can be read"
         else:
-            notice(
-                f"{run.path}: the evaluation of step {row['step']} is left out, because only "
-                f"{len(items)} of its {row['prompts']} prompts can be read"
-            )
+            points.append(_point(row, steps, items))
+            continue
+        notice(f"{run.path}: the evaluation of step {row['step']} is left out, because {why}")
     return tuple(points)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from covey.analysis.compare.arm_results import ArmResult, arm_results
+from covey.analysis.compare.arm_results import UNREADABLE, ArmResult, arm_results
 from covey.analysis.compare.comparison import Comparison, Metric, RunResult
+from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.pair_results import PairResult, pair_results
 from covey.analysis.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS
 from covey.errors import RunError
@@ -50,7 +51,10 @@ def conclude(comparison: Comparison) -> Conclusion:
     )
     return Conclusion(
         headline=_headline(arms, pairs),
-        cautions=_cautions(arms, pairs, _as_if_untrained(comparison, runs, pairs)),
+        cautions=(
+            *_cautions(arms, pairs, _as_if_untrained(comparison, runs, pairs)),
+            *_ended_early(comparison, runs),
+        ),
         complete=not any(arm.missing for arm in arms),
         arms=arms,
         pairs=pairs,
@@ -68,6 +72,22 @@ def _check_same_prompts(runs: Iterable[RunResult]) -> None:
                     f"{first.seed} were evaluated on different prompts at step {point.step}; "
                     "delete one of these two runs, and repeat the command"
                 )
+
+
+def _ended_early(comparison: Comparison, runs: Mapping[str, Sequence[RunResult]]) -> Iterator[str]:
+    """Yield a caution if runs ended before their budget, for example by train.stop_on."""
+    used = AXES[comparison.budget][1]
+    early = [
+        f"{run.arm} seed {run.seed} at {used(run.points[-1]):,} {comparison.budget}"
+        for mine in runs.values()
+        for run in mine
+        if used(run.points[-1]) < comparison.amount
+    ]
+    if early:
+        yield (
+            f"Not all runs have a last evaluation at their budget of {comparison.amount:,} "
+            f"{comparison.budget}: {'; '.join(early)}."
+        )
 
 
 def _as_if_untrained(
@@ -109,46 +129,65 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
     real = [pair for pair in pairs if pair.decision not in ("same policy", "nothing to compare")]
     if not real:
         return _nothing_to_test(finished, pairs)
+    few = [pair for pair in real if pair.decision in ("one seed", "two seeds")]
+    tested = [pair for pair in real if pair not in few]
+    names = [arm.arm for arm in finished]
+    few += [p for p in pairs if not p.seeds and p.first in names and p.second in names]
     if all(pair.decision == "one seed" for pair in real):
         return (
             "One seed cannot show which algorithm is better: another seed might reverse the order. "
             "Only these checkpoints can be compared; run at least three seeds."
         )
-    if len(real) == 1:
+    if len(real) == 1 and not tested:
         return real[0].summary
-    if all(pair.decision in ("one seed", "two seeds") for pair in real):
+    if not tested:
         return (
             "Too few seeds to rank the arms: two seeds do not show how much is chance. The tables "
             "have the result of each seed; run at least three."
         )
-    decided = [pair for pair in real if pair.better]
+    untested = _untested(few)
+    if len(tested) == 1:
+        return tested[0].summary + untested
+    decided = [pair for pair in tested if pair.better]
     if not decided:
-        return _none_decided(real)
+        return (
+            _none_decided(tested, "in the tested pairs" if few else "between the arms") + untested
+        )
     for arm in finished:
         wins = [pair for pair in decided if pair.better == arm.arm]
         if len(wins) == len(finished) - 1:
             gains = (f"{_change(abs(p.mean or 0.0), p.by)} over {_loser(p)}" for p in wins)
             return f"{arm.arm} is better than every other arm: {', '.join(gains)}."
     found = ", ".join(f"{p.better} is better than {_loser(p)}" for p in decided)
-    rest = "; the other pairs do not differ significantly" if len(decided) < len(real) else ""
-    return f"No arm is better than all others: {found}{rest}."
+    rest = "; the other pairs do not differ significantly" if len(decided) < len(tested) else ""
+    start = "In the tested pairs" if few else "No arm is better than all others"
+    return f"{start}: {found}{rest}.{untested}"
+
+
+def _untested(few: Sequence[PairResult]) -> str:
+    """Return a sentence that names the pairs that share too few seeds for a test."""
+    names = _listed([f"{pair.first} - {pair.second}" for pair in few])
+    return f" Not tested, with fewer than {FEW_SEEDS} seeds in common: {names}." if few else ""
 
 
 def _nothing_to_test(finished: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
     if pairs and all(pair.decision == "same policy" for pair in pairs):
         names = _listed([arm.arm for arm in finished])
         return f"{names} are the same policy, bit for bit, in every seed: there is no difference."
+    same = [pair.summary for pair in pairs if pair.decision == "same policy"]
+    if same:
+        return " ".join([*same, "No other two arms have finished the same seed."])
     if len(finished) == 1:
         return f"Only {finished[0].arm} has finished runs: there is nothing to compare it with."
     return "No two arms have finished the same seed: there is nothing to compare."
 
 
-def _none_decided(real: Sequence[PairResult]) -> str:
-    widest = max(real, key=lambda pair: abs(pair.mean or 0.0))
-    tested = sum(pair.p_value is not None for pair in real)
+def _none_decided(tested: Sequence[PairResult], where: str) -> str:
+    widest = max(tested, key=lambda pair: abs(pair.mean or 0.0))
+    tests = sum(pair.p_value is not None for pair in tested)
     return (
-        "No significant difference between the arms with this budget. The largest is between "
-        f"{widest.first} and {widest.second}: {_undecided(widest, tested)}"
+        f"No significant difference {where} with this budget. The largest is between "
+        f"{widest.first} and {widest.second}: {_undecided(widest, tests)}"
     )
 
 
@@ -270,7 +309,12 @@ def _cautions(
             "arms finished. If runs failed because of their arm, the rest overrates that arm."
         )
         found += as_if_untrained
-    few = [pair for pair in pairs if pair.decision == "two seeds"]
+    if any(UNREADABLE in line for line in missing):
+        found.append(
+            "Evaluations of some runs are missing or damaged. To repeat such a run, delete its "
+            "folder, and run the command again."
+        )
+    few = [pair for pair in pairs if pair.decision in ("one seed", "two seeds")]
     if few and len(few) < len(pairs):
         found.append(
             f"Some pairs share fewer than {FEW_SEEDS} seeds, which are too few to rank them."

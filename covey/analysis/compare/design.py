@@ -28,7 +28,7 @@ from covey.training.resolve import resolve
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change. To train with different seeds than the other arms, an arm can
 add an offset, such as `seed+=1000`."""
-SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
+SAMPLING = ("model.", "adapter.", "task.", "rollout.", "environment.", "seed")
 """Settings, or whole sections, that affect the rollouts of the first step."""
 NOT_SAMPLING = (
     "engine.max_concurrent",
@@ -36,6 +36,9 @@ NOT_SAMPLING = (
     "model.gradient_checkpointing",
     "model.offload_activations",
     "model.deterministic",
+    "environment.workers",
+    "environment.timeout",
+    "environment.gigabytes",
 )
 """Settings in the sections of `SAMPLING` that do not affect the rollouts of the first step."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from covey.analysis.compare.comparison import Arm
 from covey.analysis.compare.comparison_folder import Design
-from covey.analysis.compare.design import kept_options, shares_first_rollouts
+from covey.analysis.compare.design import NOT_SAMPLING, kept_options, shares_first_rollouts
 from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError
 from covey.tasks import Task
@@ -100,12 +100,17 @@ def _differing_arms(design: Design) -> Iterator[Row]:
         remedy=f"choose it with evaluate.reward.name; now it is {reward}",
     )
     yield from _finding(
-        [arm for arm in arms if any(key in GENERATION for key in arm.differences)],
+        [arm for arm in arms if any(map(_affects_evaluations, arm.differences))],
         title="some arms generate the held-out completions with their own settings",
-        why="Their prompt format, stop strings or length limit also apply in evaluations, so a "
-        "difference may come from these settings, without any learning.",
+        why="Their prompt format, stop strings, length limit or environment also apply in "
+        "evaluations, so a difference may come from these settings, without any learning.",
         remedy="compare the first evaluations, before training; or change the setting for all arms",
     )
+
+
+def _affects_evaluations(key: str) -> bool:
+    """Return whether a setting affects how the policy generates the held-out completions."""
+    return key in GENERATION or (key.startswith("environment.") and key not in NOT_SAMPLING)
 
 
 def _kept_options(design: Design) -> Iterator[Row]:

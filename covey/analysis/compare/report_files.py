@@ -74,7 +74,7 @@ def report_data(contents: ReportContents) -> dict[str, Any]:
         "covey": __version__,
         "name": comparison.name,
         "command": comparison.command,
-        "compared_by": contents.conclusion.by,
+        "compared_by": comparison.by,
         "best_constant": comparison.best_constant,
         "budget": {"kind": comparison.budget, "amount": comparison.amount},
         "seeds": list(comparison.seeds),
@@ -157,7 +157,7 @@ def page(contents: ReportContents) -> str:
     comparison, library = contents.comparison, _plotly_source()
     chart_data = {  # what comparison.js draws
         "arms": [arm.name for arm in comparison.arms],
-        "by": contents.conclusion.by,
+        "by": comparison.by,
         "axes": {name: label for name, (label, _) in AXES.items()},
         "curves": [asdict(curve) for curve in contents.curves],
         "health": {panel: [asdict(t) for t in trends] for panel, trends in contents.health.items()},
@@ -200,7 +200,7 @@ def _rendered(name: str, contents: ReportContents, **values: Any) -> str:
         comparison=contents.comparison,
         conclusion=contents.conclusion,
         tables=tables,
-        by=contents.conclusion.by,
+        by=contents.comparison.by,
         environment=json.dumps(dict(contents.comparison.environment), indent=2, default=str),
         **values,
     )

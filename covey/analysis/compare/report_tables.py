@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from covey.analysis.compare.arm_results import ArmResult, TimeToAccuracy
 from covey.analysis.compare.comparison import Comparison, Metric, RunResult
-from covey.analysis.compare.conclusion import Conclusion, points
+from covey.analysis.compare.conclusion import TESTS, Conclusion, points
 from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.report_contents import Agreement, Trend
@@ -29,17 +29,21 @@ CONSTANT_NOTE = (
 ANSWERS_NOTE = "Answers: different final answers at the end."
 TRAINING_NOTE = (
     "Best: mean of each seed's highest evaluation, biased upwards because the held-out prompts "
-    "select it. Mean over training: accuracy averaged over the budget. Collapsed: seeds that ended "
-    "far below an earlier accuracy."
+    "select it. Mean over training: {value} averaged over the budget. Collapsed: seeds that ended "
+    "far below an earlier {value}."
 )
 PAIR_NOTE = (
-    "Percentage points at the end, over the seeds that both arms finished, with Student's 95 % "
-    "interval over seeds; p of the paired t-test, with Holm's correction over all pairs. Needed: "
-    "seeds per arm for 80 % power if the difference is as observed."
+    "{difference} at the end, over the seeds that both arms finished, with Student's 95 % interval "
+    "over seeds; p of the paired t-test, with Holm's correction over all pairs. Needed: seeds per "
+    "arm for 80 % power if the difference is as observed."
 )
+DIFFERENCES: Mapping[Metric, str] = {
+    "success": "Percentage points",
+    "reward": "Difference of mean rewards",
+}
 CHECKPOINT_NOTE = (
     "This compares two sets of weights, not two algorithms: another seed may reverse it. p of "
-    "McNemar's exact test (rewards: sign test), with Holm's correction over all pairs and seeds."
+    "{test}, with Holm's correction over all pairs and seeds."
 )
 
 
@@ -118,7 +122,7 @@ def training_table(found: Conclusion) -> TextTable:
             ]
             for arm in found.arms
         ],
-        note=TRAINING_NOTE,
+        note=TRAINING_NOTE.format(value=VALUES[found.by]),
     )
 
 
@@ -139,7 +143,7 @@ def speed_table(found: Conclusion) -> TextTable:
         reached = {each.accuracy: each for each in arm.time_to_accuracy}
         rows.append([arm.arm, *(_time(reached.get(x)) if arm.seeds else EMPTY for x in levels)])
     return TextTable(
-        title="Time to accuracy",
+        title=f"Time to {VALUES[found.by]}",
         head=["arm", *(f"{100 * x:.3g}%" if found.by == "success" else f"{x:.3g}" for x in levels)],
         rows=rows if levels else [],
         note="Sampled tokens and seconds of training, medians over finished seeds.",
@@ -153,8 +157,8 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summaries of all pairs of arms, except the summary that is the headline."""
-    return [pair.summary for pair in found.pairs if pair.summary != found.headline]
+    """Return the summaries of all pairs of arms, except a summary that begins the headline."""
+    return [pair.summary for pair in found.pairs if not found.headline.startswith(pair.summary)]
 
 
 def pair_table(found: Conclusion) -> TextTable:
@@ -173,7 +177,7 @@ def pair_table(found: Conclusion) -> TextTable:
             ]
             for pair in found.pairs
         ],
-        note=PAIR_NOTE,
+        note=PAIR_NOTE.format(difference=DIFFERENCES[found.by]),
     )
 
 
@@ -213,7 +217,7 @@ def checkpoint_table(found: Conclusion) -> TextTable:
             for pair in found.pairs
             for one in pair.checkpoints
         ],
-        note=CHECKPOINT_NOTE,
+        note=CHECKPOINT_NOTE.format(test=TESTS[found.by]),
     )
 
 

@@ -5,7 +5,8 @@ numbers. All runs of a seed should therefore sample the same completions in the 
 GPU, however, rounding errors could make the completions of these runs differ. The completions are
 generated and stored by the first run that needs them. All later runs read the stored completions.
 The name of each file contains a digest of all settings that determine the completions in the file.
-A run therefore never reads completions that were generated with different settings.
+A run therefore never reads completions that were generated with different settings. In a
+multi-turn episode, each turn is a separate request with its own completion.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from covey.engines.protocol import (
 )
 from covey.evaluation.evaluate import EVALUATION_STEP
 from covey.run.files import write_text
-from covey.run.records import read_lines
+from covey.run.records import Row, is_missing, read_lines
 from covey.types import VersionSpan
 
 
@@ -71,26 +72,27 @@ class SharedEngine:
         self.engine.close()
 
     def run(self, requests: RequestSource) -> None:
-        """Read the first step's completions from a file, or generate and store them.
-
-        In later steps, generate the completions as usual.
-        """
-        if self.version > 0 or not requests.limits.requests:
+        """Read stored completions from a file; generate and store all other completions."""
+        first = requests.take() if self.version == 0 and requests.limits.requests else ()
+        if not first:
             self.engine.run(requests)
             return
-        ready = requests.take()
-        step = ready[0].address.step
-        file = self.folder / f"{self._name(ready, requests.limits, step)}.jsonl"
-        if step != EVALUATION_STEP and file.stem not in self.names:
-            self.names.append(file.stem)
-            write_text(self.names_file, json.dumps(self.names) + "\n")
+        limits, step = requests.limits, first[0].address.step
+        # Multi-turn episodes make requests in any order, so all their requests share one file.
+        file = self.folder / f"{self._name([] if limits.steady else first, limits, step)}.jsonl"
         with _alone(file):
-            if not file.exists():
-                recorder = _Recorder(requests, ready)
-                self.engine.run(recorder)
-                _write(file, recorder.completions)
-                return
-        requests.done(_read(file, ready))
+            known = _read(file)
+            source = _SharedSource(source=_Begun(requests, first), stored=dict(known))
+            # An engine allocates memory when it runs, so it runs only if it has to generate.
+            if ready := source.take():
+                self.engine.run(_Begun(source, ready))
+            taken = {key: source.stored[key] for key in map(_key, source.taken)}
+            if taken.keys() - known.keys():
+                _write(file, {**known, **taken}.values())
+        name = self._name(source.taken, limits, step)
+        if step != EVALUATION_STEP and name not in self.names:
+            self.names.append(name)
+            write_text(self.names_file, json.dumps(self.names) + "\n")
 
     def _name(self, requests: Sequence[Request], limits: Limits, step: int) -> str:
         settings = asdict(limits.sampling)
@@ -99,31 +101,76 @@ class SharedEngine:
         greedy, seed = limits.sampling.distribution.temperature == 0.0, limits.sampling.seed
         if greedy:
             settings["seed"] = None  # greedy generation draws no random numbers
-        prompts = {request.prompt: (request.address.prompt, request.tokens) for request in requests}
+        if limits.steady:
+            prompts: list[object] = [*sorted(map(_key, requests))]
+        else:
+            by_prompt = {r.prompt: (r.address.prompt, r.tokens) for r in requests}
+            prompts = [*by_prompt.values()]
         name = "evaluation" if step == EVALUATION_STEP else f"step-{step}"
         tail = "" if greedy else f"-seed-{seed}"
-        decisive = json.dumps([self.start, list(prompts.values()), step, settings], sort_keys=True)
+        decisive = json.dumps([self.start, prompts, step, settings], sort_keys=True)
         return f"{name}{tail}-{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 
 
+def _key(request: Request) -> str:
+    """Return a digest of a request, by which its completion is stored.
+
+    The digest leaves out the seed, because greedy completions are the same for all seeds.
+    """
+    _, *place = request.address
+    return hashlib.sha256(json.dumps([place, request.tokens]).encode()).hexdigest()
+
+
 @dataclass(slots=True)
-class _Recorder:
-    """A request source that first returns the requests in `ready`, and records completions."""
+class _Begun:
+    """A request source that first returns requests that were already taken from it."""
 
     source: RequestSource
-    ready: Sequence[Request]
-    completions: list[Completion] = field(default_factory=list)
+    first: Sequence[Request]
 
     @property
     def limits(self) -> Limits:
         return self.source.limits
 
     def take(self) -> Sequence[Request]:
-        ready, self.ready = self.ready, ()
-        return ready or self.source.take()
+        first, self.first = self.first, ()
+        return first or self.source.take()
 
     def done(self, completions: Sequence[Completion]) -> None:
-        self.completions += completions
+        self.source.done(completions)
+
+
+@dataclass(slots=True, kw_only=True)
+class _SharedSource:
+    """A request source that answers stored requests itself, and stores all other completions.
+
+    Each turn of a multi-turn episode is a request of its own. If the reply of a tool differs from
+    the reply in the stored episode, the next turn is another request, which is generated.
+    """
+
+    source: RequestSource
+    stored: dict[str, Row]
+    """The stored completions, by the digests of their requests."""
+    taken: list[Request] = field(default_factory=list)
+
+    @property
+    def limits(self) -> Limits:
+        return self.source.limits
+
+    def take(self) -> Sequence[Request]:
+        while requests := self.source.take():
+            self.taken += requests
+            known = [request for request in requests if _key(request) in self.stored]
+            if known:
+                self.source.done([_completion(self.stored[_key(r)], r) for r in known])
+            if len(known) < len(requests):
+                return [request for request in requests if _key(request) not in self.stored]
+        return ()
+
+    def done(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            key = _key(completion.request)
+            self.stored[key] = {**asdict(completion), "request": key}
         self.source.done(completions)
 
 
@@ -136,22 +183,20 @@ def _alone(file: Path) -> Iterator[None]:
         yield
 
 
-def _write(file: Path, completions: Sequence[Completion]) -> None:
-    ordered = sorted(completions, key=lambda completion: completion.request.number)
-    rows = [{**asdict(completion), "request": completion.request.number} for completion in ordered]
+def _write(file: Path, rows: Iterable[Row]) -> None:
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _read(file: Path, requests: Sequence[Request]) -> list[Completion]:
-    numbered = {request.number: request for request in requests}
-    return [
-        Completion(
-            request=numbered[row["request"]],
-            tokens=tuple(row["tokens"]),
-            logp=tuple(row["logp"]),
-            finish=row["finish"],
-            versions=tuple(VersionSpan(*span) for span in row["versions"]),
-            kept=row["kept"],
-        )
-        for row in read_lines(file)
-    ]
+def _read(file: Path) -> dict[str, Row]:
+    return {} if is_missing(file) else {row["request"]: row for row in read_lines(file)}
+
+
+def _completion(row: Row, request: Request) -> Completion:
+    return Completion(
+        request=request,
+        tokens=tuple(row["tokens"]),
+        logp=tuple(row["logp"]),
+        finish=row["finish"],
+        versions=tuple(VersionSpan(*span) for span in row["versions"]),
+        kept=row["kept"],
+    )

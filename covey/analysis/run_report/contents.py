@@ -114,9 +114,11 @@ def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
         first, last = evaluations[0][name], evaluations[-1][name]
         clear = last["low"] > first["high"] or last["high"] < first["low"]
         change = change_text(name, last["value"] - first["value"])
+        start, end = evaluations[0]["step"], evaluations[-1]["step"]
+        when = f"from step {start} to step {end}" if start else f"in {end} steps"
         return (
             f"{what} went from {value_text(name, first['value'])} to "
-            f"{value_text(name, last['value'])} in {evaluations[-1]['step']} steps "
+            f"{value_text(name, last['value'])} {when} "
             f"({change}{'' if clear else ', within noise'})"
         )
     rewards = [row["objective/scores"] for row in steps if is_number(row.get("objective/scores"))]

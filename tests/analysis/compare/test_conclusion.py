@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -20,9 +21,11 @@ from covey.analysis.compare.comparison import (
 from covey.analysis.compare.conclusion import Conclusion, conclude
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.report_tables import (
+    checkpoint_table,
     pair_table,
     result_table,
     reward_table,
+    speed_table,
     training_table,
 )
 from covey.analysis.compare.statistics import holm, seeds_needed
@@ -247,6 +250,9 @@ def test_rewards_without_success_are_compared_by_their_mean() -> None:
     assert arm.rewards["parts/form"].improvement.value == 0.0
     table = result_table(found)
     assert table.title == "Held-out mean reward before and after training"
+    for other in (result_table, training_table, pair_table, checkpoint_table, speed_table):
+        text = f"{other(found).title} {other(found).note}"
+        assert not re.search("accurac|ercentage|McNemar", text), text
     assert table.rows[0][1:4] == ["0.149", "-2.931", "-3.080"]
     assert reward_table(found).rows[1][:4] == ["a", "form", "0.500", "0.500"]
 
@@ -330,6 +336,65 @@ def test_headline_names_decided_and_undecided_pairs() -> None:
     assert found.headline.startswith(
         "No significant difference between the arms with this budget. The largest is between a and c"
     )
+
+
+def test_headline_claims_nothing_about_pairs_without_a_test() -> None:
+    few = " Not tested, with fewer than 3 seeds in common: a - c and b - c."
+    found = conclude(compared({"a": [70, 60, 71], "b": [71, 62, 70], "c": [20]}))
+    assert found.headline == found.pairs[0].summary + few
+    assert "The largest" not in found.headline
+    assert any("fewer than 3 seeds" in text for text in found.cautions)
+    found = conclude(compared({"a": [70, 74, 71], "b": [50, 52, 50], "c": [20, 90]}))
+    assert found.headline == found.pairs[0].summary + few
+    assert found.headline.startswith("a is better than b: ")
+    late = run("c", 3, START, 50)
+    found = conclude(compared({"a": [70, 74, 71], "b": [50, 52, 50]}, late, seeds=4))
+    assert found.headline.endswith(few)  # no seed in common
+
+    arms = {"a": [70, 74, 71], "b": [50, 52, 50], "c": [51, 53, 50], "d": [99]}
+    found = conclude(compared(arms))
+    assert found.headline == (
+        "In the tested pairs: a is better than b, a is better than c; the other pairs do not "
+        "differ significantly. Not tested, with fewer than 3 seeds in common: a - d, b - d and "
+        "c - d."
+    )
+    found = conclude(compared({**arms, "a": [50, 51, 50]}))
+    assert found.headline.startswith(
+        "No significant difference in the tested pairs with this budget. The largest is between a "
+        "and c: a - c is -1.0 points"
+    )
+
+
+def test_headline_names_equal_policies_beside_an_arm_without_runs() -> None:
+    runs = [run(arm, 0, START, 50, weights="x") for arm in "ab"]
+    found = conclude(compared({}, *runs, run("c", 0, state="failed"), seeds=1))
+    assert found.headline == (
+        "a and b are the same policy, bit for bit, in 1 seed. No other two arms have finished the "
+        "same seed."
+    )
+
+
+def test_a_run_without_its_first_or_last_evaluation_is_left_out() -> None:
+    whole = run("b", 0, START, 30, 40)
+    for lost, finished in ((0, False), (10, True), (20, False)):
+        points = tuple(point for point in whole.points if point.step != lost)
+        found = conclude(
+            compared({"a": [50]}, replace(whole, points=points, unreadable=(lost,)), seeds=1)
+        )
+        line = f"b seed 0: done, but without a readable evaluation of step {lost}"
+        assert found.arms[1].missing == (() if finished else (line,))
+        assert found.arms[1].finals == ((0.4,) if finished else ())
+        assert any("delete its folder" in text for text in found.cautions) != finished
+
+
+def test_a_run_that_ended_before_its_budget_is_named() -> None:
+    runs = [run("a", 0, START, 50), run("b", 0, START, 50, 60)]
+    found = conclude(replace(compared({}, *runs, seeds=1), amount=20))
+    assert found.cautions == (
+        "Not all runs have a last evaluation at their budget of 20 steps: a seed 0 at 10 steps.",
+    )
+    tokens = replace(compared({}, *runs, seeds=1), amount=1000, budget="tokens")
+    assert conclude(tokens).cautions == ()
 
 
 def test_missing_runs_are_named_and_pairs_use_shared_seeds() -> None:

@@ -165,14 +165,18 @@ def test_budgets_are_part_of_every_arms_configuration() -> None:
 
 
 def test_only_sampling_settings_prevent_shared_rollouts() -> None:
-    apart = ("cold: rollout.temperature=0.7", "again: seed+=1", "long: rollout.max_tokens=96")
+    apart = (
+        "cold: rollout.temperature=0.7", "again: seed+=1", "long: rollout.max_tokens=96",
+        "turns: environment.max_turns=2", "tools: environment.name=calculator",
+    )  # fmt: skip
     alike = (
         "slots: engine.max_concurrent=8", "thrifty: model.gradient_checkpointing=true",
         "exact: model.deterministic=true", "form: reward.name=think_answer_form",
+        "hosts: environment.workers=2",
     )  # fmt: skip
     design = planned("grpo", "dapo", arms=(*apart, *alike))
     shares = [arm.name for arm in design.arms if shares_first_rollouts(arm)]
-    assert shares == ["grpo", "dapo", "slots", "thrifty", "exact", "form"]
+    assert shares == ["grpo", "dapo", "slots", "thrifty", "exact", "form", "hosts"]
 
 
 def test_design_survives_writing_and_reading(tmp_path: Path) -> None:

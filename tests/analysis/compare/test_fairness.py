@@ -75,7 +75,10 @@ def test_run_key_covers_dates() -> None:
 
 
 def test_findings_name_differences_in_reward_and_generation() -> None:
-    arms = ("form: reward.name=think_answer_form", "long: rollout.max_tokens=96")
+    arms = (
+        "form: reward.name=think_answer_form", "long: rollout.max_tokens=96",
+        "turns: environment.max_turns=2", "hosts: environment.workers=2",
+    )  # fmt: skip
     request = Request(source="arithmetic", algorithms=("grpo",), arms=tuple(map(parse_arm, arms)))
     design = design_comparison(request)
     titles = {row["title"]: row for row in known_beforehand(design, arm_configs(design))}
@@ -83,7 +86,7 @@ def test_findings_name_differences_in_reward_and_generation() -> None:
     assert reward["arms"] == "form"
     assert reward["remedy"].endswith("now it is think_answer")
     own = titles["some arms generate the held-out completions with their own settings"]
-    assert own["arms"] == "long"
+    assert own["arms"] == "long, turns"
 
 
 def test_the_embedded_task_is_fair() -> None:

@@ -295,6 +295,15 @@ def test_markdown_has_the_same_tables_and_escapes_text(contents: ReportContents)
             assert len({len(re.findall(r"(?<!\\)\|", row)) for row in block.split("\n")}) == 1
 
 
+def test_markdown_says_if_a_completion_was_not_scored(contents: ReportContents) -> None:
+    example = contents.examples[0]
+    unscored = {arm: {**each, "correct": None} for arm, each in example.completions.items()}
+    changed = replace(contents, examples=(replace(example, completions=unscored),))
+    text = markdown(changed)
+    assert text.count(", not scored:") == page(changed).count("? not scored") == len(unscored)
+    assert not re.search(", (in)?correct:", text)
+
+
 def test_text_is_literal_in_markdown() -> None:
     assert plain("a|b\n<c> *d* [e](f) `g` @h") == (
         "a\\|b &lt;c&gt; \\*d\\* \\[e\\](f) \\`g\\` @\u200bh"
@@ -354,6 +363,18 @@ def test_incomplete_comparison_still_has_a_report(
     write_reports(tmp_path, sample.comparison(runs=runs, findings=()))
     check_page((tmp_path / "report.html").read_text())
     assert json.loads((tmp_path / "report.json").read_text())["completions"]["seed"] is None
+
+
+def test_the_metric_is_known_without_a_finished_run(tmp_path: Path) -> None:
+    graded = replace(
+        sample.point(0, "0000"), rewards={"p/0": {"reward": 0.25}, "p/1": {"reward": -3.0}}
+    )
+    one = replace(sample.run("grpo", 1, state="unfinished"), points=(replace(graded, by="reward"),))
+    contents = report_contents(tmp_path, sample.comparison(runs=(one,)))
+    data = report_data(contents)
+    assert data["compared_by"] == "reward"
+    assert data["runs"][0]["evaluations"][0]["reward"] == pytest.approx((0.25 - 3 * 3) / 4)
+    assert '"by": "reward"' in page(contents)
 
 
 def test_nonfinite_numbers_are_null(tmp_path: Path) -> None:

@@ -11,11 +11,15 @@ from covey.analysis.compare.shared_rollouts import SharedEngine
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import RequestSource, Sampling
+from covey.environments import InlineHost, Step
+from covey.environments.calls import CALL_FORMATS
 from covey.evaluation.evaluate import EVALUATION_STEP
 from covey.models.language_model import LanguageModel
-from covey.rollout.episode import EncodedPrompt, encode_prompts, generate
+from covey.rollout.episode import EncodedPrompt, Interaction, encode_prompts, generate
 from covey.tasks.arithmetic import Arithmetic
-from covey.types import Group, Rollout
+from covey.types import Group, Message, Prompt, Rollout
+from tests.environments.chat_templates import FAMILIES
+from tests.environments.exactness import Odd, policy
 
 SAMPLING = Sampling(group_size=3, max_tokens=12, seed=4)
 Generate = Callable[..., list[Group]]
@@ -128,3 +132,57 @@ def test_nothing_is_shared_after_the_first_optimizer_step(
     assert evaluate(greedy).rollouts[0].policy_version == 1
     assert counting.runs == 2
     assert not (tmp_path / "names").exists()  # evaluations are no first rollouts
+
+
+class OtherReplies(Odd):
+    """An environment whose replies differ from those of `Odd` after the first turn."""
+
+    def step(self, message: Message) -> Step:
+        first = self.left
+        step = Odd.step(self, message)
+        changed = [{**each, "content": f"again {first}"} for each in step.messages]
+        return replace(step, messages=changed)
+
+
+def test_the_turns_of_episodes_are_stored_by_their_requests(
+    tmp_path: Path,
+) -> None:
+    model = policy(FAMILIES["qwen2.5"])
+    counting = Counting(model)
+    prompts = [
+        Prompt(id=f"p/{n}", task="odd", target="", messages=({"role": "user", "content": f"{n}?"},))
+        for n in range(3)
+    ]
+
+    def rollouts(name: str, world: type[Odd], most: int = 3) -> list[Group]:
+        interaction = Interaction(
+            host=InlineHost(world), call_format=CALL_FORMATS["hermes"], max_turns=5, max_calls=16,
+            max_tokens=4096,
+        )  # fmt: skip
+        engine = SharedEngine(
+            engine=counting, folder=tmp_path / "shared", start="weights", names_file=tmp_path / name
+        )
+        return generate(
+            encode_prompts(model, prompts[:most], interaction),
+            engine=engine, model=model, sampling=replace(SAMPLING, max_tokens=24), step=1,
+            interaction=interaction,
+        )  # fmt: skip
+
+    few = rollouts("few", Odd, most=2)
+    first, second = rollouts("first", Odd), rollouts("second", Odd)
+    assert max(len(r.turns) for group in first for r in group.rollouts) > 2
+    assert first[:2] == few
+    assert second == first  # every field of every rollout
+    assert counting.runs == 2  # the third prompt was generated, and no other
+    other = rollouts("other", OtherReplies)
+    assert counting.runs == 3
+    for one, another in zip(first, other, strict=True):
+        for a, b in zip(one.rollouts, another.rollouts, strict=True):
+            assert a.turns[0] == b.turns[0]  # the first turns have read the same
+    assert other != first
+    assert rollouts("again", OtherReplies) == other
+    assert counting.runs == 3
+    names = {name: (tmp_path / name).read_text() for name in ("few", "first", "second", "other")}
+    assert names["first"] == names["second"]
+    assert len(set(names.values())) == 3  # rollouts that differ have other names
+    assert len(list((tmp_path / "shared").glob("*.jsonl"))) == 1

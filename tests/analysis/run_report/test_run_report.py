@@ -77,6 +77,8 @@ def test_the_headline_says_when_a_gain_is_within_noise() -> None:
         headline([], [first, clear])
         == "Held-out accuracy went from 10.0% to 60.0% in 9 steps (+50.0 points)"
     )
+    late = headline([], [{**first, "step": 4}, clear])  # an evaluation of step 0 was lost
+    assert f" from step 4 to step {clear['step']} (" in late
     assert "(+10.0 points, within noise)" in headline([], [first, unclear])
     graded = [
         {**evaluation(n, 0.0, 0.0, 0.1), "reward": evaluation(n, 0.5 + n, n, n)["greedy"]}
