@@ -78,8 +78,8 @@ class Vllm(Section):
     patience: Seconds = 600.0
     """Seconds to wait for a server to start or to restart."""
     restarts: Count = 3
-    """Maximum number of times that Covey restarts a dead server, or waits for it, before the run
-    ends."""
+    """Maximum number of times in a row that Covey restarts a dead server, or waits for it, before
+    the run ends. A completion of the server resets the count."""
     arguments: list[str] = []
     """Additional arguments for the command that starts vLLM."""
 
@@ -118,7 +118,8 @@ class Cluster(Section):
     """Run a frozen reference policy in its own Ray actor, with as many CPUs and GPUs as an engine
     actor."""
     restarts: Count = 3
-    """Maximum number of actors that may die before one more death ends the run."""
+    """Maximum number of actors that may die in a row before one more death ends the run. A result
+    of any actor of the same kind resets the count."""
     patience: Seconds = 300.0
     """Seconds to wait until the cluster has free resources for an actor."""
 
