@@ -656,8 +656,8 @@ class Overlap(Section):
     """With overlap.mode = "copy", load new weights during the generation of completions, which
     makes results depend on timing."""
     max_staleness: Count = 0
-    """Drop groups that were sampled more than this many optimizer steps ago; 0 means to keep all
-    groups."""
+    """Drop groups that were sampled more than this many optimizer steps before they are trained on;
+    0 means to keep all groups."""
 
 
 class Optimizer(Section):

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,8 @@ class Broadcast:
         self.fleet.finish_weight_update()
 
     def update(self) -> None:
-        try:
+        with suppress(Exception):  # vLLM's engine looks at it only after its broadcast
             self.fleet.update_weights({})
-        except Exception:
-            pass  # as vLLM's engine, which looks at this only after its broadcast
 
 
 def made(model: LanguageModel, sync: Any, servers: list[Server], restarts: int = 1) -> VllmEngine:
