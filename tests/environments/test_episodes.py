@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from covey.environments.adapters import as_environment
+from covey.environments.calculator import Calculator
 from covey.environments.drive import Reply
 from covey.environments.environment import Start
 from covey.environments.host import make_host
@@ -108,6 +110,16 @@ def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> No
     assert turn.role == "tool"
     assert segment.tokens[turn.start : turn.stop].count(start) == 2  # the tool's, the assistant's
     assert not any(segment.trained[turn.start : turn.stop])
+
+
+def test_turns_in_a_prompt_are_no_turns_of_the_policy(model: LanguageModel) -> None:
+    for rollout in rollouts_of(play(model, partial(Calculator, examples=2))):
+        assert rollout.episode is not None
+        own = [turn.text for turn in rollout.turns if turn.role == "assistant"]
+        reply = rollout.episode.reply
+        assert [m["content"] for m in reply if m["role"] == "assistant"] == own
+        assert reply == rollout.episode.messages[-len(reply) :]
+        assert len(rollout.episode.messages) - len(reply) == 2 * 4 + 1
 
 
 def test_a_prefill_is_part_of_scored_texts_only_if_it_is_wanted(model: LanguageModel) -> None:
