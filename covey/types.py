@@ -508,14 +508,15 @@ class Episode:
 
     @property
     def tool_calls(self) -> list[Mapping[str, object]]:
-        """All tool calls of the episode, in order."""
-        return [call for message in self.messages for call in message.get("tool_calls", ())]
+        """All tool calls of the policy, in order."""
+        return [call for message in self.reply for call in message.get("tool_calls", ())]
 
     @property
     def reply(self) -> tuple[Message, ...]:
         """All messages from the first turn of the policy to the end."""
-        roles = [message["role"] for message in self.messages]
-        return self.messages[roles.index("assistant") :] if "assistant" in roles else ()
+        turns = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+        own = turns[len(turns) - len(self.turn_rewards) :]  # a prompt may contain examples of turns
+        return self.messages[own[0] :] if own else ()
 
 
 class EpisodeText(str):

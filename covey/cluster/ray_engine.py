@@ -173,7 +173,8 @@ class RayEngine:
         self.died += 1
         if self.died > self.restarts:
             raise EngineError(
-                f"engine: the Ray actors of the engine died {self.died} times; `ray logs` shows why"
+                f"engine: the Ray actors of the engine died {self.died} times in a row; `ray logs` "
+                "shows why"
             )
 
     def replace(self, member: Member) -> Member | None:
@@ -279,7 +280,7 @@ class _Run:
     """Distributes the requests of one `RequestSource` over the actors."""
 
     def __init__(self, engine: RayEngine, source: RequestSource) -> None:
-        self.source = source
+        self.engine, self.source = engine, source
         self.out: SimpleQueue[Any] = SimpleQueue()
         limits = source.limits
         self.shares = [_Share(engine, member, limits, self.out) for member in engine.members]
@@ -312,7 +313,10 @@ class _Run:
             self.shares.remove(found)
             self._spread([r for r in found.requests if r.number in self.waiting])
             return
-        fresh = (row for row in found if row[0] in self.waiting)  # the others were received before
+        # Repeated completions of a replaced actor were received before.
+        fresh = [row for row in found if row[0] in self.waiting]
+        if fresh:
+            self.engine.died = 0
         self.source.done([Completion.of(row, self.waiting.pop(row[0])) for row in fresh])
 
     def _take(self) -> None:

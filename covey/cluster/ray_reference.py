@@ -47,7 +47,9 @@ class RayReference(Reference):
 
         while True:
             try:
-                return ray.get(getattr(self.handle, method).remote(*arguments))
+                found = ray.get(getattr(self.handle, method).remote(*arguments))
+                self.died = 0
+                return found
             except ray.exceptions.RayError as error:
                 if not dead(error) or self.died >= self.restarts:
                     raise translated(error, "reference") from None

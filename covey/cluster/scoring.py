@@ -84,8 +84,8 @@ class RayScorer:
                 self.died += 1
                 if self.died > self.restarts:
                     raise RewardError(
-                        f"reward: the Ray actors that score completions died {self.died} times; "
-                        "`ray logs` shows why"
+                        f"reward: the Ray actors that score completions died {self.died} times in "
+                        "a row; `ray logs` shows why"
                     )
                 self.handles[place] = self._make()
                 self.happened.append(f"scoring worker {place + 1} died and was restarted")
@@ -123,6 +123,7 @@ class RayScore:
         while True:
             try:
                 results: list[ScoreResult] = ray.get(self.reference)
+                self.scorer.died = 0
                 return results
             except ray.exceptions.RayError as error:
                 if not dead(error):

@@ -79,9 +79,9 @@ class Vllm(Section):
     patience: Seconds = 600.0
     """Seconds to wait for a vLLM server to start or to restart."""
     restarts: Count = 3
-    """Maximum number of restarts of a vLLM server; one more failure ends the run. Covey restarts
-    only servers that it has started. If a server in `engine.vllm.urls` fails, Covey waits until the
-    user restarts this server."""
+    """Maximum number of restarts of a vLLM server in a row; a completion of the server resets the
+    count, and one more failure ends the run. Covey restarts only servers that it has started. If a
+    server in `engine.vllm.urls` fails, Covey waits until the user restarts this server."""
     arguments: list[str] = []
     """Additional arguments for the command that starts vLLM."""
 
@@ -120,7 +120,8 @@ class Cluster(Section):
     """Run a frozen reference policy in its own Ray actor, with as many CPUs and GPUs as an engine
     actor."""
     restarts: Count = 3
-    """Number of Ray actor failures that the run survives; one more failure ends the run."""
+    """Number of Ray actor failures in a row that the run survives; one more failure ends the run. A
+    result of any actor of the same kind resets the count."""
     patience: Seconds = 300.0
     """Seconds to wait until the cluster has free resources for an actor."""
 
@@ -666,8 +667,8 @@ class Overlap(Section):
     """With `overlap.mode = "copy"`, load new weights during the generation of completions, which
     makes results depend on timing."""
     max_staleness: Count = 0
-    """Drop groups that were sampled more than this many optimizer steps ago; 0 means to keep all
-    groups."""
+    """Drop groups that were sampled more than this many optimizer steps before they are trained on;
+    0 means to keep all groups."""
 
 
 class Optimizer(Section):

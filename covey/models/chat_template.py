@@ -231,8 +231,10 @@ def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int 
     """Return the special token that ends the assistant's turn in the chat template."""
     assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
     text = probed(tokenizer, [user, assistant], options, add_generation_prompt=False)
-    after = text.rpartition(SYSTEM_MARK)[2].strip()
-    ids = tokenizer.encode(after, add_special_tokens=False)
+    _, shown, after = text.rpartition(SYSTEM_MARK)
+    if not shown:  # the template shows no assistant messages, so nothing ends them
+        return None
+    ids = tokenizer.encode(after.strip(), add_special_tokens=False)
     return int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids else None
 
 

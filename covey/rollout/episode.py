@@ -251,6 +251,8 @@ class _Conversation:
     context: Context | None = None
     segments: list[_Growing] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    scored: dict[int, str] = field(default_factory=dict)
+    """The policy's texts as they are scored and recorded, by the index of their message."""
     calls: int = 0
     finish: Finish = "stop"
     """Why the episode ended; the value has no meaning before the end of the episode."""
@@ -265,8 +267,8 @@ class _Conversation:
         """Number of turns that the policy has taken."""
         return sum(turn.role == "assistant" for turn in self.turns)
 
-    def add_turn(self, completion: Completion, message: Message) -> None:
-        """Add a turn of the policy."""
+    def add_turn(self, completion: Completion, message: Message, text: str) -> None:
+        """Add a turn of the policy; `text` is its text as it is scored and recorded."""
         segment = self.segments[-1]
         start, stop = segment.add(completion.tokens, completion.logp)
         segment.versions += [
@@ -274,12 +276,13 @@ class _Conversation:
         ]
         segment.kept += [completion.kept] if completion.kept else []
         self.version = completion.versions[-1].version if completion.versions else self.version
+        self.scored[len(self.messages)] = text
         self.messages.append(message)
         calls = tuple(message.get("tool_calls", ()))
         self.calls += len(calls)
         turn = Turn(
             role="assistant", segment=len(self.segments) - 1, start=start, stop=stop,
-            text=message["content"], tool_calls=calls, state=self.state,
+            text=text, tool_calls=calls, state=self.state,
         )  # fmt: skip
         self.turns.append(turn)
 
@@ -302,8 +305,12 @@ class _Conversation:
     def rollout(self, reply: Reply) -> Rollout:
         """Return the finished episode as an unscored rollout."""
         mine = [turn for turn in self.turns if turn.role == "assistant"]
+        messages = (
+            {**message, "content": self.scored.get(number, message["content"])}
+            for number, message in enumerate(self.messages)
+        )
         episode = Episode(
-            messages=tuple(self.messages),
+            messages=tuple(messages),
             turn_rewards=tuple(turn.reward for turn in mine),
             outcome=reply.outcome,
             finish=self.finish,
@@ -386,11 +393,12 @@ class MultiTurnEpisodes(Episodes):
     def done(self, completions: Sequence[Completion]) -> None:
         """Pass the finished turns of the policy to the environment."""
         form, template = self.interaction.call_format, self.conversations.renderer.template
-        texts = completion_texts(self.model, completions, template.prefill)
+        texts = completion_texts(self.model, completions, "")
         for completion, text in zip(completions, texts, strict=True):
             episode = self.running.pop(completion.request.number)
-            message = assistant_message(text, form, episode.tool_names)
-            episode.add_turn(completion, message)
+            # The message contains the prefill, which may begin a tool call.
+            message = assistant_message(template.prefill + text, form, episode.tool_names)
+            episode.add_turn(completion, message, template.opening + text)
             if completion.finish != "stop":
                 self._stop(episode, completion.finish)
             elif episode.calls > self.interaction.max_calls:

@@ -27,34 +27,40 @@ class Selected:
 def select(
     groups: Sequence[Group],
     *,
-    version: int,
     dynamic: bool = False,
     drop_flat: bool = False,
-    max_age: int = 0,
     most: int | None = None,
     fewest: int = 2,
 ) -> Selected:
     """Select the groups to train on; drop whole groups, because advantages depend on all rollouts.
 
-    A group is dropped if fewer than `fewest` of its rollouts are scored. With a `max_age` other
-    than 0, a group is dropped if one of its tokens was sampled more than `max_age` optimizer steps
-    before `version`. `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some
-    but not all of its rollouts are correct. DAPO's rule compares success, not reward, because a
-    length penalty makes rewards differ even if all completions are correct. `drop_flat` is
-    ScaleRL's rule (arXiv 2510.13786): keep a group if its rewards are not all equal. Of the
-    remaining groups, the first `most` groups are kept, or all groups if `most` is None.
+    A group is dropped if fewer than `fewest` of its rollouts are scored. `dynamic` is DAPO's rule
+    (arXiv 2503.14476 equation 11): keep a group if some but not all of its rollouts are correct.
+    DAPO's rule compares success, not reward, because a length penalty makes rewards differ even if
+    all completions are correct. `drop_flat` is ScaleRL's rule (arXiv 2510.13786): keep a group if
+    its rewards are not all equal. Of the remaining groups, the first `most` groups are kept, or all
+    groups if `most` is None.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= fewest]
-    fresh = [g for g in scored if not max_age or age(g, version) <= max_age]
-    mixed = [g for g in fresh if (is_mixed(g) or not dynamic) and not (drop_flat and is_flat(g))]
+    mixed = [g for g in scored if (is_mixed(g) or not dynamic) and not (drop_flat and is_flat(g))]
     kept = mixed[:most]
     return Selected(
         groups=tuple(kept),
         unscored=len(groups) - len(scored),
-        stale=len(scored) - len(fresh),
-        uniform=len(fresh) - len(mixed),
+        uniform=len(scored) - len(mixed),
         surplus=len(mixed) - len(kept),
     )
+
+
+def without_stale(selected: Selected, *, version: int, max_age: int) -> Selected:
+    """Drop groups with a token sampled more than `max_age` optimizer steps before `version`.
+
+    `version` is the version of the policy that is about to train on the groups. If `max_age` is 0,
+    no group is dropped.
+    """
+    fresh = tuple(g for g in selected.groups if not max_age or age(g, version) <= max_age)
+    stale = len(selected.groups) - len(fresh)
+    return replace(selected, groups=fresh, stale=stale)
 
 
 def is_mixed(group: Group) -> bool:

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from covey.errors import ConfigError, RunError
 from covey.rollout.collect import Collected
-from covey.rollout.filter import Selected
+from covey.rollout.filter import Selected, without_stale
 from covey.rollout.prompts import prompts_by_id
 from covey.rollout.source import RolloutSource, StepRollouts, Ticket, collect_steps
 from covey.stopping import may_be_given_up
@@ -97,8 +97,12 @@ class CopySource:
         return found
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Wait for the rollouts of all started steps, and return them."""
-        return [self.started[step].result() for step in sorted(self.started) if step > after]
+        """Wait for the rollouts of all started steps, and return those that did not fail.
+
+        A resumed run generates the rollouts of failed steps again.
+        """
+        later = [self.started[step] for step in sorted(self.started) if step > after]
+        return [found.result() for found in later if found.exception() is None]
 
     def close(self) -> None:
         """Let the rollout thread end after its current request."""
@@ -107,16 +111,22 @@ class CopySource:
         self.thread.join(CLOSE_SECONDS)
 
     def _produce(self) -> None:
-        """Process queued requests for rollouts until a request fails or the source is closed."""
-        idle = time.perf_counter()
+        """Process queued requests for rollouts until the source is closed.
+
+        After a request has failed, all later requests fail with the same error.
+        """
+        idle, failure = time.perf_counter(), None
         while (asked := self.queue.get()) is not None and not self.closed:
             ticket, snapshot = asked
             waited = time.perf_counter() - idle
             try:
+                if failure is not None:
+                    raise failure
                 found = replace(self._collect(ticket, snapshot), engine_waited=waited)
             except BaseException as error:  # `take` raises this error in the trainer
+                failure = error
                 self.started[ticket.step].set_exception(error)
-                return
+                continue
             self.started[ticket.step].set_result(found)
             idle = time.perf_counter()
 
@@ -143,7 +153,10 @@ class RolloutQueue:
     """The last step whose rollouts were requested."""
 
     def take(self, step: int, share: float) -> StepRollouts:
-        """Request rollouts of `step` and perhaps of later steps; return the rollouts of `step`."""
+        """Request rollouts of `step` and perhaps of later steps; return the rollouts of `step`.
+
+        Groups that are too old for the current policy are dropped.
+        """
         policy, config = self.parts.policy, self.parts.config
         self.newest = max(self.newest, step - 1, *self.held)
         count = config.rollout.prompts_per_step * config.filter.rounds
@@ -155,7 +168,15 @@ class RolloutQueue:
         self.newest += len(tickets)
         found = self.held.get(step) or self.source.take(step)
         self.held = {n: one for n, one in self.held.items() if n > step} | {step: found}
-        return found
+        most = config.overlap.max_staleness
+        selected = without_stale(found.selected, version=policy.version, max_age=most)
+        notes = found.notes
+        if selected.stale and not selected.groups:
+            notes += (
+                f"step {step}: no group to train on: all groups were sampled more than "
+                f"overlap.max_staleness = {most} optimizer steps ago",
+            )
+        return replace(found, selected=selected, notes=notes)
 
     def _to_start(self, step: int) -> range:
         """Return the steps whose rollouts are generated with the weights at the start of `step`."""

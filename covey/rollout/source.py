@@ -224,10 +224,8 @@ def _with_round(parts: Parts, rollouts: StepRollouts, found: Collected) -> StepR
     check_failures(collected, config.scoring.max_unscored)
     selected = select(
         collected.groups,
-        version=ticket.version,
         dynamic=config.filter.dynamic_sampling,
         drop_flat=config.filter.drop_flat,
-        max_age=config.overlap.max_staleness,
         most=config.rollout.prompts_per_step,
         fewest=min(2, config.rollout.group_size),
     )
@@ -245,14 +243,14 @@ def _checked(rollouts: StepRollouts) -> StepRollouts:
     selected, step = rollouts.selected, rollouts.ticket.step
     if selected.groups:
         return rollouts
-    if not selected.uniform and not selected.stale:
+    if not selected.uniform:
         raise RewardError(
             f"step {step}: no group has two scored completions, so there is no group to train on; "
             "check the errors of the reward function"
         )
     note = (
         f"step {step}: no group to train on after {rollouts.rounds} sampling rounds: "
-        f"{selected.uniform} groups have equal results, and {selected.stale} are too old"
+        f"{selected.uniform} groups have equal results"
     )
     return replace(rollouts, notes=(*rollouts.notes, note))
 

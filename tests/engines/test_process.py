@@ -15,10 +15,10 @@ import torch
 from covey.config import load_config
 from covey.config.schema import Engine
 from covey.engines.native.engine import NativeCopy, NativeEngine
-from covey.engines.process.engine import ProcessEngine
+from covey.engines.process.engine import MOST_DEATHS, ProcessEngine
 from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Completion, Request, Sampling
-from covey.errors import DataError
+from covey.errors import DataError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.rollout.episode import SingleTurnEpisodes, encode_prompts, generate
 from covey.run.folder import RunFolder
@@ -127,6 +127,36 @@ def _ends_with_the_trainer(engine: ProcessEngine) -> None:
     engine.process.control.close()
     assert engine.process.process.wait(20) == 0
     engine.close()
+
+
+@FORKED
+def test_deaths_are_counted_from_the_last_success(parts: Parts) -> None:
+    model, engine = parts.policy.model, parts.engine
+    expected = generated(engine, model)
+    for _ in range(MOST_DEATHS + 1):
+        os.kill(pid(engine), signal.SIGKILL)
+        assert generated(engine, model) == expected
+    assert len(engine.events()) == MOST_DEATHS + 1
+
+
+@FORKED
+def test_a_process_that_always_dies_at_the_same_completion_ends_the_run(parts: Parts) -> None:
+    model, engine = parts.policy.model, parts.engine
+
+    class Killing(SingleTurnEpisodes):
+        def done(self, completions: Sequence[Completion]) -> None:
+            super().done(completions)
+            os.kill(pid(engine), signal.SIGKILL)
+
+    source = Killing(
+        prompts=encode_prompts(model, Arithmetic().train()[:5]), model=model, sampling=SAMPLING,
+        step=2, finished=lambda number, rollout: None,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=f"ended {MOST_DEATHS} times in a row"):
+        engine.run(source)
+    engine.close()
+    assert len(source.rollouts) < 20
+    engine.events()
 
 
 @FORKED

@@ -6,16 +6,21 @@ import math
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from covey.environments.adapters import as_environment
+from covey.environments.calculator import Calculator
 from covey.environments.drive import Reply
 from covey.environments.environment import Start
 from covey.environments.host import make_host
 from covey.environments.pool import ProcessHost
+from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
 from covey.training.collate import collate
+from covey.types import Rollout
 from tests.environments import worlds
 from tests.environments.chat_templates import FAMILIES
 from tests.environments.exactness import policy
@@ -105,6 +110,38 @@ def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> No
     assert turn.role == "tool"
     assert segment.tokens[turn.start : turn.stop].count(start) == 2  # the tool's, the assistant's
     assert not any(segment.trained[turn.start : turn.stop])
+
+
+def test_turns_in_a_prompt_are_no_turns_of_the_policy(model: LanguageModel) -> None:
+    for rollout in rollouts_of(play(model, partial(Calculator, examples=2))):
+        assert rollout.episode is not None
+        own = [turn.text for turn in rollout.turns if turn.role == "assistant"]
+        reply = rollout.episode.reply
+        assert [m["content"] for m in reply if m["role"] == "assistant"] == own
+        assert reply == rollout.episode.messages[-len(reply) :]
+        assert len(rollout.episode.messages) - len(reply) == 2 * 4 + 1
+
+
+def test_a_prefill_is_part_of_scored_texts_only_if_it_is_wanted(model: LanguageModel) -> None:
+    def played(*, in_text: bool) -> list[Rollout]:
+        template = Template(prefill="Hm: ", prefill_in_text=in_text)
+        made = wrap(model.model, model.tokenizer, name="tiny", template=template)
+        return rollouts_of(play(made, worlds.Quick))
+
+    def texts(rollout: Rollout) -> list[str]:
+        assert rollout.episode is not None
+        turns = [turn.text for turn in rollout.turns if turn.role == "assistant"]
+        said = [m["content"] for m in rollout.episode.messages if m["role"] == "assistant"]
+        assert said == turns
+        assert rollout.text == turns[-1]
+        return turns
+
+    several = 0
+    for one, two in zip(played(in_text=True), played(in_text=False), strict=True):
+        assert one.segments == two.segments  # the chat template shows the prefill in both
+        assert texts(one) == [f"Hm: {text}" for text in texts(two)]
+        several += len(texts(one)) > 1
+    assert several
 
 
 @pytest.mark.parametrize(

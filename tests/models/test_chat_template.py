@@ -44,6 +44,10 @@ SILENT = (
     "{% for m in messages %}{% if m['role'] != 'system' %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+USERS = (
+    "<eos>{% for m in messages if m['role'] == 'user' %}<|user|>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML
 
 
@@ -177,7 +181,7 @@ def test_the_date_in_a_template_is_fixed() -> None:
     assert made(DATED).text([ASKED]).startswith("26 Jul 2024<|user|>")
 
 
-@pytest.mark.parametrize(("chat", "end"), [(CHATML, 1), (SILENT, None)])
+@pytest.mark.parametrize(("chat", "end"), [(CHATML, 1), (SILENT, None), (USERS, None)])
 def test_the_end_of_turn_token_is_found(chat: str, end: int | None) -> None:
     assert made(chat).turn_end == end
 

@@ -425,7 +425,7 @@ def test_dynamic_sampling_asks_for_success_and_not_for_reward() -> None:
     groups = dapo_groups()
     rewards = [rollout.reward for group in groups for rollout in group.rollouts]
     close(rewards, "dapo.groups.rewards")
-    kept = [int(g.prompt.id) for g in select(groups, version=0, dynamic=True).groups]
+    kept = [int(g.prompt.id) for g in select(groups, dynamic=True).groups]
     assert kept == at("dapo.groups.kept_by_success")
     group = torch.tensor(at("dapo.groups.group"))
     by_reward = group[~zero_variance(tensor(rewards), group)].unique().tolist()

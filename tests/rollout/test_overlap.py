@@ -167,6 +167,45 @@ def test_an_error_in_the_background_reaches_the_loop(tmp_path: Path) -> None:
         trained(replace(parts, engine=Broken(parts.policy.model)), tmp_path / "run")
 
 
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_a_failure_in_the_background_keeps_the_progress(save_every: int, tmp_path: Path) -> None:
+    class Breaks(Unsteady):
+        calls = 0
+
+        def run(self, requests: RequestSource) -> None:
+            Breaks.calls += 1
+            if Breaks.calls == 4:
+                raise RunError("the engine is broken")
+            super().run(requests)
+
+    settings = ["overlap.staleness=2", "evaluate.every=0", f"save.every={save_every}"]
+    parts = parts_of(*settings, mode="copy")
+    path = tmp_path / "run"
+    with pytest.raises(RunError, match="the engine is broken"):
+        trained(replace(parts, engine=Breaks(load_model(parts.config))), path)
+    folder = RunFolder(path)
+    step, checkpoint = folder.checkpoints()[-1]
+    assert step == 3  # the rollouts of step 4 failed
+    assert not (checkpoint / FILE).exists()
+    resumed = parts_of(*settings, mode="copy")
+    train(resumed, folder, [], StopSignal())
+    assert [row["step"] for row in folder.steps()] == list(range(1, STEPS + 1))
+
+
+def test_groups_that_are_too_old_for_the_policy_are_dropped(tmp_path: Path) -> None:
+    notes = Notes()
+    settings = ["overlap.staleness=2", "overlap.max_staleness=1", "evaluate.every=0"]
+    folder = trained(parts_of(*settings), tmp_path / "run", notes)
+    rows = folder.steps()
+    # The weights do not change in step 3, so step 5 is one optimizer step behind again.
+    assert [row["overlap/staleness_max"] for row in rows] == [0, 1, 2, 0, 1]
+    assert [row["rollout/dropped_stale"] for row in rows] == [0, 0, 3, 0, 0]
+    assert [row["rollout/trained_groups"] for row in rows] == [3, 3, 0, 3, 3]
+    assert [row["updates"] for row in rows] == [1, 2, 2, 3, 4]
+    (note,) = [note for note in notes.notes if "no group" in note]
+    assert note.startswith("step 3: no group to train on: all groups were sampled more than")
+
+
 def test_an_engine_that_cannot_load_in_flight(tmp_path: Path) -> None:
     parts = parts_of("overlap.staleness=2", "evaluate.every=0", mode="copy")
     overlap = parts.config.overlap.model_copy(update={"in_flight": True})

@@ -17,7 +17,13 @@ from covey.objective import with_advantage, with_weight
 from covey.objective.advantage import group_centered
 from covey.objective.penalty import adapted_beta
 from covey.rewards import Score, ThinkAnswer, as_reward
-from covey.rollout.filter import Selected, is_mixed, select, without_truncated
+from covey.rollout.filter import (
+    Selected,
+    is_mixed,
+    select,
+    without_stale,
+    without_truncated,
+)
 from covey.rollout.source import StepRollouts, SynchronousSource, penalized
 from covey.run.folder import RunFolder
 from covey.run.trackers.console import ConsoleTracker
@@ -71,16 +77,20 @@ ALL = [MIXED, RIGHT, WRONG, OLD, LONELY]
     [
         ({}, Selected(groups=(MIXED, RIGHT, WRONG, OLD), unscored=1)),
         ({"dynamic": True}, Selected(groups=(MIXED, OLD), unscored=1, uniform=2)),
-        ({"max_age": 2}, Selected(groups=(MIXED, RIGHT, WRONG), unscored=1, stale=1)),
-        ({"max_age": 3}, Selected(groups=(MIXED, RIGHT, WRONG, OLD), unscored=1)),
-        (
-            {"dynamic": True, "max_age": 2, "most": 0},
-            Selected(groups=(), unscored=1, stale=1, uniform=2, surplus=1),
-        ),
+        ({"dynamic": True, "most": 0}, Selected(unscored=1, uniform=2, surplus=2)),
     ],
 )
 def test_every_dropped_group_has_one_reason(options: dict, expected: Selected) -> None:
-    assert select(ALL, version=10, **options) == expected
+    assert select(ALL, **options) == expected
+
+
+@pytest.mark.parametrize(("version", "stale"), [(9, 0), (10, 1), (12, 1), (13, 4)])
+def test_stale_groups_are_too_old_for_the_policy_that_trains(version: int, stale: int) -> None:
+    groups = (OLD, MIXED, RIGHT, WRONG)
+    found = without_stale(Selected(groups=groups, unscored=1), version=version, max_age=2)
+    assert found == Selected(groups=groups[stale:], unscored=1, stale=stale)
+    every = without_stale(Selected(groups=groups), version=version, max_age=0)
+    assert every == Selected(groups=groups)
 
 
 def test_dynamic_sampling_looks_at_success_and_not_at_reward() -> None:
@@ -90,7 +100,7 @@ def test_dynamic_sampling_looks_at_success_and_not_at_reward() -> None:
     )
     flat = replace(RIGHT, rollouts=rollouts)
     assert not is_mixed(flat)
-    assert select([flat], version=10, dynamic=True).uniform == 1
+    assert select([flat], dynamic=True).uniform == 1
     unscored = replace(MIXED, rollouts=(*RIGHT.rollouts, group("x", None).rollouts[0]))
     assert not is_mixed(unscored)
 

@@ -72,8 +72,8 @@ def test_flat_groups_are_dropped_by_reward_and_not_by_success() -> None:
     flat = group(rollout(1, 0.3), rollout(1, 0.1 + 0.2), rollout(1, None))
     mixed = group(rollout(1, 0.3), rollout(1, 0.4))
     wanted = Selected(groups=(mixed,), uniform=1)
-    assert select([flat, mixed], version=0, drop_flat=True) == wanted
-    assert select([flat, mixed], version=0).groups == (flat, mixed)
+    assert select([flat, mixed], drop_flat=True) == wanted
+    assert select([flat, mixed]).groups == (flat, mixed)
 
 
 @pytest.mark.parametrize("name", ["bapo", "m2po", "scalerl"])

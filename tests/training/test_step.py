@@ -68,7 +68,7 @@ def test_collate_keeps_rows_masks_and_failures() -> None:
 def test_select_drops_groups_with_nothing_to_compare() -> None:
     whole = Group(prompt=PROMPT, rollouts=(rollout(1, 1.0), rollout(1, 0.0)))
     lonely = Group(prompt=PROMPT, rollouts=(rollout(1, 1.0), rollout(1, None)))
-    assert select([whole, lonely], version=0) == Selected(groups=(whole,), unscored=1)
+    assert select([whole, lonely]) == Selected(groups=(whole,), unscored=1)
 
 
 def test_a_rollout_without_tokens_makes_no_group_old() -> None:

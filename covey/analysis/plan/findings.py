@@ -98,12 +98,13 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
             "save": True,
             "evaluate": True,
             "sft": True,
-            "overlap": {"max_staleness"},
             "model": {"gradient_checkpointing", "offload_activations", "deterministic"},
             "filter": {"skip_zero_gradient"},
             "train": {"micro_batch_tokens", "logits_megabytes", "graphs"},
         }
     )
+    if not config.overlap.staleness:
+        del rest["overlap"]["max_staleness"]
     if not config.filter.dynamic_sampling:
         del rest["filter"]["max_rounds"]
     if setup.single_optimizer_step and "old_logp" not in setup.objective.needs:

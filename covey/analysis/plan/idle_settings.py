@@ -265,8 +265,9 @@ def filters(setup: Setup) -> Iterator[Said]:
             "set filter.dynamic_sampling = true, or remove filter.max_rounds",
         ),
         (
-            overlap.max_staleness > 0,
-            ("overlap.max_staleness",),
+            overlap.max_staleness > 0
+            and overlap.max_staleness >= overlap.staleness * setup.config.train.optimizer_steps,
+            ("overlap.max_staleness", "overlap.staleness", "train.mini_batches", "train.epochs"),
             f"overlap.max_staleness = {overlap.max_staleness} drops nothing",
             "No completion is older than overlap.staleness allows.",
             "remove overlap.max_staleness",

@@ -152,6 +152,7 @@ class ProcessEngine:
             process = self._running()
             try:
                 work.run(process.work)
+                self.deaths = 0
                 return
             except (EOFError, OSError):
                 if self.closed != closed:
@@ -220,9 +221,9 @@ class _Work:
 
     def _accept(self, rows: Sequence[Row]) -> set[int]:
         """Pass new completions to the request source; return the request indices of `rows`."""
-        self.progress = True
         fresh = [row for row in rows if row[0] not in self.complete]
         new = [Completion.of(row, self.taken[row[0]]) for row in fresh]
+        self.progress |= bool(new)  # repeated completions are no progress
         self.complete |= {completion.request.number for completion in new}
         self.source.done(new)
         return {row[0] for row in rows}

@@ -29,7 +29,11 @@ FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
 class Unavailable(Exception):
-    """Raised if the server cannot be reached, fails or does not reply."""
+    """Raised if the server of a client cannot be reached, fails or does not reply."""
+
+    def __init__(self, problem: str, client: Client) -> None:
+        super().__init__(problem)
+        self.client = client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +98,11 @@ class Client:
         try:
             status, text = self._request(method, path, data)
         except TimeoutError:
-            raise Unavailable(f"did not reply to {path} within {self.timeout:g} s") from None
+            raise Unavailable(f"did not reply to {path} within {self.timeout:g} s", self) from None
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"cannot be reached: {error or type(error).__name__}") from None
+            raise Unavailable(f"cannot be reached: {error or type(error).__name__}", self) from None
         if status >= 500:
-            raise Unavailable(f"failed with {status} at {path}: {error_message(text)}")
+            raise Unavailable(f"failed with {status} at {path}: {error_message(text)}", self)
         if status != 200:
             raise self.error(f"replied {status} to {path}: {error_message(text)}")
         return text

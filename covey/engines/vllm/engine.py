@@ -50,6 +50,8 @@ class Replica:
     """The server's process; None if the user, not Covey, starts and restarts the server."""
     started: int = 0
     """The number of times that the server was restarted, by Covey or by the user."""
+    failures: int = 0
+    """The number of restarts since the server's last completion."""
     alive: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
     """A thread holds this lock while it repairs the server."""
@@ -73,7 +75,7 @@ class VllmEngine:
     """A function that deletes the model and weight files that Covey wrote for the servers."""
     vllm_version: str
     restarts: int
-    """Maximum number of restarts of a server; one more failure ends the run."""
+    """Maximum number of restarts of a server without a completion in between."""
     patience: float
     """Maximum seconds to wait for a server that starts or restarts."""
     sleeps: bool = False
@@ -147,12 +149,13 @@ class VllmEngine:
         """Let a server load the current weights; return its completion of a test prompt."""
         try:
             return self._load_once(replica, fresh=fresh)
-        except Unavailable as problem:
-            self._repair(replica, replica.started, str(problem))
+        except Unavailable as problem:  # with NCCL, perhaps the failure of another server
+            failed = next(one for one in self.replicas if one.client is problem.client)
+            self._repair(failed, failed.started, str(problem))
         try:
             return self._load_once(replica, fresh=False)
         except Unavailable as problem:
-            raise replica.client.error(f"{problem}; does it serve this model?") from None
+            raise problem.client.error(f"{problem}; does it serve this model?") from None
 
     def _load_once(self, replica: Replica, *, fresh: bool) -> Reply:
         client, version = replica.client, self.version
@@ -247,12 +250,16 @@ class VllmEngine:
             replica = alive[request.prompt % len(alive)]
             started = replica.started
             try:
-                return self._generate(replica.client, request.tokens, params)
+                reply = self._generate(replica.client, request.tokens, params)
             except Unavailable as problem:
                 problems.append(str(problem))
                 if len(problems) == ATTEMPTS:
                     raise replica.client.error(f"{problem}, {ATTEMPTS} times") from None
                 self._repair(replica, started, str(problem))
+            else:
+                if replica.started == started:  # it was not restarted in the meantime
+                    replica.failures = 0
+                return reply
 
     def _repair(self, replica: Replica, started: int, problem: str) -> None:
         """Restart a server, or wait until the user restarts it, and send it the current weights."""
@@ -266,8 +273,11 @@ class VllmEngine:
             if not dead and client.healthy():  # the request is sent again
                 return
             replica.alive = False
-            if replica.started >= self.restarts:
-                raise client.error(f"{problem}; it was already restarted {started} times")
+            if replica.failures >= self.restarts:
+                raise client.error(
+                    f"{problem}; it was already restarted {replica.failures} times in a row"
+                )
+            replica.failures += 1
             if replica.process is not None:
                 replica.process.stop()
                 replica.process.start()
@@ -277,6 +287,8 @@ class VllmEngine:
             try:
                 reply = self._load_once(replica, fresh=True)
             except Unavailable as again:
+                if again.client is not client:
+                    raise again.client.error(str(again)) from None
                 raise client.error(f"{problem}; after a restart it {again}") from None
             if self.probe is not None:
                 same_probe(client, reply, self.probe, self.dtype)

@@ -96,12 +96,12 @@ class LocalClient(Client):
             return json.dumps(future.result(self.timeout)).encode()
         except (TimeoutError, WaitTimeout):
             future.cancel()
-            raise Unavailable(f"did not reply to {path} within {self.timeout:g} s") from None
+            raise Unavailable(f"did not reply to {path} within {self.timeout:g} s", self) from None
         except (Unavailable, EngineError):
             raise
         except Exception as error:
             line = printable_line(str(error), 300)
-            raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
+            raise Unavailable(f"failed at {path}: {type(error).__name__} {line}", self) from None
 
     def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:
         """Return a coroutine that handles a request to an endpoint as a vLLM server does."""

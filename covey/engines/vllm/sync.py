@@ -7,23 +7,27 @@ import math
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from covey.engines.vllm.client import Client
+from covey.engines.vllm.client import Client, Unavailable
 from covey.errors import EngineError, ModelError, reason
 from covey.models.adapter import NAME, save_adapter
 from covey.models.language_model import LanguageModel
 
 Named = Iterable[tuple[str, torch.Tensor]]
+FAILED_SECONDS = 5.0
+"""Seconds to wait for the end of an NCCL broadcast in which a server has failed."""
 
 
 class Sync(Protocol):
@@ -150,7 +154,8 @@ class AdapterSync(Sync):
 class NcclSync(Sync):
     """Sends all weights by vLLM's NCCL transfer, from the trainer's GPU to the servers' GPUs.
 
-    The broadcast needs all servers, so it starts when `load` is called for the last server.
+    One broadcast sends the weights to all servers. The first call of `load` starts the broadcast,
+    and the calls of `load` for the other servers wait until the broadcast has ended.
     """
 
     model: LanguageModel
@@ -160,43 +165,90 @@ class NcclSync(Sync):
     engine: Any = None
     named: Callable[[], Iterator[tuple[str, torch.Tensor]]] = field(default=lambda: iter(()))
     pending: set[str] = field(default_factory=set)
+    """Servers for which `load` has not been called since the last call of `prepare`."""
+    sent: bool = False
+    """Whether all servers have received the weights of the last call of `prepare`."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """A thread holds this lock during a broadcast."""
+    outcomes: SimpleQueue[Exception | None] = field(default_factory=SimpleQueue)
+    """The end of a broadcast (None), and errors of servers during the broadcast."""
+    stuck: EngineError | None = None
+    """The error of a broadcast that never ends, after which NCCL cannot be used again."""
 
     def prepare(self, named: Named, version: int) -> None:
         """Store the weights for the broadcast."""
         weights = list(served_weights(named, self.model.model))
         self.named = lambda: iter(weights)
-        self.pending = {client.url for client in self.clients}
+        self.pending, self.sent = {client.url for client in self.clients}, False
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
-        """Broadcast the weights as soon as `load` has been called for every server."""
-        self.pending.discard(client.url)
-        if self.pending:
-            return
-        if fresh and self.engine is not None:  # an NCCL group cannot take a new member
+        """Broadcast the weights to all servers, unless another call has done so."""
+        with self.lock:
+            if self.stuck is not None:
+                raise self.stuck
+            restarted = fresh and client.url not in self.pending
+            self.pending.discard(client.url)
+            if self.sent and not restarted:
+                return
+            self.sent = False
             for each in self.clients:
-                if each is not client:
-                    each.post("/shutdown_weight_transfer_engine")
-            self.engine = None
-        if self.engine is None:
-            self.engine = nccl_engine(self.clients, self.host, self)
-        self.engine.send_weights()
-        for each in self.clients:
-            each.post("/update_weight_version", {"new_version": str(version)})
+                if not each.healthy():  # the other servers would wait for it in the broadcast
+                    raise Unavailable("does not reply to /health", each)
+            if fresh and self.engine is not None:  # an NCCL group cannot take a new member
+                for each in self.clients:
+                    if each is not client:
+                        each.post("/shutdown_weight_transfer_engine")
+                self.engine = None
+            self._broadcast()
+            for each in self.clients:
+                each.post("/update_weight_version", {"new_version": str(version)})
+            self.sent = True
+
+    def _broadcast(self) -> None:
+        """Run the broadcast in a thread, because NCCL waits for a failed server forever."""
+        self.outcomes = outcomes = SimpleQueue[Exception | None]()
+
+        def send() -> None:
+            device = self.model.device
+            try:
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                    if self.engine is None:
+                        self.engine = nccl_engine(self.clients, self.host, self)
+                    self.engine.send_weights()
+            except Exception as error:
+                outcomes.put(error)
+            else:
+                outcomes.put(None)
+
+        thread = threading.Thread(target=send, name="broadcast", daemon=True)
+        thread.start()
+        error = outcomes.get()
+        if error is None:
+            return
+        thread.join(FAILED_SECONDS)
+        if isinstance(error, Unavailable) and thread.is_alive():
+            self.stuck = error.client.error(f"{error}, while NCCL sent weights to all servers")
+        raise self.stuck or error
 
 
 class Fleet:
     """Forwards each call of vLLM's trainer-side transfer engine to all servers."""
 
-    def __init__(self, clients: Sequence[Client]) -> None:
-        self.clients = clients
+    def __init__(self, clients: Sequence[Client], failed: Callable[[Exception], None]) -> None:
+        self.clients, self.failed = clients, failed
         sizes = [int(client.get("/get_world_size")["world_size"]) for client in clients]
         self.offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
         self.world_size = 1 + sum(sizes)
 
     def _all(self, path: str, bodies: Sequence[dict[str, Any]]) -> None:
-        with ThreadPoolExecutor(len(self.clients)) as pool:
-            for _ in pool.map(lambda c, b: c.post(path, b), self.clients, bodies):
-                pass
+        pool = ThreadPoolExecutor(len(self.clients))
+        calls = [pool.submit(c.post, path, b) for c, b in zip(self.clients, bodies, strict=True)]
+        pool.shutdown(wait=False)
+        # If one server fails, the others may wait for it in NCCL until their requests time out.
+        for call in wait(calls, return_when=FIRST_EXCEPTION).done:
+            if isinstance(error := call.exception(), Exception):
+                self.failed(error)
+                raise error
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Tell each server which ranks it has in the NCCL group."""
@@ -231,7 +283,7 @@ def nccl_engine(clients: Sequence[Client], host: str, sync: NcclSync) -> Any:
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             return sync.named()
 
-    fleet = Fleet(clients)
+    fleet = Fleet(clients, lambda error: sync.outcomes.put(error))
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
