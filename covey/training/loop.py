@@ -132,8 +132,8 @@ class _Loop:
     saved: int
     """Number of the training step that was last saved as a checkpoint."""
     complete: State | None = None
-    """The run's state after the last complete step. If the policy or the critic has changed since the
-    last complete step, that step can no longer be saved, and `complete` is None.
+    """The run's state after the last complete step. If the policy or the critic has changed since
+    the last complete step, that step can no longer be saved, and `complete` is None.
     """
 
     def run_steps(self, stop: StopSignal) -> None:
