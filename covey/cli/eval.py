@@ -56,8 +56,8 @@ Source = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Configuration that defines the task and the reward. By default, the "
-        "configuration of the run, or the recipe 'arithmetic' if the model is not a run.",
+        help="Configuration that defines the task and the reward. The default is "
+        "the run's own configuration or, for a model that is not a run, the recipe 'arithmetic'.",
     ),
 ]
 Overrides = Annotated[

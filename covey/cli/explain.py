@@ -40,8 +40,8 @@ Line = Annotated[
         "--rollout",
         min=1,
         metavar="K",
-        help="Show rollout K of the step token by token. K is the rollout's line number in the "
-        "step's file of rollouts.",
+        help="Show every token of rollout K. K is the rollout's line number in the step's file "
+        "of rollouts.",
     ),
 ]
 Algorithms = Annotated[

@@ -38,8 +38,8 @@ def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
     reset = getattr(kind, "reset", None)
     if reset is None:
         raise ConfigError(
-            f"environment: {kind.__name__} has no method reset; an environment needs either "
-            "reset(prompt, seed) and step(message), or reset(**row) and public methods as tools"
+            f"environment: {kind.__name__} has no method 'reset'; an environment needs "
+            "reset(prompt, seed) and step(message), or, as in TRL, reset(**row) and public methods"
         )
     is_ours = hasattr(kind, "step") and "seed" in inspect.signature(reset).parameters
     return kind if is_ours else partial(TrlEnvironment, kind)

@@ -70,6 +70,6 @@ def environment_factory(environment: Any) -> Factory:
     if not callable(environment):
         raise ConfigError(
             "environment: pass a class, or a function that creates an environment for each "
-            f"rollout, not an object of type {type(environment).__name__}"
+            f"rollout; an object of type {type(environment).__name__} is neither"
         )
     return as_environment(environment) if inspect.isclass(environment) else environment

@@ -195,13 +195,13 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
-            f"config: the algorithm {name} uses ratios to the engine's log-probs, but "
+            f"config: the algorithm {name} divides by the engine's probabilities, but "
             "rollout.top_k, top_p or min_p truncates the engine's distribution; set "
             "rollout.mask_replay = true"
         )
     if objective.corrects:
         raise ConfigError(
-            f"config: the algorithm {name} already uses ratios to the engine's log-probs, so "
+            f"config: the algorithm {name} already divides by the engine's probabilities, so "
             "objective.correction and objective.veto have nothing to correct; leave out both "
             "settings"
         )
