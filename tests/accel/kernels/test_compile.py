@@ -138,7 +138,11 @@ PROGRAMS = {
 def shared_memory() -> dict[str, dict[str, int]]:
     """The shared memory of each kernel of each program. One process runs them all."""
     compiled = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    words = [sys.executable, "-c", "\n".join([STAGES, *(program for program, _, _ in PROGRAMS.values())])]
+    words = [
+        sys.executable,
+        "-c",
+        "\n".join([STAGES, *(program for program, _, _ in PROGRAMS.values())]),
+    ]
     done = subprocess.run(words, env=compiled, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     printed = done.stdout.splitlines()
