@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 from covey.errors import ConfigError, CoveyError, nearest, users_error
@@ -97,7 +97,7 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
     elif is_import_path(name):
         own = _users(name, import_callable(name, "objective.name"))
     elif name in ALGORITHMS:
-        own = ALGORITHMS[name]
+        return _with_extensions_once(name, ALGORITHMS[name])
     else:
         hint = nearest(name, [*ALGORITHMS, COMPOSED])
         raise ConfigError(f"config: objective.name = {name!r} is not a known algorithm{hint}")
@@ -164,6 +164,9 @@ def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., 
 
     whole.__name__, whole.__doc__ = getattr(own, "__name__", name), own.__doc__
     return signed(whole, parameters, hints)
+
+
+_with_extensions_once = cache(_with_extensions)
 
 
 def _checked(name: str, objective: Objective) -> Objective:

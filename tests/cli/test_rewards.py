@@ -37,7 +37,7 @@ SLOW = """
 import pathlib, time
 def reward(prompt, text):
     (pathlib.Path(__file__).parent / "begun").touch()
-    time.sleep(0.2)
+    time.sleep({seconds})
     return float(len(text))
 """
 
@@ -142,9 +142,9 @@ def wait(child: int) -> int:
         time.sleep(0.01)
 
 
-def start(folder: Path, *settings: str) -> tuple[int, list[int]]:
+def start(folder: Path, seconds: float, *settings: str) -> tuple[int, list[int]]:
     """Start a run with a slow reward; return it and its scoring processes once they judge."""
-    (folder / "mine.py").write_text(SLOW)
+    (folder / "mine.py").write_text(SLOW.format(seconds=seconds))
     slow = ("train.steps=3", "save.every=0", "reward.name=mine:reward", *settings)
     child = forked(lambda: train("run", *slow), folder / "output")
     wait_until((folder / "begun").exists)
@@ -152,7 +152,7 @@ def start(folder: Path, *settings: str) -> tuple[int, list[int]]:
 
 
 def test_ctrl_c_while_judging_finishes_the_step_and_can_be_resumed(here: Path) -> None:
-    trainer, scorers = start(here)
+    trainer, scorers = start(here, 0.05)
     os.kill(trainer, signal.SIGINT)
     assert wait(trainer) == 130
     output = (here / "output").read_text()
@@ -168,7 +168,7 @@ def test_ctrl_c_while_judging_finishes_the_step_and_can_be_resumed(here: Path) -
 
 
 def test_ctrl_c_twice_ends_at_once_and_says_so(here: Path) -> None:
-    trainer, scorers = start(here, "rollout.group_size=64")
+    trainer, scorers = start(here, 0.2, "rollout.group_size=64")
     began = time.monotonic()
     os.kill(trainer, signal.SIGINT)
     time.sleep(0.3)

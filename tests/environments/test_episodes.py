@@ -20,7 +20,7 @@ from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.training.collate import collate
-from covey.types import Rollout
+from covey.types import Group, Rollout
 from tests.environments import worlds
 from tests.environments.chat_templates import FAMILIES
 from tests.environments.exactness import policy
@@ -32,6 +32,13 @@ def model() -> LanguageModel:
     return policy(FAMILIES["smollm2"])
 
 
+@pytest.fixture(scope="module")
+def fine(model: LanguageModel) -> list[Group]:
+    """Groups of an environment that makes no trouble."""
+    return play(model, worlds.Quick)
+
+
+@pytest.mark.usefixtures("_forked_workers")
 def test_the_time_that_tools_take_changes_nothing(model: LanguageModel) -> None:
     slow = {"count": 8, "group_size": 4, "timeout": 30.0}  # a loaded machine adds to the time
     instant = play(model, worlds.Quick, **slow)
@@ -40,6 +47,7 @@ def test_the_time_that_tools_take_changes_nothing(model: LanguageModel) -> None:
     assert play(model, worlds.SleepsAsync, **slow) == instant
 
 
+@pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
     ("kind", "finish", "error"),
     [
@@ -53,9 +61,8 @@ def test_the_time_that_tools_take_changes_nothing(model: LanguageModel) -> None:
     ],
 )
 def test_a_bad_episode_leaves_the_others_as_they_are(
-    model: LanguageModel, kind: type, finish: str, error: str
+    model: LanguageModel, fine: list[Group], kind: type, finish: str, error: str
 ) -> None:
-    fine = play(model, worlds.Quick)
     groups = play(model, kind)
     for number, (group, expected) in enumerate(zip(groups, fine, strict=True)):
         if number != 3:
@@ -102,6 +109,7 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced() -> None:
         assert not reply().error
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> None:
     (rollout,) = [r for r in play(model, worlds.Control)[3].rollouts if len(r.turns) > 4][:1]
     start = model.tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -144,6 +152,7 @@ def test_a_prefill_is_part_of_scored_texts_only_if_it_is_wanted(model: LanguageM
     assert several
 
 
+@pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
     ("limits", "finish", "turns"),
     [({"max_turns": 2}, "turn_limit", 2), ({"max_tokens": 180}, "token_limit", None)],
@@ -162,6 +171,7 @@ def test_every_limit_has_its_own_finish(
             assert sum(turn.role == "assistant" for turn in rollout.turns) == turns
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
     groups = play(model, worlds.Paid, count=2)
     batch = collate(groups)

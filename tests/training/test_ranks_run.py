@@ -60,9 +60,9 @@ def assert_same_curves(found: Path, wanted: Path, most: float) -> None:
             assert close, (theirs["step"], name, mine[name], value)
 
 
-def test_twenty_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
+def test_eight_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
     settings = words(
-        "train.steps=20", "filter.dynamic_sampling=true", "filter.max_rounds=2",
+        "train.steps=8", "filter.dynamic_sampling=true", "filter.max_rounds=2",
         "task.min_operations=1", "task.max_operations=1", "objective.beta=0.05", "save.every=0",
     )  # fmt: skip
     one = tmp_path / "one"

@@ -31,6 +31,12 @@ ANSWERS = 4
 """Of a step."""
 
 
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up waits for others after half a second, and not after three."""
+    monkeypatch.setattr("covey.stopping.GRACE_SECONDS", 0.5)
+
+
 @dataclass
 class NeverAnswers:
     """A scorer whose server goes away after some completions."""
@@ -86,7 +92,7 @@ def test_a_run_whose_server_is_away_ends_soon_with_its_last_step_saved(
 def test_only_a_wait_for_others_is_given_up() -> None:
     with stop_signal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        ends = time.monotonic() + 3.5
+        ends = time.monotonic() + 0.8
         while time.monotonic() < ends:  # work of our own continues
             pass
         with pytest.raises(GivenUp), may_be_given_up():

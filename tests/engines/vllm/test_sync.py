@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import resource
 from collections.abc import Iterator
@@ -30,16 +31,17 @@ def test_only_the_newest_adapter_stays_in_the_folder(tmp_path: Path) -> None:
     assert len(kept) == sum(".lora_" in name for name, _ in model.model.named_parameters())
 
 
-@pytest.fixture
-def _full_disk() -> Iterator[None]:
-    """Let no file grow beyond a kilobyte."""
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file grow beyond a kilobyte, for no longer than a `with`: pytest writes files, too."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.usefixtures("_full_disk")
 def test_a_full_disk_is_one_line(embedded: LanguageModel, tmp_path: Path) -> None:
     base = FileSync(embedded, tmp_path)
     adapted = add_adapter(copy.deepcopy(embedded), rank=8)
@@ -47,7 +49,6 @@ def test_a_full_disk_is_one_line(embedded: LanguageModel, tmp_path: Path) -> Non
         (embedded, base),
         (adapted, AdapterSync(adapted, tmp_path, base=base, based=True)),
     ):
-        with pytest.raises(
-            EngineError, match=r"cannot write weights to .*; set engine.vllm.folder"
-        ):
+        message = r"cannot write weights to .*; set engine.vllm.folder"
+        with pytest.raises(EngineError, match=message), full_disk():
             sync.prepare(model.model.named_parameters(), 0)
