@@ -208,7 +208,7 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether rollouts come from a truncated distribution that training does not know."""
+    """Return whether sampling is truncated and training does not know the allowed tokens."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 

@@ -25,7 +25,7 @@ REFILL_SHARE = 8
 """Slots are refilled once 1 / REFILL_SHARE of them are free, because many small prefills are slow.
 """
 READ_TOKENS = 16
-"""A completion's tokens are read from the device once this many new tokens were generated."""
+"""Number of new tokens of a completion after which they are read from the device."""
 
 
 class Scheduler:
@@ -156,10 +156,10 @@ class Scheduler:
         return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
 
     def _positions(self, counts: np.ndarray) -> np.ndarray:
-        """Return the cache positions that completions of `counts` tokens need for the next steps.
+        """Return how many cache positions completions of `counts` tokens need for the next steps.
 
-        A token's key and value are computed one decode step after the token was sampled. So a
-        completion's last token needs no cache position.
+        A token's key and value are computed one decode step after the token was sampled. A
+        completion's last token therefore needs no cache position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
         return after - 1

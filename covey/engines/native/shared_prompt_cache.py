@@ -243,7 +243,7 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit the cache; completion i needs `positions[i]`."""
+        """Return how many more completions fit; completion i needs `positions[i]` positions."""
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -315,7 +315,7 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit into free pages; completion i needs `positions[i]`.
+        """Return how many more completions fit; completion i needs `positions[i]` positions.
 
         One free page is reserved for each running completion, because completions grow.
         """
