@@ -46,7 +46,7 @@ class _Kept:
 
 
 def _nothing() -> None:
-    """Return None, like a weak reference whose object was freed."""
+    """Return None, as a weak reference does after its object was freed."""
 
 
 class ActivationOffload:

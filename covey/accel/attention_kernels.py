@@ -168,7 +168,7 @@ class _Row(NamedTuple):
     length: int
     """Number of keys."""
     missing: int
-    """Number of tokens at this row's start whose queries another row contains."""
+    """Number of tokens at the start of this row for which the row has no queries."""
     padded: int
     """Length of the row after padding for cuDNN."""
 

@@ -182,7 +182,7 @@ def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[tor
 
 
 def _fused_weights(modules: Sequence[Any]) -> _Weights | None:
-    """Return the fused weights of linear layers, or None if they are not fused."""
+    """Return the fused weights of linear layers, or None if the weights are not fused."""
     layers = [layer for module in modules if (layer := adapted(module)) is not None]
     if len(layers) < len(modules):
         return None

@@ -171,8 +171,8 @@ class EngineInfo:
     backend."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
-    trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
-    as `old_logp`.
+    trainer's log-probabilities up to float32 rounding. Log-probabilities of a truncated
+    distribution may never serve as `old_logp`.
     """
     shares_weights: bool
     """Whether the engine generates with the trainer's own weight tensors."""

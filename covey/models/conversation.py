@@ -50,8 +50,8 @@ class Conversations:
 
     renderer: Renderer
     instruction: str
-    """Template, with the field {tools}, of tool instructions for chat templates without tool
-    support."""
+    """Tool instructions with the field {tools}, used if the chat template does not support
+    tools."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
         """Return the prompt of the first turn as a `Context`."""

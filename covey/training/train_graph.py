@@ -14,9 +14,9 @@ smaller, replay the graphs. A micro-batch with long rows runs eagerly if the fas
 kernel cannot be captured (accel/attention_kernels.py). Without a CUDA device, passes run on the
 bucket's buffers and are not captured.
 
-All graphs share one memory pool, mostly for activations. Because of this shared memory pool, no
-other pass may run between a forward pass and its backward pass. Each forward pass may have at most
-one backward pass.
+All graphs share one memory pool, mostly for activations. Because the graphs share memory, no other
+pass may run between a forward pass and its backward pass. Each forward pass may have at most one
+backward pass.
 
 In tensor shapes, m is the number of trained tokens in a micro-batch.
 """
@@ -220,7 +220,7 @@ class _PassFunction(torch.autograd.Function):
 
 
 class _Bucket:
-    """The passes of one bucket, which is a size to which micro-batches are padded."""
+    """A bucket: a size to which micro-batches are padded, and the passes at this size."""
 
     def __init__(self, size: Size) -> None:
         self.size = size

@@ -112,7 +112,10 @@ class KVCache:
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit; completion i needs `positions[i]` positions."""
+        """Return how many more completions fit into the cache.
+
+        Completion i needs space for `positions[i]` tokens.
+        """
         return len(positions)
 
     def store_completions(

@@ -25,7 +25,7 @@ REFILL_SHARE = 8
 """Slots are refilled once 1 / REFILL_SHARE of them are free, because many small prefills are slow.
 """
 READ_TOKENS = 16
-"""Number of new tokens of a completion after which they are read from the device."""
+"""A completion's new tokens are read from the device once there are `READ_TOKENS` new tokens."""
 
 
 class Scheduler:
