@@ -254,7 +254,7 @@ class Scheduler:
         The returned list is empty if all prompts of the given requests are already prefilled. If
         any prompt must be prefilled, prompts from the front of the queue are added until the
         prefill is full. On a GPU, a prefill takes as long for few prompts as for many, and decoding
-        waits for it.
+        waits for the prefill.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}

@@ -27,7 +27,7 @@ can reuse a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 PAGE = 128
-"""Maximum number of positions in a page of the KV cache. Attention reads tiles of up to this many
+"""Maximum number of positions in a page of the KV cache. Attention reads tiles of up to `PAGE`
 positions, and a tile must not cross the boundary of a page."""
 LEAST_PAGE = 16
 """Minimum number of positions in a page: the smallest tile of tensor cores."""
