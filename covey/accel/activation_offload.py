@@ -32,7 +32,8 @@ class _Kept:
 
     def __init__(self, values: torch.Tensor, buffer: torch.Tensor, before: _Kept | None) -> None:
         self.values: torch.Tensor | None = values
-        """The activation on the device; None while it is only in CPU memory."""
+        """The activation on the device; None while the activation is only in CPU
+        memory."""
         self.host = buffer[: values.nbytes].view(values.dtype).view(values.shape)
         self.device = values.device
         self.saved: torch.cuda.Event | None = None
@@ -45,7 +46,7 @@ class _Kept:
 
 
 def _nothing() -> None:
-    """Return None, like a weak reference whose object was freed."""
+    """Return None, as a weak reference does after its object was freed."""
 
 
 class ActivationOffload:
@@ -59,7 +60,7 @@ class ActivationOffload:
         self._stream: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: Any) -> ActivationOffload:
-        """Return a new object when a model is copied, because the copy has its own activations."""
+        """Return a new ActivationOffload, because a copy of the model has its own activations."""
         return ActivationOffload()
 
     def checkpoint(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

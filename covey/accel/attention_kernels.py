@@ -58,8 +58,8 @@ class Kernel(NamedTuple):
 
     forward: Callable[[QKV, Inputs], Found]
     backward: Callable[[torch.Tensor, QKV, Found, Inputs], QKV]
-    """Function that computes the gradients of queries, keys and values from the output gradient,
-    (queries, keys, values), the result of `forward`, and `Inputs`."""
+    """Function that computes the gradients of queries, keys and values. Its arguments are the
+    output gradient, the tuple (queries, keys, values), the result of `forward`, and `Inputs`."""
     captured: bool
     """Whether a CUDA graph with this kernel can be replayed with rows whose lengths differ from the
     lengths at capture."""
@@ -168,7 +168,7 @@ class _Row(NamedTuple):
     length: int
     """Number of keys."""
     missing: int
-    """Number of tokens at the start of this row whose queries belong to another row."""
+    """Number of tokens at the start of this row for which the row has no queries."""
     padded: int
     """Length of the row after padding for cuDNN."""
 
@@ -314,7 +314,7 @@ class ShapeClass(NamedTuple):
     length: int
     """The length of the longest row, rounded up to a power of two."""
     captured: bool = False
-    """Whether only kernels that can be part of a CUDA graph are compared."""
+    """Whether to consider only kernels that can be part of a CUDA graph."""
 
 
 class Choice(NamedTuple):
@@ -403,8 +403,8 @@ def description(config: Any, device: torch.device, dtype: torch.dtype, longest: 
 def measured(shape: ShapeClass) -> Choice:
     """Measure kernels on rows of equal length, and choose the fastest kernel.
 
-    This function runs backward passes, which need inference mode off. The first caller may be the
-    engine's prefill, which runs in inference mode.
+    This function turns inference mode off, because the measured backward passes need autograd. The
+    engine's prefill calls this function in inference mode.
     """
     rows = _Rows(shape)
     expected = rows.results(FLASH)

@@ -89,8 +89,8 @@ class _Weights:
         self.bias = torch.cat([b.detach() for b in self.biases]) if self.biases else None
         self.bias = self.bias if bias is None else bias
         self.low_rank: list[tuple[slice, LowRank]] = []
-        """For each adapted layer, the columns of the layer's outputs and the layer's LoRA
-        weights."""
+        """For each adapted layer: the slice of columns with the layer's outputs, and the layer's
+        LoRA weights."""
         end = 0
         for layer, low_rank in layers:
             begin, end = end, end + layer.out_features
@@ -182,7 +182,7 @@ def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[tor
 
 
 def _fused_weights(modules: Sequence[Any]) -> _Weights | None:
-    """Return the fused weights of linear layers, or None if they are not fused."""
+    """Return the fused weights of linear layers, or None if the weights are not fused."""
     layers = [layer for module in modules if (layer := adapted(module)) is not None]
     if len(layers) < len(modules):
         return None

@@ -1,7 +1,7 @@
 """Pack a batch into one sequence without padding, and store each shared prompt only once.
 
 The CPU computes the layout of the packed row, and sends the layout to the device in one transfer.
-If the GPU computed the layout, reading a length back would wait for all queued GPU work.
+If the GPU computed the layout, copying a length to the CPU would wait for all queued GPU work.
 
 The dimensions in tensor shapes are B (rows), P (prompt tokens), T (completion tokens), N (packed
 tokens) and R (key positions).

@@ -67,7 +67,7 @@ class Size(NamedTuple):
         )
 
     def with_room_for(self, other: Size) -> Size:
-        """Return a size that is large enough for this size and for `other`."""
+        """Return the smallest size that fits micro-batches of this size and of the size `other`."""
         return Size(*(max(pair) for pair in zip(self, other, strict=True)))
 
 

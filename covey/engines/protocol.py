@@ -67,8 +67,8 @@ class Request:
     number: int
     """Index of the request within its request source."""
     prompt: int
-    """Index of the prompt. An engine prefills a prompt only once for all requests with its index.
-    """
+    """Index of the prompt. An engine prefills a prompt only once for all requests with the same
+    prompt index."""
     tokens: tuple[int, ...]
     address: Address
     """The values that seed the request's random numbers: seed, step, prompt, sample, turn."""
@@ -94,7 +94,7 @@ class Completion:
     leave no gaps. There is only one span, unless weights were loaded during generation.
     """
     kept: str = ""
-    """Tokens that top-k, top-p and min-p allowed per position, encoded by kept_sets.py."""
+    """Tokens that top-k, top-p and min-p allowed at each position, encoded by kept_sets.py."""
     text: str | None = None
     """The decoded text of `tokens`; None if the engine has not decoded them."""
 
@@ -138,7 +138,7 @@ class Limits:
     def poll_seconds(self) -> float | None:
         """Seconds that an engine may wait for completions before it polls for new requests.
 
-        Without `steady`, the limit is None, because new requests appear only after the request
+        Without `steady`, `poll_seconds` is None, because new requests appear only after the request
         source has received completions.
         """
         return POLL_SECONDS if self.steady else None
@@ -171,8 +171,8 @@ class EngineInfo:
     backend."""
     exact_logp: bool
     """Whether the engine's log-probabilities may serve as `old_logp`, because they equal the
-    trainer's up to float32 rounding. Log-probabilities of a truncated distribution may never serve
-    as `old_logp`.
+    trainer's log-probabilities up to float32 rounding. Log-probabilities of a truncated
+    distribution may never serve as `old_logp`.
     """
     shares_weights: bool
     """Whether the engine generates with the trainer's own weight tensors."""

@@ -2,7 +2,7 @@
 
 An adapted linear layer computes `W x + (alpha / rank) B A x`, where W is frozen and A and B are
 trained. The matrix B starts at zero, so a new adapter does not change the model's outputs. Peft
-replaces the linear layers of the model in place, so attention and packing work as before.
+replaces the linear layers of the model in place, so attention and packing need no changes.
 
 LoRA dropout is applied to the input of an adapter, and only in forward passes with a gradient.
 Covey generates, evaluates and computes old_logp without dropout. With dropout, the trained policy

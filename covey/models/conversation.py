@@ -50,7 +50,8 @@ class Conversations:
 
     renderer: Renderer
     instruction: str
-    """Tool instructions for chat templates that do not support tools, with the field {tools}."""
+    """Tool instructions with the field {tools}, used if the chat template does not support
+    tools."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
         """Return the prompt of the first turn as a `Context`."""

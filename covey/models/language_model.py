@@ -43,8 +43,8 @@ class LanguageModel:
     adapter: Any = None
     """peft's configuration of the trained adapter; None if all weights are trained."""
     longest_prompt: int | None = None
-    """Maximum number of prompt tokens; a longer prompt is cut at its beginning. None means no
-    maximum."""
+    """Maximum number of prompt tokens, or None for no limit. A longer prompt is cut at its
+    beginning."""
     sharded: bool = False
     """Whether the parameters are sharded over ranks (training/parallel/shard.py)."""
 

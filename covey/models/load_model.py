@@ -208,11 +208,12 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 def _register_attention(model: Any) -> tuple[bool, bool]:
     """Use Covey's attention in a model if the model's hidden states stay the same.
 
-    Return two flags. The first flag says whether packed rows give the same hidden states as the
-    model's own attention. The second flag says whether packed rows with flash attention give the
-    same hidden states as the model's own attention. The parity check runs the model on three rows
-    of different lengths. The parity check is necessary because a model's configuration does not say
-    whether its attention is standard, or whether its other layers process each token separately.
+    Return two flags. The first returned flag says whether packed rows give the same hidden states
+    as the model's own attention. The second returned flag says whether packed rows with flash
+    attention give the same hidden states as the model's own attention. The parity check runs the
+    model on three rows of different lengths. The parity check is necessary because a model's
+    configuration does not say whether its attention is standard, or whether its other layers
+    process each token separately.
     """
     original = model.config._attn_implementation
     if original == NAME:  # an earlier model used this configuration

@@ -96,7 +96,7 @@ def _pieces(
 ) -> list[tuple[int, list[int]]]:
     """Split the rows that share a prompt into sets of at most `micro_batch_tokens` tokens.
 
-    Return the number of tokens and the row indices of each set.
+    For each set, return the number of tokens and the row indices.
     """
     pieces: list[tuple[int, list[int]]] = []
     for row in rows:

@@ -26,8 +26,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TODAY = datetime.date(2024, 7, 26)
-"""The date that chat templates print as today's date. The date is fixed, so that a resumed run
-renders the same prompts."""
+"""The date that chat templates print as today's date. The printed date never changes, so that a
+resumed run renders the same prompts."""
 
 
 TOO_BIG = 3

@@ -245,7 +245,7 @@ METADATA: Mapping[str, frozenset[str]] = MappingProxyType(
         "torch.serialization": frozenset({"_get_layout"}),
     }
 )  # fmt: skip
-"""Maps each module to the classes and functions that the pickle `.metadata` may load."""
+"""Maps Python modules to the classes and functions that the pickle `.metadata` may load."""
 
 
 def save_state(optimizer: Optimizer, folder: Path) -> None:

@@ -328,10 +328,10 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Round values to bfloat16 stochastically, and return the bits as int16.
 
-    `random` contains a number from 0 to `2 ** 16 - 1` for each value. Each number is added to the
-    lower 16 bits of its float32 value, and then the lower 16 bits are dropped. If the addition
-    carries into the upper bits, the value is rounded up. The probability of a carry is proportional
-    to the lower bits, so the rounding is unbiased.
+    `random` contains a number from 0 to `2 ** 16 - 1` for each value. Each random number is added
+    to the lower 16 bits of its float32 value, and then the lower 16 bits are dropped. If the
+    addition carries into the upper bits, the value is rounded up. The probability of a carry is
+    proportional to the lower bits, so the rounding is unbiased.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000

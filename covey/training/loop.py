@@ -51,7 +51,7 @@ class Trainer:
 
     @property
     def updates(self) -> int:
-        """The number of optimizer steps of all trained models; only its changes have a meaning."""
+        """A number that increases with every optimizer step of a trained model."""
         return self.parts.policy.version
 
     def apply_settings(self, state: State) -> None:

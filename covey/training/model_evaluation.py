@@ -55,7 +55,7 @@ def evaluate_engine(
     progress: Callable[[int], None] = lambda count: None,
     environment: Factory | None = None,
 ) -> Evaluation:
-    """Evaluate the engine's model on `prompts`, in `environment` or the one that `config` names."""
+    """Evaluate the engine's model on `prompts`; `environment` overrides the configuration."""
     interaction = interaction_of(config, engine.model, environment)
     collector = Collector(
         engine=engine,

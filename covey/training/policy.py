@@ -26,7 +26,7 @@ class Policy:
     optimizer: Optimizer
     temperature: float
     """The sampling temperature, by which training also divides the logits. Training therefore
-    computes log-probs under the sampled distribution."""
+    computes log-probs under the distribution from which the engine samples."""
     logits_megabytes: float
     version: int = 0
     """Number of optimizer steps taken so far."""

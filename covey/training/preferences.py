@@ -49,7 +49,7 @@ class PairSource:
     started: dict[int, Ticket] = field(init=False, default_factory=dict)
 
     def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
-        """Store the requests for pairs, called tickets, until `take` is called for their steps."""
+        """Store tickets until `take` is called; each ticket requests the pairs of one step."""
         self.started |= {ticket.step: ticket for ticket in tickets}
 
     def take(self, step: int) -> StepRollouts:

@@ -191,7 +191,8 @@ def _check_preferences(config: Config, objective: Objective) -> None:
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
-    """Reject settings that conflict with importance ratios relative to the engine's log-probs."""
+    """Reject settings that conflict with sampler_logp as the denominator of the importance
+    ratio."""
     name = resolved.objective.name
     if truncates_unseen(resolved):
         raise ConfigError(
@@ -208,7 +209,7 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether rollouts come from a truncated distribution that training does not know."""
+    """Return whether sampling is truncated and training does not know the allowed tokens."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 

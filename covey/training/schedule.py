@@ -6,10 +6,11 @@ The learning rate is a pure function of a run's progress. The learning rate of o
     after    peak * shape(fraction of the rest done)      constant, linear or cosine
 
 A run with a budget of tokens does not know its number of optimizer steps in advance. With a budget
-of tokens, v is the used fraction of the budget times `total_steps`. The value `total_steps` is the
-number of optimizer steps in `train.steps` training steps.
+of tokens, v in the formula is the used fraction of the budget times `total_steps`. The value
+`total_steps` is the number of optimizer steps in `train.steps` training steps.
 
-A new shape also needs its name in the settings `schedule` of `covey/config/schema.py`.
+To add a shape of the schedule, also add its name to the settings `schedule` in
+`covey/config/schema.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Schedule:
 
         `start` is the run's progress at the start of the training step. With a budget of tokens,
         `start` determines the position in the schedule at the start of the training step. Each
-        optimizer step of the training step advances this position by one.
+        optimizer step of the training step advances the position in the schedule by one.
         """
         place: float = version
         if self.budget is not None:
@@ -92,8 +93,8 @@ def sft_schedule(config: Config, steps: int) -> Schedule:
 # `train.steps`.
 
 PATIENCE = 20
-"""In a run with a budget of optimizer steps, the maximum number of training steps is PATIENCE times
-the expected number."""
+"""A run with a budget of optimizer steps fails if it takes more than PATIENCE times the planned
+number of training steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ class State:
     beta: float = 0.0
     """Weight of the KL penalty, which an objective may adapt during the run."""
     beta_setting: float | None = None
-    """The setting objective.beta that `beta` began with; None in checkpoints of older versions."""
+    """Value of objective.beta at the last start or resume; None in checkpoints of older
+    versions."""
     evaluation_due: bool = False
     """Whether an evaluation of this step is due but has not run yet."""
 

@@ -8,15 +8,15 @@ parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, because a capture does not pay off for a size that
 occurs only once. The second micro-batch runs on the bucket's static buffers, so that all kernels
-are compiled before the capture. At the third micro-batch, the forward and backward pass are
-captured as CUDA graphs. Later micro-batches that have the captured size, or are slightly smaller,
-replay the graphs. A micro-batch with long rows runs eagerly if the fastest attention kernel cannot
-be captured (accel/attention_kernels.py). Without a CUDA device, passes run on the bucket's buffers
-and are not captured.
+are compiled before the capture. At the third micro-batch of a bucket, the forward and backward pass
+are captured as CUDA graphs. Later micro-batches that have the captured size, or are slightly
+smaller, replay the graphs. A micro-batch with long rows runs eagerly if the fastest attention
+kernel cannot be captured (accel/attention_kernels.py). Without a CUDA device, passes run on the
+bucket's buffers and are not captured.
 
-All graphs share one memory pool, mostly for activations. Because of this shared memory pool, no
-other pass may run between a forward pass and its backward pass. Each forward pass may have at most
-one backward pass.
+All graphs share one memory pool, mostly for activations. Because the graphs share memory, no other
+pass may run between a forward pass and its backward pass. Each forward pass may have at most one
+backward pass.
 
 In tensor shapes, m is the number of trained tokens in a micro-batch.
 """
@@ -220,7 +220,7 @@ class _PassFunction(torch.autograd.Function):
 
 
 class _Bucket:
-    """The state of one bucket, that is, of one size to which micro-batches are padded."""
+    """A bucket: a size to which micro-batches are padded, and the passes at this size."""
 
     def __init__(self, size: Size) -> None:
         self.size = size

@@ -39,7 +39,7 @@ class Watch(Tracker):
             self.best = Best(metric=self.config.save.best, mode=self.config.save.best_is)
 
     def replay(self, run: RunFolder, until: int) -> None:
-        """When a run is resumed, add its recorded steps and evaluations up to step `until`."""
+        """Restore the state of this `Watch` from the run's records up to step `until`."""
         rows = [row for row in run.steps() if row["step"] <= until]
         for row in rows:
             self.health.add(row)
@@ -70,7 +70,7 @@ class Watch(Tracker):
             self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
 
     def _is_saved(self, step: int) -> bool:
-        """Whether `save.every` saves `step`; only a saved training step may be the best step."""
+        """Whether `save.every` requires a checkpoint of `step`; only a saved step can be best."""
         every = self.config.save.every
         return every > 0 and step % every == 0
 

@@ -32,7 +32,7 @@ from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16
 """Minimum number of rows of a matrix product on tensor cores. If the query heads that share a key
-head fill fewer rows than this minimum, the kernel adds padding rows."""
+head fill fewer than `LEAST_ROWS` rows, the kernel adds padding rows."""
 LEAST = tl.constexpr(-1e30)
 """Initial value of a running maximum; it is finite, so that differences of maxima are never NaN."""
 FEW_PROGRAMS = 512
@@ -46,12 +46,12 @@ HOPPER = {4096: (16, 1, 4), 2048: (32, 2, 3), 0: (64, 4, 3)}
 H200."""
 STAGE_BYTES, HOPPER_BYTES = 64 * 2**10, 192 * 2**10
 """Maximum number of bytes of keys and values that a Triton program loads at the same time.
-`STAGE_BYTES` is the maximum in one pipeline stage. On Hopper and later GPUs, `HOPPER_BYTES` is the
-maximum in all pipeline stages together. Large heads are read in smaller tiles, because larger tiles
-would not fit in a multiprocessor's shared memory."""
+`STAGE_BYTES` limits the bytes of one pipeline stage. On Hopper and later GPUs, `HOPPER_BYTES`
+limits the bytes of all pipeline stages together. Large heads are read in smaller tiles, because
+larger tiles would not fit in a multiprocessor's shared memory."""
 SHARING_PROGRAMS = 512
-"""Minimum product of sequences and key heads at which one Triton program handles several
-sequences."""
+"""If the number of sequences times the number of key heads is at least `SHARING_PROGRAMS`, one
+Triton program handles several sequences."""
 SPLIT_PROGRAMS = 256
 SPLIT_POSITIONS = 512
 """With fewer than `SPLIT_PROGRAMS` Triton programs, completions are split into parts of at least
@@ -118,7 +118,7 @@ def _rotated(
 ):
     """Load heads [rows, D] from the addresses `line`, normalize them and apply RoPE.
 
-    Return the first and the second half of each head as separate tensors. Their values are rounded
+    Return the first and the second half of each head as separate tensors. The heads are rounded
     only once, to the dtype in which the kernel multiplies matrices.
     """
     half = tl.arange(0, size // 2)

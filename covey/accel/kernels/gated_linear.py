@@ -1,9 +1,9 @@
 """The MLP's gate and up projections, fused with SwiGLU into one kernel for few tokens.
 
 In a decode step of a small model, a separate SwiGLU kernel takes as long as the matrix product,
-because it reads `gate` and `up` from memory. In this kernel, one Triton program computes matching
-columns of `gate` and `up`, so that `gate` and `up` need not be stored. The kernel still rounds
-`gate` and `up` to the weight's dtype, as if it wrote them to memory.
+because the SwiGLU kernel reads `gate` and `up` from memory. In this kernel, one Triton program
+computes matching columns of `gate` and `up`, so that `gate` and `up` need not be stored. The kernel
+still rounds `gate` and `up` to the weight's dtype, as if it wrote them to memory.
 
 The dimensions in tensor shapes are N (tokens), D (hidden size) and M (MLP size).
 """

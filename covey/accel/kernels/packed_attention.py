@@ -1,9 +1,10 @@
 """Attention over packed rows for training: forward and backward kernels.
 
 Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
-all keys of the row (varlen_attention.py). Among the queries of a row, the last see the most keys,
-and among the keys of a row, the first are seen by the most queries. Triton programs with the most
-work start first, so that all multiprocessors end at about the same time.
+all keys of the row (varlen_attention.py). The last queries of a row see the most keys, so they need
+the most work. The first keys of a row need the most work, because most queries see the first keys.
+Triton programs with the most work start first, so that all multiprocessors end at about the same
+time.
 
 In the backward pass, one kernel computes the gradient of queries, and another kernel computes the
 gradients of keys and values. The kernel for keys and values sums gradients over the query heads
@@ -370,9 +371,9 @@ def attention_backward(
 def parts_for(places: int, key_heads: int, shared: int, tile: Tile) -> int:
     """Return the number of parts into which to divide the query heads that share a key head.
 
-    With few Triton programs, the GPU would wait for the slowest program. To avoid this wait, the
-    number of parts is increased until there are at least `PROGRAMS` Triton programs, or until each
-    part is a single query head.
+    With few Triton programs, the GPU would wait for the slowest program. The number of parts is
+    therefore increased until there are at least `PROGRAMS` Triton programs, or until each part is a
+    single query head.
     """
     programs = triton.cdiv(places, tile.keys) * key_heads
     divisors = (parts for parts in range(1, shared) if shared % parts == 0)

@@ -21,8 +21,8 @@ from covey.accel.kernels.early_start import early_start
 from covey.accel.skip_autograd import call
 
 PROGRAMS = 512
-"""Maximum number of Triton programs in the backward pass, each of which sums the gradient of `gain`
-(the norm's weight) over its rows."""
+"""Maximum number of Triton programs in the backward pass. Each program sums the gradient of `gain`
+(the norm's weight) over some of the rows."""
 SHORT, MORE = 1024, 4
 """For hidden sizes of at most `SHORT`, the number of programs is multiplied by `MORE`, because each
 program takes little time."""

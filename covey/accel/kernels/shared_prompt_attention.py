@@ -37,10 +37,10 @@ def _attend(
     size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, page: tl.constexpr,
     capped: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Update a running softmax with positions `low` to `count` - 1; position 0 is at `begin`.
+    """Update a running softmax with the keys and values of positions `low` to `count` - 1.
 
-    If `page` is not 0, keys and values are in pages of `page` positions each, and page p begins at
-    row `begin` + p * `stride`.
+    The key and value of position 0 are in row `begin`. If `page` is not 0, keys and values are in
+    pages of `page` positions each, and page p begins at row `begin` + p * `stride`.
     """
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):

@@ -33,7 +33,7 @@ from covey.models.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Where the native engine uses float8 numbers instead of the model's dtype."""
+    """The parts of the native engine that use float8 instead of the model's dtype."""
 
     products: bool = False
     """Whether the linear layers multiply matrices in float8."""

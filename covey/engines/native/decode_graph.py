@@ -41,7 +41,7 @@ from covey.engines.protocol import Limits
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
-"""Number of decode steps in a row, after which the CPU looks for finished completions."""
+"""Number of consecutive decode steps after which the CPU looks for finished completions."""
 FREE_SHARE = 0.8
 """Maximum fraction of free GPU memory for the KV cache; training uses the remainder."""
 SLOTS = 4
@@ -244,8 +244,8 @@ def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
     """Raise UnsupportedModel if a decode step cannot be captured and replayed for other tokens.
 
     A step that synchronizes with the CPU is refused before the capture, because a failed capture
-    leaves the CUDA context in a bad state. A replay with different tokens than in the capture
-    detects code that branches on token values, because a graph repeats the captured branch.
+    leaves the CUDA context in a bad state. The replay uses different tokens than the capture, to
+    detect code that branches on token values. A graph always repeats the captured branch.
     """
     cache.active[:] = True
     for layer in (cache.layer_keys, cache.prompt_keys, cache.layer_values, cache.prompt_values):

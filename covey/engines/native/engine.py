@@ -56,7 +56,7 @@ class NativeEngine:
             self.scheduler.change_version(version)
 
     def events(self) -> list[str]:
-        """Return an empty list, because a failure of this engine also ends the trainer."""
+        """Return no events, because a failure of this engine also ends the trainer."""
         return []
 
     @property

@@ -83,7 +83,7 @@ class FusedDecoder(LlamaDecoder):
 
 
 def head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    """Return weights and epsilon of a layer's query and key norms; None if it has no such norms."""
+    """Return weights and epsilon of a layer's query and key norms; None without such norms."""
     if block.query_norm is None or block.key_norm is None:
         return None
     weight, eps = gain(block.query_norm)

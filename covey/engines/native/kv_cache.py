@@ -112,7 +112,10 @@ class KVCache:
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit the cache; completion i needs `positions[i]`."""
+        """Return how many more completions fit into the cache.
+
+        Completion i needs space for `positions[i]` tokens.
+        """
         return len(positions)
 
     def store_completions(
@@ -120,8 +123,8 @@ class KVCache:
     ) -> None:
         """Store keys and values of paused completions, with `counts[i]` positions in `slots[i]`.
 
-        `layers` are keys and values [tokens, H, D], layer by layer. `rows` are the indices in
-        `layers` of the tokens to store, slot after slot.
+        `layers` are keys and values [tokens, H, D], layer by layer. `rows` contains the index in
+        `layers` of each token to store, slot after slot.
         """
         raise NotImplementedError
 

@@ -43,7 +43,7 @@ class PrefillGraphs:
         """The number of parameters in the model's layers; 0 if not counted yet."""
 
     def suits(self, model: LanguageModel, cache: SharedPromptCache, tokens: int) -> bool:
-        """Return whether to use a CUDA graph for a prefill pass over this many tokens.
+        """Return whether to use a CUDA graph for a prefill pass over `tokens` tokens.
 
         A float8 cache does not use graphs, because its scales depend on the first prompts.
         """

@@ -25,7 +25,7 @@ REFILL_SHARE = 8
 """Slots are refilled once 1 / REFILL_SHARE of them are free, because many small prefills are slow.
 """
 READ_TOKENS = 16
-"""A completion's tokens are read from the device once this many new tokens were generated."""
+"""A completion's new tokens are read from the device once there are `READ_TOKENS` new tokens."""
 
 
 class Scheduler:
@@ -156,10 +156,10 @@ class Scheduler:
         return [self.queue.popleft() for _ in range(room if self.running else max(1, room))]
 
     def _positions(self, counts: np.ndarray) -> np.ndarray:
-        """Return the cache positions that completions of `counts` tokens need for the next steps.
+        """Return how many cache positions completions of `counts` tokens need for the next steps.
 
-        A token's key and value are computed one decode step after the token was sampled. So a
-        completion's last token needs no cache position.
+        A token's key and value are computed one decode step after the token was sampled. A
+        completion's last token therefore needs no cache position.
         """
         after: np.ndarray = np.minimum(counts + self.backend.steps, self.sampling.max_tokens)
         return after - 1
@@ -254,7 +254,7 @@ class Scheduler:
         The returned list is empty if all prompts of the given requests are already prefilled. If
         any prompt must be prefilled, prompts from the front of the queue are added until the
         prefill is full. On a GPU, a prefill takes as long for few prompts as for many, and decoding
-        waits for it.
+        waits for the prefill.
         """
         known = self.first_logits
         needed = {r.prompt for r in requests if r.prompt not in known}

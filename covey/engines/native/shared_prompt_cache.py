@@ -243,7 +243,10 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit the cache; completion i needs `positions[i]`."""
+        """Return how many more completions fit into the cache.
+
+        Completion i needs space for `positions[i]` tokens.
+        """
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
@@ -315,9 +318,10 @@ class Pages:
         return np.array(changes, dtype=np.int64).reshape(-1, 3)
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit into free pages; completion i needs `positions[i]`.
+        """Return how many more completions fit into free pages.
 
-        One free page is reserved for each running completion, because completions grow.
+        Completion i needs space for `positions[i]` tokens. One free page is reserved for each
+        running completion, because completions grow.
         """
         spare = len(self.free) - np.count_nonzero(self.owned)
         return int(np.searchsorted(np.cumsum(self.needed(positions) + 1), spare, side="right"))

@@ -11,15 +11,15 @@ CAPACITY_STEP = 32
 SPARE_BYTES = 64 * 2**20
 """Maximum size in bytes of a KV cache that the eager backend keeps for the next call."""
 FUSED_BYTES = 64 * 2**20
-"""Weights of up to this many bytes are copied into fused matrices at the start of every generation
-call. Copying small weights is cheap, and one matrix product is faster than several small matrix
-products. Weights above this limit are used in place."""
+"""Weights of up to `FUSED_BYTES` bytes are copied into fused matrices at the start of every
+generation call. Copying small weights is cheap, and one matrix product is faster than several small
+matrix products. Weights of more than `FUSED_BYTES` bytes are used in place."""
 PREFILL_TOKENS = 16_384
 """The maximum number of prompt tokens in one prefill pass, including padding."""
 PREFILL_FLOPS = 1.2e13
 """Maximum number of floating-point operations in a prefill pass that is captured. In a pass with
-more operations, the device is slower than Python's kernel launches, so a graph would take memory
-and save no time.
+more than `PREFILL_FLOPS` operations, the device is slower than Python's kernel launches, so a graph
+would take memory and save no time.
 """
 PROMPT_STEP = 128
 """The capacity for prompt tokens is rounded up to a multiple of this number, so that later calls
@@ -27,14 +27,14 @@ can reuse a cache."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slot counts for which graphs are captured; larger counts are multiples of the last count."""
 PAGE = 128
-"""Maximum number of positions in a page of the KV cache. Attention reads tiles of up to this many
+"""Maximum number of positions in a page of the KV cache. Attention reads tiles of up to `PAGE`
 positions, and a tile must not cross the boundary of a page."""
 LEAST_PAGE = 16
 """Minimum number of positions in a page: the smallest tile of tensor cores."""
 
 
 def width_for(completions: int) -> int:
-    """Round a number of completions up to a slot count for which a graph is captured."""
+    """Round `completions` up to a number of slots for which graphs are captured."""
     if completions > WIDTHS[-1]:
         return -(-completions // WIDTHS[-1]) * WIDTHS[-1]
     return next(width for width in WIDTHS if width >= completions)

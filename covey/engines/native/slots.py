@@ -112,7 +112,7 @@ class Slots:
         return self.tokens.shape[1]
 
     def open(self, index: torch.Tensor, uniforms: torch.Tensor) -> None:
-        """Prepare slots for new completions; sampling uses the random `uniforms` [n, R]."""
+        """Prepare slots for new completions; sampling uses the numbers `uniforms` [n, R]."""
         self.uniforms[index] = uniforms
         self.count.index_fill_(0, index, 0)  # an assignment would synchronize with the device
         if self.kept is not None:

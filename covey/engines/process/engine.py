@@ -33,7 +33,8 @@ from covey.subprocesses import PipedProcess
 POLL_SECONDS = 0.005
 """Seconds between two calls of the request source's `take` during generation."""
 MOST_DEATHS = 3
-"""The run fails if the engine's process dies this many times without a completion in between."""
+"""The run fails if the engine's process dies `MOST_DEATHS` times without a completion in
+between."""
 
 
 class _Process(PipedProcess):

@@ -56,7 +56,7 @@ class _Worker:
     control: Connection
 
     def load(self) -> None:
-        """Load the weights that the trainer wrote to shared memory, and tell the trainer."""
+        """Load the weights that the trainer wrote to shared memory, and send a confirmation."""
         _, version = self.control.recv()
         self.engine.load_weights(self.shared.weights, version)
         self.control.send(("loaded", version))

@@ -24,7 +24,8 @@ from covey.types import Finish, VersionSpan
 
 HEALTH_SECONDS = 30.0
 PREEMPTIONS = "vllm:num_preemptions_total{"
-"""The start of the lines with preemption counts in a server's metrics, one line per engine core."""
+"""Text with which a line with a preemption count begins in a server's metrics. The metrics have one
+such line per engine core."""
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 

@@ -372,7 +372,7 @@ def probe_prompt(model: LanguageModel) -> tuple[int, ...]:
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a model without weights; each forward call receives the weights."""
+    """Return a copy of a model with empty parameters; each forward call receives the weights."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         for p in module.parameters()

@@ -71,7 +71,7 @@ class LocalClient(Client):
     """vLLM's engine; None after `close`."""
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
-    """The thread that runs the loop."""
+    """The thread that runs the event loop."""
     adapters: dict[str, Any] = field(default_factory=dict)
 
     def close(self) -> None:

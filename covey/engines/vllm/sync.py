@@ -171,7 +171,7 @@ class NcclSync(Sync):
     lock: threading.Lock = field(default_factory=threading.Lock)
     """A thread holds this lock during a broadcast."""
     outcomes: SimpleQueue[Exception | None] = field(default_factory=SimpleQueue)
-    """The end of a broadcast (None), and errors of servers during the broadcast."""
+    """Receives None when a broadcast succeeds, and each error during a broadcast."""
     stuck: EngineError | None = None
     """The error of a broadcast that never ends, after which NCCL cannot be used again."""
 

@@ -3,9 +3,9 @@
 A collective call waits for all ranks, and may take minutes to notice that a rank has failed. Every
 rank therefore keeps a TCP connection to rank 0. The connection closes when the rank's process ends,
 even after a crash. A rank that fails sends the reason for its failure to rank 0 before it ends.
-Rank 0 forwards this reason to all other ranks. The main thread of each rank then raises an error
-with this reason at its next collective call. If the main thread makes no collective call within a
-few seconds, a background thread ends the process.
+Rank 0 forwards the reason for the failure to all other ranks. At its next collective call, the main
+thread of each rank raises an error with the reason for the failure. If the main thread makes no
+collective call within a few seconds, a background thread ends the process.
 """
 
 from __future__ import annotations
