@@ -113,7 +113,8 @@ class MathAnswer(TargetReward):
         return self._same_formula(answer, target)
 
     def _states(self, stated: list[str], wanted: list[str]) -> bool:
-        """Return whether an equation states a value and all its stated values equal the target."""
+        """Return whether an equation states at least one value, and only values equal to the
+        target."""
         if len(wanted) > 2 or (len(wanted) == 2 and not is_name(wanted[0])):
             return False
         values = stated_values(stated, wanted[-1])

@@ -95,7 +95,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> list[str]:
-    """Return sentences with each pair's mean difference, with failed runs counted as untrained.
+    """Return sentences with each pair's mean difference, computed as if failed runs were untrained.
 
     An untrained run has the accuracy of its arm before training. The mean difference shows how much
     failed runs could change the conclusion.

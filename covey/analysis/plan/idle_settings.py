@@ -519,7 +519,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Report an `sdpo` teacher whose prompts need correct completions that are often missing."""
+    """Report an `sdpo` teacher that sees only correct completions, which a group may lack."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return
