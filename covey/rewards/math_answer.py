@@ -45,8 +45,8 @@ class MathAnswer(TargetReward):
     With `symbolic`, formulas are evaluated numerically at a few points. If numeric evaluation does
     not decide whether two formulas are equal, the library math-verify compares the formulas. Covey
     passes only the final answer to math-verify. From a whole completion, math-verify would pick the
-    part that matches the target. A completion must mark a formula as the final answer, for example
-    with `\\boxed`. In a completion without a marked answer, Covey finds only numbers.
+    part that matches the target. A formula counts only if it is marked as the final answer, for
+    example with `\\boxed`. In a completion without a marked answer, Covey finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """

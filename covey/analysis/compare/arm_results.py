@@ -109,8 +109,8 @@ class ArmResult:
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
-    """The final accuracy minus the best accuracy that one constant answer to all prompts can
-    get."""
+    """The final accuracy minus the best accuracy of a policy that gives every prompt the same
+    answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
     """Maps `reward` to the mean reward of greedy completions, and `parts/NAME` to the mean of each
     reward component. `rewards` is empty if every reward is 1 for success and 0 for failure.

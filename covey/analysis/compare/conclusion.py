@@ -336,7 +336,7 @@ def _cautions(
 
 
 def _at_constant(arm: ArmResult) -> str:
-    """Return a caution if an arm improved, but is not clearly better than a constant answer."""
+    """Return a caution if an arm improved, but does not clearly beat one constant answer."""
     above, answers = arm.above_constant, arm.distinct_answers
     if above is None or arm.final is None or arm.improvement is None:
         return ""

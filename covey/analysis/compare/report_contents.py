@@ -174,7 +174,8 @@ def trends(
     panels: Mapping[str, Sequence[str]],
     logs: Sequence[Sequence[Mapping[str, Any]]],
 ) -> dict[str, Trend]:
-    """Map each chart to the curve of the first of the chart's metrics that the runs logged."""
+    """Map each chart to the curve of a metric, which is the chart's first metric that the runs
+    logged."""
     found = {}
     for panel, metrics in panels.items():
         drawn = (trend(arm, metric, logs) for metric in metrics)

@@ -123,7 +123,8 @@ def _key(request: Request) -> str:
 
 @dataclass(slots=True)
 class _Begun:
-    """A request source that first returns requests that were already taken from it."""
+    """A request source that first returns the requests in `first`, and then the requests of
+    `source`."""
 
     source: RequestSource
     first: Sequence[Request]

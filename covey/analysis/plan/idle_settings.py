@@ -391,8 +391,9 @@ def _is_quick(config: Config) -> bool:
 # Rules about the settings of algorithms with a critic, a teacher or preference pairs.
 
 _MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
-"""Describes how a configuration sets a critic or a teacher. Each entry names the model's section of
-the configuration, the model's key in `objective.needs`, and the algorithms that use the model."""
+"""The models that only some algorithms use: the critic and the teacher. Each entry names the
+model's section of the configuration, the model's key in `objective.needs`, and the algorithms that
+use the model."""
 
 
 @rule("idle", "other-settings")
