@@ -29,8 +29,8 @@ class Mix(Reward):
     from `early` to `weights`. With `robust`, the difference between the reward and its lower bound
     is multiplied by `robust_factor`.
 
-    With `correct_first`, a correct completion scores higher than any incorrect completion, with any
-    weights:
+    With `correct_first` and any weights, a correct completion scores higher than any incorrect
+    completion:
 
     - A correct completion scores in the upper half of the reward range, in proportion to the
       weighted mean of the parts. If a completion has the correct answer in the wrong format, the
@@ -105,7 +105,7 @@ class Mix(Reward):
     def at(self, share: float) -> Mix:
         """Return this mix with the weights that apply after the fraction `share` of the run.
 
-        The weights of a reward part that is itself a mix also change.
+        If a reward part is itself a mix, its weights change in the same way.
         """
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights

@@ -34,8 +34,8 @@ Test = Callable[[re.Match[str]], bool]
 SENTENCE = 200
 """Number of characters before a dangerous command that are searched for a warning."""
 MAX_WARNINGS = 1000
-"""Maximum number of harmless matches of a pattern in a text. With more matches, the text is
-penalised even if all matches are harmless."""
+"""Maximum number of harmless matches of a pattern in a text. With more than MAX_WARNINGS matches,
+the text is penalised even if all matches are harmless."""
 
 _NEGATION = re.compile(
     r"\b(?:never|avoid(?:ing)?|refuse(?:s|d)? to|instead of|rather than|forbidden to|prohibited to|"

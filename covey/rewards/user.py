@@ -350,7 +350,7 @@ TRL = frozenset(
 )
 """The keyword arguments that TRL passes in addition to the columns of the data."""
 NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
-"""Arguments of reward functions that TRL passes but Covey does not."""
+"""Reward-function arguments that TRL passes, but Covey does not."""
 
 
 def is_trl_style(function: Callable[..., Any]) -> bool:

@@ -38,8 +38,8 @@ If a chart has several metrics, the chart shows the first metric that the run lo
 defined in docs/metrics.md.
 """
 HEALTH_POINTS = 200
-"""The largest number of points in a chart. In a run with more steps, each point is the mean of
-several steps."""
+"""The largest number of points in a chart. In a run with more than HEALTH_POINTS steps, each point
+is the mean of several steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
 """The number of example prompts of each kind in the report."""
 

@@ -1,12 +1,11 @@
 """Stores the completions of the first training step, so that all arms of a comparison share them.
 
 Before the first optimizer step, runs with the same seed have the same weights, prompts and random
-numbers. On a GPU, rounding errors can nevertheless change the completions that a run samples in the
-first step. To make the completions equal, the first run that needs a completion stores it, and
-later runs read the stored completion. The name of each file contains a digest of all settings that
-determine the completions in the file, so that no run reads completions that were generated with
-different settings. In a multi-turn episode, each turn is a separate request with its own
-completion.
+numbers. On a GPU, rounding errors can change the completions that a run samples in the first step.
+To make the completions equal, the first run that needs a completion stores it, and later runs read
+the stored completion. The name of each file contains a digest of all settings that determine the
+completions in the file, so that no run reads completions that were generated with different
+settings. In a multi-turn episode, each turn is a separate request with its own completion.
 """
 
 from __future__ import annotations

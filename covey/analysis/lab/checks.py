@@ -2,7 +2,7 @@
 
 The reward lab scores correct completions and a corpus of reward hacks. Only correct completions may
 get the full reward. The lab scores each completion twice, in two processes, and measures the time.
-The lab can also compare the scores with human labels.
+The lab can compare the scores with human labels.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ effective sample size, the largest fraction of ratios outside the clip range, an
 distance of the mean ratio from 1."""
 SMALL = (0.95, 0.01, 0.05)
 """Limits within which log-prob differences count as "small", in the same order as in HARMLESS.
-Larger differences have the severity "matters"."""
+Differences outside of the limits SMALL have the severity "matters"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,9 +136,9 @@ def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
 def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
     """Return the memory of generation with CUDA graphs.
 
-    A CUDA graph contains the addresses of the KV cache and of temporary tensors. Because these
-    addresses must not change, the KV cache and the temporary tensors stay allocated between calls
-    and during training. Both are as large as the largest generation call needs.
+    A CUDA graph contains the addresses of the KV cache and of temporary tensors, so these tensors
+    stay allocated between calls and during training. The KV cache and the temporary tensors are as
+    large as the largest generation call needs.
     """
     width = max(call.width for call in calls)
     prompts = max(min(call.width, call.prompts) + 1 for call in calls)

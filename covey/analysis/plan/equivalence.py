@@ -202,8 +202,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
     """Return the simplest ratio that gives the objective's gradient if all ratios are 1.
 
-    The result also contains the token weights, because a simpler ratio may need different token
-    weights.
+    The token weights are returned too, because a simpler ratio may need different token weights.
     """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):

@@ -520,7 +520,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Report an `sdpo` teacher that sees only correct completions, which a group may lack."""
+    """Report an `sdpo` teacher that has no privileged text if a group has no correct completion."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return
