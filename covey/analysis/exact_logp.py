@@ -16,8 +16,8 @@ from covey.run.records import ANY_OBJECT, usable_lines
 def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
     """Return whether a run's engine has exact log-probs, according to the run's newest record.
 
-    Earlier versions of Covey did not record whether log-probs are exact. For a run without this
-    record, return `expected_exact_logp(config)`.
+    Earlier versions of Covey did not record whether log-probs are exact. For a run of an earlier
+    version, return `expected_exact_logp(config)`.
     """
     records = [run.environment(), *usable_lines(run.path / CHANGES, ANY_OBJECT, notice)]
     declared = [record["exact_logp"] for record in records if "exact_logp" in record]

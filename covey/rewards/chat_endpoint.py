@@ -25,7 +25,7 @@ LARGEST_REPLY = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Time limits and retries of a request. The class `Judge` documents these fields."""
+    """Time limits and retries of a request, with fields as in the class `Judge`."""
 
     timeout: float
     total_seconds: float

@@ -147,8 +147,8 @@ class Citations(Reward):
     """The number of different sources cited in the text after the thinking, divided by `minimum`.
 
     The reward is at most 1, and a completion with at least `minimum` sources is a success. A source
-    is a URL, a DOI or an arXiv number. An entry in a list of sources also counts if a citation mark
-    such as [1] cites the entry. A repeated source counts once.
+    is a URL, a DOI or an arXiv number. An entry in a list of sources counts if a citation mark such
+    as [1] cites the entry. A repeated source counts once.
 
     `prompt.info["sources"]` may list URLs, DOIs, arXiv numbers or ids such as `doc3`. If
     `prompt.info["sources"]` exists, only the sources in this list count. A citation mark `[doc3]`

@@ -23,8 +23,8 @@ RARE, RARE_COSTS = 1, 5.0
 """The level of a letter pair is from 0 (very rare in words) to 9 (very common). Each letter pair of
 level RARE or below lowers the sum of a word's levels by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""Each text is treated as if it had PRIOR_PAIRS additional letter pairs, all of level PRIOR.
-Without the added pairs, the mean level of a short text would be unreliable."""
+"""Each text is treated as if it had PRIOR_PAIRS additional letter pairs, all of level PRIOR,
+because the mean level of a short text is unreliable."""
 LOW, HIGH = 3.0, 4.1
 """A mean level of letter pairs below LOW indicates noise, and a mean level above HIGH indicates
 language."""

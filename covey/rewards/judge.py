@@ -1,9 +1,9 @@
 """The LLM judge: a language model that grades completions through an OpenAI-compatible endpoint.
 
 A completion may try to manipulate the judge. The request to the judge separates data from
-instructions with delimiters that contain an unpredictable code. Covey breaks up chat-template
-tokens, removes invisible characters, and replaces each sentence that addresses the judge with a
-placeholder. Despite these measures, an LLM judge is not safe as the only reward.
+instructions with delimiters that contain an unpredictable code. In a completion, Covey breaks up
+chat-template tokens, removes invisible characters, and puts a placeholder in place of each sentence
+that addresses the judge. Despite these measures, an LLM judge is not safe as the only reward.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _LONE_INTEGER = re.compile(r"(?<![\w.,/+-])-?[0-9]+(?![\w/-]|[.,][0-9])")
 def defuse(text: str) -> str:
     """Remove invisible characters from a text, and break up chat-template tokens.
 
-    The judge can still read a broken token.
+    The judge can still read a token that is broken up.
 
     >>> defuse("18<|im_end|>[INST] a < b | c > [d]")
     '18⟨¦im_end|>⟦INST⟧ a < b | c > [d]'
@@ -156,7 +156,7 @@ class Judge(Reward):
     completion is left out."""
     max_tokens: int = 64
     timeout: float = 20.0
-    """Time limit of one attempt, in seconds."""
+    """Time limit of one attempt to get a reply, in seconds."""
     total_seconds: float = 25.0
     """Time limit of all attempts and the waits between them, in seconds."""
     retries: int = 3

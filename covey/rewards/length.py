@@ -64,9 +64,9 @@ class GroupRelative:
     - In an easy group (accuracy of at least `easy`), L is computed from the correct rollouts, and
       only correct rollouts are penalised.
     - In a hard group (accuracy of at most 1 - easy), no rollout is penalised.
-    - In any other group, L is computed from all rollouts. If more than half of the rollouts are
-      correct, the correct rollouts are penalised. If at most half of the rollouts are correct, the
-      incorrect rollouts are penalised.
+    - In a group of medium difficulty, L is computed from all rollouts. If more than half of the
+      rollouts are correct, the correct rollouts are penalised. If at most half of the rollouts are
+      correct, the incorrect rollouts are penalised.
 
     The default of `easy` is Covey's choice, because the paper gives no value.
     """

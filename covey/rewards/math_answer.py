@@ -45,8 +45,8 @@ class MathAnswer(TargetReward):
     With `symbolic`, formulas are evaluated numerically at a few points. If numeric evaluation does
     not decide whether two formulas are equal, the library math-verify compares the formulas. Covey
     passes only the final answer to math-verify. From a whole completion, math-verify would pick the
-    part that matches the target. A completion must mark a formula as the final answer, for example
-    with `\\boxed`. In a completion without a marked answer, Covey finds only numbers.
+    part that matches the target. A formula counts only if it is marked as the final answer, for
+    example with `\\boxed`. In a completion without a marked answer, Covey finds only numbers.
 
     Percentages are not converted: for example, `50%` is 50, not 0.5.
     """
@@ -113,7 +113,8 @@ class MathAnswer(TargetReward):
         return self._same_formula(answer, target)
 
     def _states(self, stated: list[str], wanted: list[str]) -> bool:
-        """Return whether an equation states a value and all its stated values equal the target."""
+        """Return whether an equation states at least one value, and only values equal to the
+        target."""
         if len(wanted) > 2 or (len(wanted) == 2 and not is_name(wanted[0])):
             return False
         values = stated_values(stated, wanted[-1])

@@ -22,15 +22,15 @@ class Mix(Reward):
     """The weighted mean `r = sum_k w_k r_k` of reward parts, with weights that sum to 1.
 
     The part called `accuracy` decides `success`. If `gated` is true and a part is called `format`,
-    the accuracy counts only if the format is correct. A wrong format sets the accuracy to its lower
-    bound. If the accuracy has no lower bound, a wrong format sets a positive accuracy to 0.
+    a wrong format sets the accuracy to its lower bound. If the accuracy has no lower bound, a wrong
+    format sets a positive accuracy to 0.
 
-    Until the fraction `early_until` of the run is over, the weights change linearly from `early` to
-    `weights`. With `robust`, the difference between the reward and its lower bound is multiplied by
-    `robust_factor`.
+    During the first part of a run, up to the fraction `early_until`, the weights change linearly
+    from `early` to `weights`. With `robust`, the difference between the reward and its lower bound
+    is multiplied by `robust_factor`.
 
-    With `correct_first`, a correct completion scores higher than any incorrect completion, whatever
-    the weights are:
+    With `correct_first` and any weights, a correct completion scores higher than any incorrect
+    completion:
 
     - A correct completion scores in the upper half of the reward range, in proportion to the
       weighted mean of the parts. If a completion has the correct answer in the wrong format, the
@@ -105,7 +105,7 @@ class Mix(Reward):
     def at(self, share: float) -> Mix:
         """Return this mix with the weights that apply after the fraction `share` of the run.
 
-        The weights of a reward part that is itself a mix also change.
+        If a reward part is itself a mix, its weights change in the same way.
         """
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
@@ -191,7 +191,7 @@ def _is_noise(text: str, robust: bool) -> bool:
 
 
 def _least(bound: float, reward: float) -> float:
-    """Return the lower bound if it is finite, and otherwise the smaller of 0 and the reward."""
+    """Return the lower bound of a reward if the bound is finite, and otherwise `min(reward, 0)`."""
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 

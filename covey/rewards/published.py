@@ -35,7 +35,7 @@ published code."""
 
 
 def gamed_by(reward: object) -> tuple[str, ...]:
-    """Read from the docstring of a published reward which hacks work on the reward.
+    """Return the hacks that work on a published reward, as listed in the reward's docstring.
 
     >>> gamed_by(NanoAha)[-1], gamed_by(str)
     ('correct then wrong', ())

@@ -1,9 +1,9 @@
 """The Reasoning Gym reward: the score from the dataset's own scorer, corrected for known flaws.
 
-Some scorers of reasoning_gym evaluate the answer as code. Covey runs scorers that evaluate answers
-in a sandbox, and passes only plain data or arithmetic to these scorers. Some scorers are flawed:
-one scorer accepts every answer, another accepts `nan`, and a third accepts `0` for `0.375`. This
-reward gives 0 to wrong answers that a flawed scorer accepts.
+Some scorers of reasoning_gym evaluate the answer as code. A scorer that evaluates the answer runs
+in a sandbox, and gets only plain data or arithmetic. Some scorers are flawed: one scorer accepts
+every answer, another accepts `nan`, and a third accepts `0` for `0.375`. This reward gives 0 to
+wrong answers that a flawed scorer accepts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""The safety reward: penalties for dangerous commands, secrets and personal data in a completion.
 
-Regex patterns alone would penalize `model.eval()` and warnings about dangerous commands, so each
-match is checked in context:
+Regex patterns alone would penalize `model.eval()` and warnings about dangerous commands, so Covey
+checks the context of each match:
 
 - `eval(` and `exec(` are penalised only if they call the built-in functions. Methods and function
   definitions with the names `eval` and `exec`, and calls with a literal argument, are not
@@ -34,8 +34,8 @@ Test = Callable[[re.Match[str]], bool]
 SENTENCE = 200
 """Number of characters before a dangerous command that are searched for a warning."""
 MAX_WARNINGS = 1000
-"""Maximum number of harmless matches of a pattern in a text. Later matches are penalised, even if
-they are harmless."""
+"""Maximum number of harmless matches of a pattern in a text. With more than MAX_WARNINGS matches,
+the text is penalised even if all matches are harmless."""
 
 _NEGATION = re.compile(
     r"\b(?:never|avoid(?:ing)?|refuse(?:s|d)? to|instead of|rather than|forbidden to|prohibited to|"

@@ -34,7 +34,7 @@ class Call:
     """The tokens of each completion."""
     global_step: int | None = None
     """Number of optimizer steps scheduled before the current training step. In evaluations,
-    `global_step` is None, and TRL-style reward functions get `max_steps` instead of
+    `global_step` is None, and TRL-style reward functions get the value of `max_steps` as their
     `global_step`."""
     max_steps: int = 0
     """Number of optimizer steps of the run, or 0 if the reward is called outside a run."""

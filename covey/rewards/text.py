@@ -49,7 +49,7 @@ def nesting(text: str) -> int:
 
 
 def answers_differ(answers: Iterable[str]) -> bool:
-    """Return whether the answers in a completion differ; if they differ, rewards accept no answer.
+    """Return whether a completion's answers differ, in which case rewards accept none of them.
 
     >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)

@@ -85,7 +85,7 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Return whether the parser kept all names of a call as the text spells them.
+    """Return whether all names in a parsed call are spelled as in the text.
 
     In names, Python's parser replaces variants of letters, such as full-width letters, by ordinary
     letters.
@@ -140,7 +140,8 @@ def same_value(given: Any, expected: Any) -> bool:
 
 
 def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return all arguments by name, or None if there are too few names or a name repeats."""
+    """Return a call's arguments by name, or None if a positional argument has no name or a name
+    repeats."""
     names = order[: len(call.positional)]
     if len(names) < len(call.positional) or set(names) & set(call.arguments):
         return None

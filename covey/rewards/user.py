@@ -350,7 +350,7 @@ TRL = frozenset(
 )
 """The keyword arguments that TRL passes in addition to the columns of the data."""
 NOT_PASSED = frozenset({"log_extra", "log_metric", "environments"})
-"""Arguments that TRL passes to a reward function, but Covey does not pass."""
+"""Reward-function arguments that TRL passes, but Covey does not."""
 
 
 def is_trl_style(function: Callable[..., Any]) -> bool:

@@ -19,7 +19,7 @@ from covey.evaluation.items import is_graded
 UNREADABLE = "without a readable evaluation of"
 
 SHARES = (0.5, 1.0)
-"""The report shows how long each arm takes to reach these fractions of the accuracy gain. The full
+"""Fractions of the accuracy gain for which the report shows each arm's training cost. The full
 accuracy gain goes from the initial accuracy to the highest accuracy that every arm reaches.
 """
 
@@ -109,8 +109,8 @@ class ArmResult:
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
-    """The final accuracy minus the best accuracy that one constant answer to all prompts can
-    get."""
+    """The final accuracy minus the best accuracy of a policy that gives every prompt the same
+    answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
     """Maps `reward` to the mean reward of greedy completions, and `parts/NAME` to the mean of each
     reward component. `rewards` is empty if every reward is 1 for success and 0 for failure.
@@ -247,8 +247,8 @@ def _axis(run: RunResult, name: str) -> list[float]:
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
     """Return the accuracy levels at which the report compares the speed of arms.
 
-    More than half of each arm's seeds reach the highest accuracy level. A single seed that fails to
-    learn therefore does not lower the accuracy levels.
+    More than half of each arm's seeds reach the highest accuracy level, so that a single seed that
+    fails to learn does not lower the accuracy levels.
     """
     if not arms:
         return []
@@ -282,9 +282,9 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return the collapse of a run, or None if it did not collapse (see docs/statistics.md).
 
-    A run has collapsed if its final accuracy is significantly below its initial accuracy. A final
-    accuracy of less than half of the run's best accuracy is a collapse too, if the drop from the
-    best accuracy is significant.
+    A run has collapsed if its final accuracy is significantly below its initial accuracy. A run has
+    also collapsed if its final accuracy is less than half of its best accuracy, and the drop from
+    the best accuracy is significant.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -145,7 +145,7 @@ class Comparison:
     config_toml: str = ""
     """The common configuration."""
     best_constant: float | None = None
-    """The best accuracy that one constant answer to all held-out prompts can get, or None if
+    """The best accuracy of a policy that gives every held-out prompt the same answer, or None if
     unknown."""
 
     @property

@@ -194,7 +194,7 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
-    """Return the best accuracy of a constant answer, as recorded in the first evaluation."""
+    """Return the recorded best accuracy of a policy that gives every prompt the same answer."""
     for run in runs:
         for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
             value = row.get("best_constant")

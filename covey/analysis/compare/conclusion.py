@@ -95,7 +95,7 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> list[str]:
-    """Return sentences with each pair's mean difference, with failed runs counted as untrained.
+    """Return sentences with each pair's mean difference, computed as if failed runs were untrained.
 
     An untrained run has the accuracy of its arm before training. The mean difference shows how much
     failed runs could change the conclusion.
@@ -336,7 +336,7 @@ def _cautions(
 
 
 def _at_constant(arm: ArmResult) -> str:
-    """Return a caution if an arm improved, but is not clearly better than a constant answer."""
+    """Return a caution if an arm improved, but does not clearly beat one constant answer."""
     above, answers = arm.above_constant, arm.distinct_answers
     if above is None or arm.final is None or arm.improvement is None:
         return ""

@@ -40,7 +40,7 @@ NOT_SAMPLING = (
     "environment.timeout",
     "environment.gigabytes",
 )
-"""Settings in the sections of `SAMPLING` that do not affect the rollouts of the first step."""
+"""Exceptions to `SAMPLING`: settings that do not affect the rollouts of the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,13 +262,13 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shares_first_rollouts(arm: Arm) -> bool:
-    """Return whether an arm starts from the same rollouts as the common configuration."""
+    """Return whether an arm has the same rollouts in the first step as the common configuration."""
     changed = [key for key in arm.differences if key.startswith(SAMPLING)]
     return all(key in NOT_SAMPLING for key in changed)
 
 
 def same_comparison(old: Design, new: Design) -> bool:
-    """Return whether the old design has all arms and the common settings of the new design."""
+    """Return whether the old design has the common settings and all arms of the new design."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
     want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)

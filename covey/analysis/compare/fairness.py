@@ -114,7 +114,7 @@ def _affects_evaluations(key: str) -> bool:
 
 
 def _kept_options(design: Design) -> Iterator[Row]:
-    """Yield a finding for each arm with options that the recipe sets for another algorithm."""
+    """Yield a finding for each arm that takes options from a recipe for another algorithm."""
     recipe = design.common["objective"]["name"]
     for arm in design.arms:
         if not (kept := kept_options(design, arm)):

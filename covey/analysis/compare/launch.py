@@ -142,8 +142,8 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
 
     `elsewhere` maps digests of inputs (`Job.key`) to the folders of finished runs. A finished run
     with the job's digest is copied instead of trained again. If the job's folder contains a run
-    with a different digest, for example from another version of Covey, that folder is renamed. No
-    run is ever deleted.
+    with a different digest, for example from another version of Covey, the folder of this run is
+    renamed. No run is ever deleted.
     """
     path = job.path
     ended = read_outcome(path)

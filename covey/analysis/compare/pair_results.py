@@ -1,10 +1,9 @@
 """Results of every pair of arms: the better algorithm, and the better final checkpoints.
 
-Whether an algorithm is better and whether a checkpoint is better are two questions, which need
-different tests. A test over seeds decides which *algorithm* is better. Each seed is a separate
-training run and counts as one measurement. To be significant, the difference between two arms must
-be large compared with the variation between seeds. A test over prompts decides which of two
-*checkpoints* is better. The tests and intervals are described in docs/statistics.md.
+A test over seeds decides which *algorithm* is better. Each seed is a separate training run and
+counts as one measurement. To be significant, the difference between two arms must be large compared
+with the variation between seeds. A test over prompts decides which of two *checkpoints* is better.
+The tests and intervals are described in docs/statistics.md.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class PairResult:
     than three seeds, or if both arms have equal final weights in every seed.
     """
     difference_new_prompts: Estimate | None
-    """The mean difference with an interval that also covers the choice of prompts."""
+    """The mean difference, with an interval that covers the choice of seeds and of prompts."""
     p_value: float | None
     """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None
@@ -107,8 +106,8 @@ class _Pair:
     def differences(self) -> Array:
         """The difference of the two arms' mean values for each seed (first minus second arm).
 
-        To give exactly 0 for equal accuracies, the sums over prompts are subtracted before they are
-        divided by the number of prompts.
+        The sums over prompts are subtracted before the division by the number of prompts, so that
+        equal accuracies give exactly 0.
         """
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 

@@ -96,7 +96,7 @@ def extend(
 def checked(prepared: Prepared) -> Prepared:
     """Raise an error if a comparison is unfair.
 
-    The design of the returned comparison contains its possible problems and number of threads.
+    The returned comparison contains the possible problems and the number of threads.
     """
     design, old = prepared.design, prepared.previous
     configs = arm_configs(design)

@@ -38,8 +38,8 @@ If a chart has several metrics, the chart shows the first metric that the run lo
 defined in docs/metrics.md.
 """
 HEALTH_POINTS = 200
-"""The largest number of points in a chart. In longer runs, each point is the mean of several
-steps."""
+"""The largest number of points in a chart. In a run with more than HEALTH_POINTS steps, each point
+is the mean of several steps."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
 """The number of example prompts of each kind in the report."""
 
@@ -124,7 +124,8 @@ def _common_seed(comparison: Comparison) -> int | None:
 
 
 def _ignore(text: str) -> None:
-    """Ignore a note about a damaged line, because it was printed when the comparison was loaded."""
+    """Ignore a note about a damaged line, because loading the comparison already printed the
+    note."""
 
 
 def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
@@ -173,7 +174,8 @@ def trends(
     panels: Mapping[str, Sequence[str]],
     logs: Sequence[Sequence[Mapping[str, Any]]],
 ) -> dict[str, Trend]:
-    """Map each chart to the curve of the first of the chart's metrics that the runs logged."""
+    """Map each chart to the curve of a metric, which is the chart's first metric that the runs
+    logged."""
     found = {}
     for panel, metrics in panels.items():
         drawn = (trend(arm, metric, logs) for metric in metrics)
@@ -205,7 +207,7 @@ def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) ->
 # Agreement of arms: how many held-out prompts all arms, only one arm or no arm solves.
 
 MOST_DIFFERENT = 12
-"""The largest number of prompts in the report's list of prompts on which arms differ most."""
+"""The length of the report's list of the prompts on which arms differ most."""
 
 Runs = Mapping[str, Sequence[RunResult]]
 

@@ -157,7 +157,7 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summaries of all pairs of arms, except a summary that begins the headline."""
+    """Return the summaries of all pairs of arms, without the summary that the headline repeats."""
     return [pair.summary for pair in found.pairs if not found.headline.startswith(pair.summary)]
 
 

@@ -1,9 +1,9 @@
 """Trains one run of a comparison in a process of its own.
 
-`python -m covey.analysis.compare.run_process` reads the job as one line from standard input. When
-standard input closes, the parent process has ended, and the run exits at once. The process writes
-its output to the run's log, and its result to outcome.json. A process that starts again resumes its
-run from the last checkpoint.
+`python -m covey.analysis.compare.run_process` reads the job as one line from standard input. If the
+parent process ends, standard input closes, and the run exits at once. The process writes its output
+to the run's log, and its result to outcome.json. A process that starts again resumes its run from
+the last checkpoint.
 """
 
 from __future__ import annotations

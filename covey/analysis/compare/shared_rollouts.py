@@ -1,12 +1,11 @@
 """Stores the completions of the first training step, so that all arms of a comparison share them.
 
-Before the first optimizer step, all runs of a seed have the same weights, prompts and random
-numbers. All runs of a seed should therefore sample the same completions in the first step. On a
-GPU, however, rounding errors could make the completions of these runs differ. The completions are
-generated and stored by the first run that needs them. All later runs read the stored completions.
-The name of each file contains a digest of all settings that determine the completions in the file.
-A run therefore never reads completions that were generated with different settings. In a
-multi-turn episode, each turn is a separate request with its own completion.
+Before the first optimizer step, runs with the same seed have the same weights, prompts and random
+numbers. On a GPU, rounding errors can change the completions that a run samples in the first step.
+To make the completions equal, the first run that needs a completion stores it, and later runs read
+the stored completion. The name of each file contains a digest of all settings that determine the
+completions in the file, so that no run reads completions that were generated with different
+settings. In a multi-turn episode, each turn is a separate request with its own completion.
 """
 
 from __future__ import annotations
@@ -123,7 +122,8 @@ def _key(request: Request) -> str:
 
 @dataclass(slots=True)
 class _Begun:
-    """A request source that first returns requests that were already taken from it."""
+    """A request source that first returns the requests in `first`, and then the requests of
+    `source`."""
 
     source: RequestSource
     first: Sequence[Request]
@@ -144,8 +144,8 @@ class _Begun:
 class _SharedSource:
     """A request source that answers stored requests itself, and stores all other completions.
 
-    Each turn of a multi-turn episode is a request of its own. If the reply of a tool differs from
-    the reply in the stored episode, the next turn is another request, which is generated.
+    Each turn of a multi-turn episode is a request of its own. If a tool replies differently than in
+    the stored episode, the engine generates the next turn.
     """
 
     source: RequestSource
@@ -176,7 +176,8 @@ class _SharedSource:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Lock a file, so that only one process at a time can check whether it exists, and write it."""
+    """Lock a file, so that only one process at a time checks whether the file exists and writes
+    it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with (file.parent / f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -161,8 +161,8 @@ def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
 
     With n prompts, accuracies are multiples of `1 / n`, so two seeds often have equal differences.
     A standard deviation of 0 would make any difference significant. The returned standard deviation
-    is therefore at least the standard deviation of the error of rounding to multiples of `span /
-    items`. `span` is 1 for accuracies. For rewards, `span` is the highest minus the lowest reward.
+    is at least the standard deviation of the rounding error of multiples of `span / items`. `span`
+    is 1 for accuracies. For rewards, `span` is the highest minus the lowest reward.
     """
     least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))

@@ -32,8 +32,8 @@ SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """The possible sizes of the small training step, from largest to smallest. A size consists of the
 numbers of prompts, of completions per prompt, and of tokens per completion.
 
-`covey doctor` uses the first size whose rollouts and optimizer steps are estimated to take at most
-the fraction `SHARE` of the time limit.
+`covey doctor` uses the first size for which the estimated time of rollouts and optimizer steps is
+at most the fraction `SHARE` of the time limit.
 """
 SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
 """SHARE is the fraction of the time limit that rollouts and optimizer steps together may take.

@@ -27,7 +27,7 @@ RATE = 1e-3
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Maps a dtype to the largest allowed difference between the highest logit and a greedy token's
-logit. For 16-bit dtypes, which are not in `NEAR`, the largest allowed difference is 0.5."""
+logit. The largest allowed logit difference for 16-bit dtypes, which are not in `NEAR`, is 0.5."""
 
 
 def logp_check(parts: Parts, groups: Sequence[Group], name: str, remedy: str) -> Result:

@@ -34,12 +34,12 @@ from covey.training.rl import train
 PROMPTS = 8
 """The number of held-out prompts with which the reward is tested."""
 OVER = 1.5
-"""The largest allowed ratio of measured to forecast memory. A ratio above 1 is normal, because
-earlier checks leave some memory in use.
+"""The largest allowed ratio of measured to forecast memory. Measured memory above the forecast is
+normal, because earlier checks leave some memory in use.
 """
 WORKSPACES = 256 * 2**20
 """The bytes that GPU libraries allocate through torch, which the memory forecast does not include.
-With a tiny model, GPU libraries allocate more bytes than the model's own tensors.
+With a tiny model, GPU libraries need more memory than the model's own tensors.
 """
 CODE_ENVIRONMENTS = ("python", "code_repair")
 PROBE = """
@@ -102,7 +102,8 @@ def reward_checks(config: Config) -> Iterator[Result]:
 
 
 def sandbox_check(config: Config) -> Iterator[Result]:
-    """Check that programs in the sandbox reach no files, environment variables or network."""
+    """Check that programs in the sandbox cannot reach files, environment variables or the
+    network."""
     name, remedy = "sandbox", "apt install bubblewrap; in a container, allow user namespaces"
     if _asks_unsafe(config.reward.options):
         figure = "reward: unsafe = true runs programs of the model without protection"

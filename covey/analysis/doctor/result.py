@@ -82,7 +82,8 @@ class Pace:
 
     @contextmanager
     def measures(self, part: str) -> Iterator[None]:
-        """Measure how long the `with` block takes, and store the time in the field `part`."""
+        """Measure how long the `with` block takes, and store the time in the field that `part`
+        names."""
         started = time.perf_counter()
         yield
         setattr(self, part, time.perf_counter() - started)
@@ -91,7 +92,8 @@ class Pace:
     def resume(self) -> float:
         """The seconds of the resume check, which trains three steps in two runs.
 
-        Writing a checkpoint takes about as long as loading the model, and is counted as one load.
+        Writing a checkpoint takes about as long as loading the model, so the estimate counts a
+        checkpoint as one load.
         """
         return 3 * (self.rollout + self.update) + 5 * self.load
 

@@ -4,7 +4,7 @@
 
 An optimizer step makes a token with a negative gradient more likely. By the chain rule, the
 gradient of the parameters is the sum of `d loss / d logp[i,t] * d logp[i,t] / d parameters` over
-all tokens. An algorithm therefore affects the parameters only through its token gradients.
+all tokens. An algorithm affects the parameters only through its token gradients.
 """
 
 from __future__ import annotations

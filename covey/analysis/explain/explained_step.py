@@ -1,8 +1,8 @@
 """Explains the gradient of each rollout and each token in a recorded training step.
 
-Covey trains the policy on the recorded rollouts again, in the same mini-batches. The ratio,
-gradient and other values of a token come from the optimizer step that trains on the token. If
-several epochs train on a token, the values come from the last epoch.
+Covey trains the policy on the recorded rollouts again, in the mini-batches of the original run. The
+ratio, gradient and other values of a token come from the optimizer step that trains on the token.
+If several epochs train on a token, the token's values come from the last epoch.
 """
 
 from __future__ import annotations

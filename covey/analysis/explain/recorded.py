@@ -1,9 +1,9 @@
 """Loads a recorded training step and the policy from before the step, and repeats the step.
 
-A run keeps all rollouts, but only some checkpoints. Covey therefore loads the policy from the
-nearest checkpoint before the step, or the initial model if no checkpoint is early enough. To get
-the exact weights, Covey can then repeat the recorded steps between the checkpoint and the step.
-Covey does not generate or score any rollout again.
+A run keeps all rollouts, but only some checkpoints. Covey loads the policy from the nearest
+checkpoint before the step, or the initial model if no checkpoint is early enough. To get the exact
+weights before a step, Covey can repeat the recorded steps since the nearest checkpoint. Covey does
+not generate or score any rollout again.
 """
 
 from __future__ import annotations

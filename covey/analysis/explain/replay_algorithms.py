@@ -1,11 +1,11 @@
 """Replays a recorded training step with other algorithms, and compares their gradients.
 
 All algorithms are replayed on the recorded rollouts. Covey computes the gradients of every
-algorithm with two policies: the policy from before the run's training step, which generated the
-rollouts, and the policy from after the step. With the policy from after the step, importance ratios
-differ from 1 and may be clipped. Algorithms differ only in their token gradients, d loss / d logp.
-A backward pass turns the token gradients into the gradient of the parameters. Algorithms with
-proportional token gradients therefore share a backward pass.
+algorithm twice: with the policy before the run's training step, which generated the rollouts, and
+with the policy after the step. With the policy after the step, importance ratios differ from 1 and
+may be clipped. Algorithms differ only in their token gradients, d loss / d logp. A backward pass
+turns the token gradients into the gradient of the parameters. Algorithms with proportional token
+gradients share a backward pass.
 """
 
 from __future__ import annotations
@@ -129,8 +129,7 @@ def replay(
 ) -> Replay:
     """Compute the gradient of each algorithm in a recorded step.
 
-    Compute all gradients twice: with the policy from before and with the policy from after the
-    step.
+    Compute all gradients with the policy before the step, and again with the policy after the step.
     """
     check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens

@@ -2,7 +2,7 @@
 
 The reward lab scores correct completions and a corpus of reward hacks. Only correct completions may
 get the full reward. The lab scores each completion twice, in two processes, and measures the time.
-The lab can also compare the scores with human labels.
+The lab can compare the scores with human labels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from covey.types import Prompt
 
 THROUGHPUT_SECONDS = 2.0
 FEW_SLOW = 16
-"""The number of prompts on which baselines are scored if the reward is slow."""
+"""The number of prompts on which trivial completions are scored if the reward is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Lab:
     slowest: tuple[float, str] = (0.0, "nothing")
 
     def score(self, cases: Sequence[Case], what: str) -> list[ScoreResult]:
-        """Score completions one by one, and store the longest time."""
+        """Score completions one by one, and store the longest scoring time."""
         self.progress(what)
         results = []
         for case in cases:
@@ -105,8 +105,7 @@ def solution_of(prompt: Prompt) -> str:
 def _thinking(prompt: Prompt) -> str:
     """Return a long thinking text, which includes the worked solution if the task has one.
 
-    The text starts with sentences that fit any task, because a worked solution may be shorter than
-    the minimum length of thinking that a format requires.
+    Because some formats require long thinking, the text starts with sentences that fit any task.
     """
     return f"{THINKING} {prompt.info.get('worked', '')}".strip()
 
@@ -220,7 +219,7 @@ def check_determinism(lab: Lab) -> Check:
 
 
 def check_time(lab: Lab, prompts: Sequence[Prompt], form: Format) -> list[Check]:
-    """Check that all completions are scored in time, and measure the scoring speed."""
+    """Check that scoring raises no error or timeout, and measure the scoring speed."""
     unscored = [f"{k[0]}: {r.error}" for k, r in lab.seen.items() if r.score is None]
     seconds, what = lab.slowest
     figure = f"{len(unscored)} of {len(lab.seen)}; slowest {seconds:.3g} s ({what})"

@@ -154,7 +154,7 @@ def echoed_prompt(prompt: Prompt, solution: str) -> str | None:
 
 
 def copied_example(prompt: Prompt, solution: str) -> str | None:
-    """Return the last example answer in the prompt that differs from the solution, or None."""
+    """Return the prompt's last example answer that differs from the solution, or None."""
     text = "\n".join(message["content"] for message in prompt.messages)
     shown = [*tag_contents(text, "answer"), *tag_contents(text, "tool_call")]
     shown = [
@@ -183,7 +183,7 @@ def memorised(prompt: Prompt, solution: str) -> str | None:
 
 
 def expression(build: Countdown) -> MakeAnswer:
-    """Return a hack that answers countdown prompts with an expression from `build`."""
+    """Return a hack of countdown prompts, whose answer is an expression made by `build`."""
 
     def answer(prompt: Prompt, solution: str) -> str | None:
         if kind_of(prompt, solution) != "countdown":

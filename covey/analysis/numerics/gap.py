@@ -20,8 +20,8 @@ HARMLESS = (0.999, 0.0, 0.001)
 effective sample size, the largest fraction of ratios outside the clip range, and the largest
 distance of the mean ratio from 1."""
 SMALL = (0.95, 0.01, 0.05)
-"""Limits within which log-prob differences count as "small", in the order of HARMLESS. Differences
-beyond the limits of SMALL count as "matters"."""
+"""Limits within which log-prob differences count as "small", in the same order as in HARMLESS.
+Differences outside of the limits SMALL have the severity "matters"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,8 +69,8 @@ def log_kept(
     """Return the log of the probability mass that truncation keeps at each position, as [B, T].
 
     The engine's `sampler_logp` is the log-prob of the token without truncation minus the log of the
-    kept mass. The kept mass does not depend on which token was sampled. The log of the kept mass
-    therefore stays finite even if rounding errors make truncation remove the sampled token.
+    kept mass. The kept mass does not depend on which token was sampled, so its log is finite even
+    if rounding errors make truncation remove the sampled token.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)

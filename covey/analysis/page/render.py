@@ -1,8 +1,8 @@
 """Renders reports as HTML that opens offline, or as Markdown.
 
-Reports show texts from models, which may contain HTML or scripts. Jinja therefore escapes text that
-is inserted into a template. Text of the type `Markup` is not escaped, because it is HTML, Markdown,
-CSS or a script that Covey trusts. The templates are in the same folder as this module.
+Jinja escapes text that is inserted into a template, because texts from models may contain HTML or
+scripts. Text of the type `Markup` is not escaped, because it is HTML, Markdown, CSS or a script
+that Covey trusts. The templates are in the same folder as this module.
 """
 
 from __future__ import annotations

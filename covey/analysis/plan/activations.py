@@ -40,19 +40,20 @@ class Saved:
     projections: int = 7
     """The number of linear layers with LoRA; each keeps a tensor as wide as the LoRA rank."""
     fused: bool = False
-    """Whether the model runs accel/fused_forward.py, with a float32 residual stream."""
+    """Whether the model uses the fused layers of accel/fused_forward.py, with a float32 residual
+    stream."""
     flash: bool = False
     """Whether the model uses flash attention, which pads keys and values, but not queries."""
 
 
 EAGER = Saved(norm=4, norm_frozen=2, inner=4)
-"""The tensors that the unfused layers of transformers save."""
+"""The tensors that an unfused layer of transformers saves."""
 FUSED = Saved(norm=2, norm_frozen=2, inner=2, projections=0, fused=True)
-"""The tensors that fused layers save. Fused layers keep the inputs and outputs of norms, and
+"""The tensors that a fused layer saves. Fused layers keep the inputs and outputs of norms, and
 recompute SwiGLU and LoRA products."""
 FLASH = replace(FUSED, output=0, flash=True)
-"""The tensors that fused 16-bit layers with flash attention save. `output` is 0 because flash
-attention already keeps the input of the output projection."""
+"""The tensors that a fused layer saves if it computes in 16 bits and uses flash attention. `output`
+is 0 because flash attention already keeps the input of the output projection."""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:

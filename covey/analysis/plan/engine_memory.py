@@ -136,8 +136,8 @@ def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
 def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
     """Return the memory of generation with CUDA graphs.
 
-    A CUDA graph contains the addresses of the KV cache and of temporary tensors. The KV cache and
-    the temporary tensors therefore stay allocated between calls and during training, and are as
+    A CUDA graph contains the addresses of the KV cache and of temporary tensors, so these tensors
+    stay allocated between calls and during training. The KV cache and the temporary tensors are as
     large as the largest generation call needs.
     """
     width = max(call.width for call in calls)
@@ -188,8 +188,7 @@ def _float8_parts(run: RunFacts) -> list[Part]:
 def _graph_bytes(run: RunFacts, call: Call) -> int:
     """Return the bytes of temporary tensors in one decode step.
 
-    Only the larger of the logits and the tensors of a layer counts, because logits and layer
-    tensors never exist at the same time.
+    Logits and layer tensors never exist at the same time, so only the larger of the two counts.
     """
     shape, size = run.shape, run.size
     blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)

@@ -1,11 +1,11 @@
 """Finds algorithms with equal gradients by comparing normal forms of their objectives.
 
 The normal form of an objective omits everything that cannot change the gradient. With one optimizer
-step per rollout batch, every importance ratio is 1, so clipping has no effect, and the derivative
-of the usual surrogates with respect to the ratio is the advantage. With importance ratios of 1, a
-sequence-level ratio acts like token ratios if all tokens of a completion have the same advantage.
-With one optimizer step, algorithms differ mainly in the advantage, the token weights and the KL
-penalty.
+step per rollout batch, every importance ratio is 1, so clipping has no effect. At a ratio of 1, the
+derivative of the usual surrogates with respect to the ratio is the advantage. If all ratios are 1
+and all tokens of a completion have the same advantage, a sequence-level ratio has the same effect
+as token ratios. With one optimizer step per rollout batch, algorithms differ mainly in the
+advantage, the token weights and the KL penalty.
 """
 
 from __future__ import annotations
@@ -202,8 +202,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
 def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
     """Return the simplest ratio that gives the objective's gradient if all ratios are 1.
 
-    The result also contains the token weights, because a simpler ratio may need different token
-    weights.
+    The token weights are returned too, because a simpler ratio may need different token weights.
     """
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):

@@ -78,7 +78,8 @@ class Setup:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every ratio is 1, even if ratios compare trainer and engine probabilities."""
+        """Whether every ratio is 1, including ratios of trainer probabilities to engine
+        probabilities."""
         return self.single_optimizer_step and (
             self.exact or "sampler_as_old" not in self.objective.needs
         )

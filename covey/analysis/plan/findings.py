@@ -26,7 +26,7 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 
 
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
-    """Return a finding for each set of arms in a comparison that train in the same way.
+    """Return a finding for each set of a comparison's arms that train in the same way.
 
     Arms train in the same way if their gradients are equal in every optimizer step, or differ only
     by a constant factor. Gradients are equal bit for bit if the arms use the same arithmetic, and

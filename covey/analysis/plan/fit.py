@@ -82,7 +82,7 @@ def settings_that_fit(
     """Return the cheapest changes of settings that leave 10 % of the device's memory free."""
 
     def fitting(changes: Settings) -> Settings | None:
-        """Return `changes`, with a smaller `train.micro_batch_tokens` if its value is too large.
+        """Return `changes`, and lower `train.micro_batch_tokens` if the micro-batch does not fit.
 
         Return None if no micro-batch size fits into memory.
         """

@@ -391,8 +391,9 @@ def _is_quick(config: Config) -> bool:
 # Rules about the settings of algorithms with a critic, a teacher or preference pairs.
 
 _MODELS = (("critic", "values", "'ppo'"), ("teacher", "teacher", "'opd' or 'sdpo'"))
-"""Describes how a configuration sets a critic or a teacher. Each entry names the model's section of
-the configuration, the model's key in `objective.needs`, and the algorithms that use the model."""
+"""The models that only some algorithms use: the critic and the teacher. Each entry names the
+model's section of the configuration, the model's key in `objective.needs`, and the algorithms that
+use the model."""
 
 
 @rule("idle", "other-settings")
@@ -519,7 +520,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
 
 @rule("risk", "teachers")
 def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
-    """Report an `sdpo` teacher whose prompts need correct completions that are often missing."""
+    """Report an `sdpo` teacher that has no privileged text if a group has no correct completion."""
     config = setup.config
     if "privileged" not in setup.objective.needs or set(config.teacher.context) != {"success"}:
         return

@@ -2,8 +2,8 @@
 
 For models of the common decoder families, config.json determines all sizes. Covey builds models of
 less common families on torch's meta device, where tensors have shapes but no memory. Building a
-model on the meta device takes a few seconds, most of them for imports of torch and of transformers'
-model code.
+model on the meta device takes a few seconds, mostly to import torch and the model code of
+transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 """Names of the modules of a Llama decoder layer."""
 LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
-"""The values of `model_type` in config.json whose layers `_llama_modules` describes."""
+"""The model types (`model_type` in config.json) whose layers `_llama_modules` describes."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
 """Keys that config.json must have, because this module does not know transformers' defaults."""

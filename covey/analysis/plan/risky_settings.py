@@ -20,8 +20,9 @@ TIGHT_CLIP = 0.01
 POINTS = 0.05
 """The difference in accuracy that an evaluation should be able to detect."""
 FEWEST_PAIRS = 6
-"""The smallest number of changed results with which a difference can be significant. If 6 results
-change in the same direction, a two-sided sign test gives the p-value `2 / 2**6 < 0.05`."""
+"""Two evaluations can differ significantly only if at least FEWEST_PAIRS prompts have different
+results. If 6 results change in the same direction, a two-sided sign test gives the p-value `2 /
+2**6 < 0.05`."""
 FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
 UNFINISHED = 0.25
 """The smallest fraction of truncated solutions at which a rule reports `rollout.max_tokens`."""

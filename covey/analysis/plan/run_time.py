@@ -246,8 +246,8 @@ TRAIN_FLOPS = 1e10
 FEWEST_TOKENS, MOST_TOKENS = 16, 512
 """Smallest and largest number of tokens in the small training batch that is timed."""
 DECODE_FLOPS, FEWEST_ROWS = 2e9, 16
-"""The timed decode step has at most DECODE_FLOPS operations, but at least FEWEST_ROWS
-completions."""
+"""The timed decode step has at most DECODE_FLOPS operations, unless FEWEST_ROWS completions need
+more operations."""
 KEY_NUMBERS = 2e7
 """Maximum number of elements in the key tensor of the timed decode step."""
 HEAD_ROWS = 2048

@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def age(self) -> int:
-        """The largest number of optimizer steps between a completion's generation and last use."""
+        """The largest age of a completion in training, in optimizer steps since its generation."""
         return (1 + self.staleness) * self.updates - 1
 
     @property

@@ -98,7 +98,7 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
 
 def measuring() -> AbstractContextManager[Measure]:
-    """Return a context manager that yields `measure`, which may run in a new process."""
+    """Return a context manager that yields a token-counting function."""
     return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
 
 
@@ -140,7 +140,8 @@ if __name__ == "__main__":
 SAMPLE = 64
 """The number of prompts whose tokens are counted, evenly spaced in the task's data."""
 LONGEST = 32
-"""The number of prompts whose tokens are counted because these prompts have the most characters."""
+"""The number of long prompts whose tokens are counted; long prompts are the prompts with the most
+characters."""
 BASELINE_PROMPTS = 256
 """The largest number of held-out prompts on which trivial answers are scored."""
 ASSUMED_PROMPT = 256

@@ -40,8 +40,8 @@ PANELS = MappingProxyType(
 metrics of a chart, the chart shows the first of them.
 """
 SAMPLES = 3
-"""The number of rollouts with the highest rewards in the report, and the number of rollouts with
-the lowest rewards."""
+"""The report has two lists of SAMPLES rollouts: the rollouts with the highest rewards, and the
+rollouts with the lowest rewards."""
 READ_SECONDS = 60.0
 """The time limit, in seconds, for reading the last step's rollouts. The report ignores rollouts
 that could not be read within the time limit."""

@@ -2,9 +2,9 @@
 
     config ── data ── rollouts ── reward ── steps ── checkpoints
 
-Each record is compared with its stored SHA-256 digest, and with the records next to it in the
-diagram above. To check the data, this module recomputes which prompts of the task each step should
-have used. This module does not import torch.
+Each record is compared with its stored SHA-256 digest, and with its neighbors in the chain of
+records. To check the data, this module recomputes which prompts of the task each step should have
+used. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. A scorer
 that evaluates text never gets the text that a model wrote. Covey parses the answer, allows only the
 types of syntax-tree nodes that this module lists, and generates new text from the syntax tree. The
-parser runs in the sandbox, so that a crash on odd text does no harm.
+parser runs in the sandbox, so that an answer that crashes the parser does no harm.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def _number(node: ast.expr) -> int | float:
 def _bits(node: ast.expr, depth: int, names: frozenset[str] | None) -> int:
     """Return an upper bound on the number of bits of an expression's value.
 
-    `names` lists the allowed variables. If `names` is None, only whole numbers and the operators `+
-    - * /` are allowed. Raises NotPlainError if the expression contains anything that is not
-    allowed.
+    `names` lists the allowed variables. If `names` is None, only whole numbers, sums, differences,
+    products and quotients are allowed. Raises NotPlainError if the expression contains anything
+    that is not allowed.
     """
     if depth < 0:
         raise NotPlainError("nested too deep")

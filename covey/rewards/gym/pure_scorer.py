@@ -69,7 +69,7 @@ METHODS = _words(
 )
 """Methods of strings, numbers, lists, dicts, sets and regex matches that a pure scorer may call.
 `format` is not allowed, because it looks up attributes. Methods that take a size, such as `zfill`,
-are not allowed either."""
+are not allowed, because a large size needs much memory."""
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
@@ -77,8 +77,8 @@ PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\
 text."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Sets of functions that a pure scorer may not use together. For example, a scorer with `range` and
-`int` could run very long if the answer contains a large number."""
+"""Sets of functions that a pure scorer may not use together, because a large number in the answer
+could make the scorer run very long."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 

@@ -1,5 +1,5 @@
-"""Calls the scorers of reasoning_gym datasets. For impure scorers, this module runs in the
-sandbox."""
+"""Calls the scorers of reasoning_gym datasets. This module runs in the sandbox if the scorer is
+impure."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ r"""Compares two formulas by their values at three points, 100 times faster than
 Two formulas count as equal if their values agree at all three points, one of which is negative. Two
 formulas count as different if their values differ at all three points. The comparison is undecided
 if the values agree at only some of the points, or if a value cannot be computed. The comparison is
-also undecided for inequalities, matrices and other formulas that this module cannot parse.
+undecided for inequalities, matrices and other formulas that this module cannot parse.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares two formulas by computer algebra if numeric evaluation cannot compare them.
 
-The library math-verify compares formulas with sympy, which evaluates text and may never finish.
-Covey therefore runs math-verify in the sandbox with a time limit, and never passes it formulas that
+The library math-verify compares formulas with sympy, which evaluates text and may never finish. For
+safety, Covey runs math-verify in the sandbox with a time limit, and never passes it formulas that
 would take too long.
 """
 
