@@ -111,6 +111,7 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
         found = Start() if run is None else last_good(run, note=notice)
         fresh = State(beta=parts.learner.objective.beta)
         state = restore(parts.policy, parts.others, found, fresh)
+        parts.learner.apply_settings(state)
         wanted = default_updates(config) if updates is None else updates
         completions = config.rollout.prompts_per_step * config.rollout.group_size
         return measure(parts, state, _Notes(say, completions), updates=wanted)

@@ -85,11 +85,8 @@ class Reinforcement(Trainer):
         return self.parts.policy.version + (0 if critic is None else critic.updates)
 
     def apply_settings(self, state: State) -> None:
-        """Use objective.beta if the objective does not adapt beta, or if objective.beta changed."""
-        objective = self.parts.learner.objective
-        if not objective.kl_target or state.beta_setting not in (None, objective.beta):
-            state.beta = objective.beta
-        state.beta_setting = objective.beta
+        """Use objective.beta if it changed."""
+        self.parts.learner.apply_settings(state)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
         """Prepare the first step, and read the files that `save` added to the checkpoint."""

@@ -185,11 +185,14 @@ def resumed_config(
 
 
 def check_length(config: Config, step: int, *, sft: bool = False) -> None:
-    """Raise ConfigError if the run has already taken more than `train.steps` training steps."""
-    if not sft and config.train.budget == "steps" and config.train.steps < step:
+    """Raise ConfigError if the run has already taken more steps than its settings allow."""
+    name, steps = "train.steps", config.train.steps if config.train.budget == "steps" else 0
+    if sft:
+        name, steps = "sft.steps", config.sft.steps
+    if 0 < steps < step:
         raise ConfigError(
-            f"train.steps = {config.train.steps}, but the run is already at step {step}; raise "
-            "train.steps, or resume from an earlier checkpoint"
+            f"{name} = {steps}, but the run is already at step {step}; raise {name}, or resume "
+            "from an earlier checkpoint"
         )
 
 

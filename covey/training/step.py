@@ -94,6 +94,13 @@ class Learner:
     start: Used = field(default_factory=Used)
     """The progress of the run at the start of the training step."""
 
+    def apply_settings(self, state: State) -> None:
+        """Use objective.beta if the objective does not adapt beta, or if objective.beta changed."""
+        objective = self.objective
+        if not objective.kl_target or state.beta_setting not in (None, objective.beta):
+            state.beta = objective.beta
+        state.beta_setting = objective.beta
+
     def at(self, state: State) -> Learner:
         """Return a copy of this learner with the KL weight and the progress of `state`."""
         objective = replace(self.objective, beta=state.beta)

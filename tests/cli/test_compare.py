@@ -224,6 +224,18 @@ def test_edited_data_change_the_run_key(tmp_path: Path) -> None:
         checked(resumed)
 
 
+def test_adapters_with_dropout_can_be_compared(tmp_path: Path) -> None:
+    adapter = ("adapter.rank=2", "adapter.also_train=['lm_head']", "model.device=cpu")
+    plain, dropped = (
+        make_jobs(tmp_path, design_comparison(
+            Request(source="demo", algorithms=("grpo", "rloo"), seeds=1, threads=1,
+                    overrides=("task.train_size=3000", *adapter, *more))
+        ))
+        for more in ((), ("adapter.dropout=0.1",))
+    )  # fmt: skip
+    assert plain[0].start == plain[1].start != dropped[0].start == dropped[1].start
+
+
 def test_arms_and_seeds_can_be_added(finished: Path) -> None:
     prepared = extend(finished, algorithms=["dapo"], seeds=2)
     jobs = make_jobs(finished, prepared.design)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from covey.analysis.verify.recompute import recomputed
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.errors import ConfigError
@@ -77,6 +78,24 @@ def test_a_changed_beta_is_used(tmp_path: Path) -> None:
     # The setting stays, even if the run is resumed from a checkpoint before the change.
     assert covey(["train", "--resume", str(path), "--step", "6"]) == 0
     assert RunFolder(path).steps()[-1]["objective/beta"] == 0.3
+
+
+def test_steps_before_and_after_a_changed_beta_can_be_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["train.steps=2", "objective.beta=0.05", "save.every=1", "save.keep=9"]
+    path = trained(tmp_path / "run", *given, "optimizer.learning_rate=1e-3")
+    run = RunFolder(path)
+    for step, beta in ((3, 0.0), (4, 0.5)):
+        words = ["--set", f"train.steps={step}", "--set", f"objective.beta={beta}"]
+        assert covey(["train", "--resume", str(path), *words]) == 0
+        assert recomputed(run).passed  # to the bit
+        for known in range(1, step + 1):
+            capsys.readouterr()
+            words = ["--exact", "--json"] if known < 3 else ["--json"]
+            assert covey(["explain", str(path), "--step", str(known), *words]) == 0
+            assert json.loads(capsys.readouterr().out)["exact"]
+    assert [row.get("objective/beta") for row in run.steps()] == [0.05, 0.05, None, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -415,6 +415,8 @@ def test_the_two_kinds_of_runs_are_not_mixed_up(
     assert "is an SFT run; resume it with: covey sft --resume" in capsys.readouterr().err
     assert covey(["sft", "--resume", str(whole), "--set", "seed=1"]) == 2
     assert "cannot change seed" in capsys.readouterr().err
+    assert covey(["sft", "--resume", str(whole), "--set", "sft.steps=5"]) == 2
+    assert "sft.steps = 5, but the run is already at step 6" in capsys.readouterr().err
     assert covey(["runs", str(whole.parent), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["steps"], row["reward"]) == (6, None)

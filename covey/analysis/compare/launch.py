@@ -32,6 +32,7 @@ from covey.analysis.compare.comparison_folder import (
 from covey.analysis.compare.design import config_of
 from covey.analysis.compare.fairness import task_digest
 from covey.config import Config, parse_config, to_toml
+from covey.config.schema import Adapter
 from covey.errors import RunError
 from covey.reference.fingerprint import fingerprint
 from covey.rewards.identity import identity
@@ -108,10 +109,8 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
 def _starting_weights(config: Config) -> str:
     """Return the digest of a model's initial weights, without an adapter."""
     model = config.model.model_copy(update={"device": "cpu"})
-    adapter = config.adapter.model_copy(update={"rank": 0, "also_train": []})
-    return fingerprint(
-        load_model(config.model_copy(update={"model": model, "adapter": adapter}))
-    ).weights
+    alone = config.model_copy(update={"model": model, "adapter": Adapter()})
+    return fingerprint(load_model(alone)).weights
 
 
 def _start(config: Config, weights: str) -> str:

@@ -21,7 +21,7 @@ from covey.errors import RunError
 from covey.notices import notice
 from covey.objective.masked import joined
 from covey.run.folder import RunFolder
-from covey.run.records import read_episode
+from covey.run.records import read_episode, unsaid
 from covey.run.resume import last_good
 from covey.training.build import learner_of, reference_of
 from covey.training.checkpoint import restore
@@ -192,6 +192,12 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=notice)
+    usual = objective_of(config).beta
+    if not usual:  # a resume may have removed the KL penalty, and with it the reference
+        first = found.step + 1 if exact else step
+        rows = (row for row in run.steps(unsaid) if first <= row["step"] <= step)
+        if beta := max((row.get("objective/beta") or 0.0 for row in rows), default=0.0):
+            config = load_config(str(run.config_file), [f"objective.beta={beta!r}"])
     model, objective = load_model(config), objective_of(config)
     learner = learner_of(
         config,
@@ -201,6 +207,8 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
         exact_logp=recorded_exact_logp(run, config),
     )
     state = restore(learner.policy, learner.others, found, State(beta=objective.beta))
+    learner.apply_settings(state)
+    state.beta = state.beta if usual else 0.0
     behind = max(0, step - 1 - found.step)
     path = str(found.checkpoint or config.model.path)
     origin = Origin(checkpoint=found.step, path=path, replayed_steps=0, steps_behind=behind)
@@ -210,6 +218,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     for again in range(state.step + 1, step):
         recorded = read_step(run, again)
         state.step = again
+        state.beta = recorded.metrics.get("objective/beta", state.beta if usual else 0.0)
         *_, state.beta = training_step(learner.at(state), recorded.groups, again)
         state.episode += len(recorded.rollouts)
         state.tokens += recorded.tokens
