@@ -169,6 +169,8 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         """The next decode step processes slots 0 to width - 1."""
         self.reach = 0
         """Number of positions that the next decode step reads, at least max(place) + 1."""
+        self.steady = False
+        """Whether the rounding of a slot must not depend on the slot's number and other slots."""
 
     @property
     def bytes(self) -> int:
