@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from covey.environments.adapters import as_environment
 from covey.environments.calculator import Calculator
@@ -45,6 +46,20 @@ def test_the_time_that_tools_take_changes_nothing(model: LanguageModel) -> None:
     assert {r.finish for r in rollouts_of(instant)} <= {"stop", "length"}
     assert play(model, worlds.Sleeps, **slow) == instant
     assert play(model, worlds.SleepsAsync, **slow) == instant
+
+
+def test_the_time_that_tools_take_changes_no_rounding_of_long_conversations(
+    model: LanguageModel,
+) -> None:
+    few = {"count": 3, "group_size": 3, "timeout": 30.0, "max_tokens": 3000}  # 9 slots
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        instant = play(model, worlds.Quick, **few)
+        assert play(model, worlds.Sleeps, **few) == instant
+        assert play(model, worlds.SleepsAsync, **few) == instant
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("_forked_workers")

@@ -20,7 +20,7 @@ from covey.accel.parity import FAILURES, FLOAT32_TOLERANCE, first_layers, matche
 from covey.engines.native.kv_cache import KVCache, KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
 from covey.engines.native.prefill import cache_states
-from covey.engines.native.sizes import CAPACITY_STEP, SPARE_BYTES
+from covey.engines.native.sizes import CAPACITY_STEP, SPARE_BYTES, STEADY_ROWS
 from covey.engines.native.slots import Progress, Slots
 from covey.engines.native.transformers_decoder import RecomputeDecoder, TransformersDecoder
 from covey.engines.protocol import Limits
@@ -98,10 +98,12 @@ class EagerBackend:
         self.limits, sampling = limits, limits.sampling
         longest = limits.prompt_tokens + sampling.max_tokens
         capacity = -(-longest // CAPACITY_STEP) * CAPACITY_STEP
+        if limits.steady:
+            width = -(-width // STEADY_ROWS) * STEADY_ROWS
         cache = self.spare
         if cache is None or cache.slots != width or cache.capacity != capacity:
             cache = SlotCache(width, capacity, self.shape, self.model.device)
-        self.spare = None
+        self.spare, cache.steady = None, limits.steady
         if cache.place.device.type == "cpu" and cache.bytes <= SPARE_BYTES:
             self.spare = cache
         self.capacity = capacity
@@ -120,12 +122,12 @@ class EagerBackend:
         index = cache.active[:width].nonzero().flatten()
         if not len(index):
             return slots.progress(width)
-        cache.width = width
         # The rounding of sums depends on the shapes of tensors. So the shapes are fixed (all slots,
         # at full length) if a completion must not depend on the others in the batch.
         steady = self.limits.steady
+        cache.width = cache.slots if steady else width
         cache.reach = cache.capacity if steady else int(cache.place[:width].max()) + 1
-        hidden = self.decoder.step(slots.last[:width], cache)
+        hidden = self.decoder.step(slots.last[: cache.width], cache)
         head = self.model.head
         logits = head.logits(hidden)[index] if steady else head.logits(hidden[index])
         slots.draw(index, logits, self.limits.sampling.distribution)

@@ -173,6 +173,8 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
         """Number of slots, counted from slot 0, that the next decode step processes."""
         self.reach = 0
         """Number of positions that the next decode step reads, at least max(place) + 1."""
+        self.steady = False
+        """Whether the rounding of a slot must not depend on the slot's number and other slots."""
 
     @property
     def bytes(self) -> int:

@@ -194,7 +194,8 @@ class LlamaDecoder(Decoder):
         # The index of each new position in a cache that is flattened to [S * K * L, D].
         rows = torch.arange(len(place) * heads, device=place.device) * capacity
         rows += place.repeat_interleave(heads)
-        attend = _attention(seen, heads, self.blocks[0], self.embedding.weight)
+        batched = cache.reach <= SHORT or cache.steady
+        attend = _attention(seen, heads, self.blocks[0], self.embedding.weight, batched=batched)
         hidden = embedding(tokens, self.embedding.weight)
         for number, block in enumerate(self.blocks):
             qkv = block.qkv.together(_norm(block.input_norm, hidden))
@@ -235,12 +236,16 @@ def _heads(
 
 
 def _attention(
-    seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor
+    seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor, *, batched: bool
 ) -> Callable[..., torch.Tensor]:
-    """Return an attention function for a query [W, H, 1, D], keys and values [W, K, L, D]."""
+    """Return an attention function for a query [W, H, 1, D], keys and values [W, K, L, D].
+
+    `batched` chooses batched matrix products on a CPU. Unlike the fused attention kernel, which
+    divides long rows among threads, their rounding is the same in every slot.
+    """
     mask = seen[:, None, None]
     shared = block.qkv.widths[0] // (key_heads * block.head_size)
-    if weight.device.type == "cpu" and seen.shape[1] <= SHORT:
+    if weight.device.type == "cpu" and batched:
         bias = short_bias(mask, weight.dtype, key_heads, shared)
         return partial(short_attention, bias=bias, scale=block.scaling)
     return partial(

@@ -31,6 +31,9 @@ PAGE = 128
 positions, and a tile must not cross the boundary of a page."""
 LEAST_PAGE = 16
 """Minimum number of positions in a page: the smallest tile of tensor cores."""
+STEADY_ROWS = 8
+"""The number of slots is a multiple of STEADY_ROWS if rounding must not depend on other slots,
+because matrix products may round the last rows of other numbers of rows differently."""
 
 
 def width_for(completions: int) -> int:
