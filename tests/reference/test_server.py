@@ -252,7 +252,7 @@ def test_one_that_fails_does_not_take_the_others_with_it(embedded: LanguageModel
 def test_an_overloaded_server_says_when_to_come_again(
     embedded: LanguageModel, tmp_path: Path
 ) -> None:
-    settings = ServerSettings(name="slow", timeout=4.0, waiting=1)
+    settings = ServerSettings(name="slow", timeout=2.0, waiting=1)
     output, body = tmp_path / "output", body_of(embedded)
 
     def hang(self: Batcher, requests: Any) -> None:
@@ -277,7 +277,7 @@ def test_an_overloaded_server_says_when_to_come_again(
     finally:
         slow.kill()
     assert [(a.status, a.headers["Retry-After"]) for a in answers] == [(503, "1")] * 3
-    assert [a.error for a in answers] == ["the queue is full", *["not done within 4 s"] * 2]
+    assert [a.error for a in answers] == ["the queue is full", *["not done within 2 s"] * 2]
     assert counted['errors_total{status="503"}'] == 3
 
 
