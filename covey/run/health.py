@@ -34,7 +34,7 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines, of which a single one may solve the problem."""
+    """Suggested configuration lines; any one of these lines may solve the problem."""
     also: str
     """Advice that is not a change of settings, such as to use easier prompts; may be empty."""
     problem: bool

@@ -135,8 +135,8 @@ def _enable_controllers(folder: Path) -> bool:
     """Enable the memory, pids and cpu controllers for the children of a cgroup.
 
     Only the root cgroup may both contain processes and delegate controllers. If the cgroup is not
-    the root cgroup, its processes are first moved to a child cgroup. The processes are not moved if
-    one of them belongs to another session than this process.
+    the root cgroup, its processes are first moved to a child cgroup. No process is moved if any
+    process of the cgroup belongs to a different session than this process.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):

@@ -38,7 +38,7 @@ def read_expected(text: str) -> object:
 def matches(expected: object, reply: bytes) -> bool:
     """Return whether the return value of a program's function equals the expected value.
 
-    `reply` is the return value as JSON that the sandboxed process wrote.
+    `reply` is the JSON text with the return value that the sandboxed process sent.
 
     Values of different types are not equal, as in Python: a list does not equal a tuple. A number
     equals an expected float if the relative difference is at most 1e-6. If 0.0 is expected, the

@@ -25,7 +25,7 @@ from covey.subprocesses import PipedProcess, pickled
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 1.0
-"""Seconds that a worker process has after the time limit to cancel its concurrent jobs."""
+"""Time in seconds for a worker process to cancel its concurrent jobs, after the time limit."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
 """Target duration of a batch of jobs in seconds. A batch has many quick jobs or one slow job."""

@@ -121,7 +121,8 @@ class ConsoleTracker(Tracker):
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
-        """Print the results and where the model is, or how to resume after an early stop."""
+        """Print the results and the path of the model; after an early stop, print the resume
+        command."""
         if done < steps:
             saved = f"saved step {done} of {steps}" if done else "no step has ended, none is saved"
             self.note(f"{signal}: {saved}")
