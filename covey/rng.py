@@ -2,7 +2,8 @@
 
 Each number depends only on (seed, step, prompt, sample, turn, position). The generator is numpy's
 counter-based Philox, which needs no state between draws. The numbers therefore do not depend on the
-batch size, the order of requests or the number of workers, and a resume does not change them.
+batch size, the order of requests or the number of workers. A resumed run draws the same numbers as
+an uninterrupted run.
 """
 
 from __future__ import annotations

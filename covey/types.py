@@ -2,8 +2,8 @@
 
     Prompt -> Rollout -> Group -> Batch
 
-In tensor shapes, B is the number of batch rows, T the padded number of completion tokens, and P the
-padded number of prompt tokens.
+In tensor shapes, B is the number of rows in the batch. T and P are the padded numbers of completion
+tokens and prompt tokens.
 
 This module imports torch only for type checking, so that tasks and rewards can import the types
 without torch.
@@ -290,8 +290,8 @@ class Batch:
     returns for a mini-batch; None if the objective has no `marks`."""
 
     host: HostRows | None = None
-    """A CPU copy of the batch's tokens, lengths, mask and rollout indices; None if the batch is on
-    the CPU or has no CPU copy."""
+    """A CPU copy of the batch's tokens, lengths, mask and rollout indices, if the batch is on a
+    GPU; may be None."""
     kept: KeptSets | None = None
     """The tokens that top-k, top-p and min-p allowed at each position, on the CPU; None if the
     rollouts do not record these tokens."""

@@ -1,8 +1,8 @@
 """A client that gets the log-probabilities of a reference policy from a server over HTTP.
 
 If the server is restarting, overloaded or not yet up, the client retries for up to `patience`
-seconds. A retry is safe because requests do not change the server's state. An error that a retry
-cannot fix, such as a wrong bearer token, ends the run with the server's message.
+seconds. A retry is safe because requests do not change the server's state. If a retry cannot fix an
+error, such as a wrong bearer token, the run ends with the server's error message.
 """
 
 from __future__ import annotations

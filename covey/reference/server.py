@@ -161,9 +161,9 @@ class Service:
     async def _body(self, request: Request, keep: int) -> bytes | None:
         """Read the body of a request. Return None if the body is larger than `keep` bytes.
 
-        If a body is slightly larger than the size limit, the server still reads the whole body, so
-        that the client gets an error message instead of a broken connection. The server stops
-        reading if the body is far above the size limit or arrives too slowly.
+        If a body is slightly larger than the size limit, the server reads the whole body before it
+        replies. Otherwise, the client would get a broken connection instead of an error message.
+        The server stops reading if the body is far above the size limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds
@@ -281,7 +281,8 @@ class Batcher:
                 self._finish(batch)
 
     def _next(self) -> list[QueuedRequest]:
-        """Wait for a request, and return it with further requests that fit into the same batch."""
+        """Wait for a request, and return a list of this request and further requests for the same
+        batch."""
         first = self._left_over or self._queue.get()
         self._left_over = None
         batch, tokens = [first], padded_tokens(first.request.batch)

@@ -89,7 +89,8 @@ class Episodes:
     sampling: Sampling
     step: int
     finished: Callable[[int, Rollout], None]
-    """A function that is called when a rollout ends, with the index of its prompt and the rollout.
+    """A function that is called when a rollout ends; its arguments are the prompt's index and the
+    rollout.
     """
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     """Finished rollouts; the key is (prompt index, sample index)."""
@@ -288,7 +289,8 @@ class _Conversation:
         self.turns.append(turn)
 
     def add_context(self, context: Context, messages: Sequence[Message]) -> None:
-        """Append the next turn's prompt to the last segment, or begin a new segment with it."""
+        """Append the next turn's prompt to the last segment, or begin a new segment with this
+        prompt."""
         self.context = context
         first = not self.segments
         start = stop = 0

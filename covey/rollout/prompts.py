@@ -1,4 +1,5 @@
-"""Draws the prompts of a training step and its refill rounds, at random or by a curriculum.
+"""Draws the prompts of a training step and of the step's refill rounds, at random or by a
+curriculum.
 
 The random numbers that draw prompts depend only on the seed and the step, so a resumed run draws
 the same prompts as an uninterrupted run.

@@ -64,7 +64,8 @@ class Health:
     active: dict[str, Finding] = field(default_factory=dict)
     """Maps the name of a health check to its finding at the last training step."""
     logged: dict[str, int] = field(default_factory=dict)
-    """Maps the name of a health check to the step at which its finding was last logged."""
+    """Maps the name of a health check to the last step at which Covey logged the check's
+    finding."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
         """Run the checks on the metrics of a new step; return the findings to log now."""

@@ -25,7 +25,8 @@ from covey.run.metric_registry import METRICS, is_number
 KEPT = 60
 """Number of recent steps whose metrics stay in memory for health checks."""
 START = 5
-"""The initial value of a metric is its mean over this number of steps at the start of the run."""
+"""Number of steps at the start of a run. The initial value of a metric is its mean over these
+steps."""
 BLOCK = 5
 """Number of training steps in a block. Health checks compare a metric's means over two blocks of
 steps."""

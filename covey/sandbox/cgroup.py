@@ -96,8 +96,8 @@ def parent_here() -> Path | None:
 def find_parent(mountinfo: str, membership: str) -> Path | None:
     """Return a usable directory for new cgroups: this process's cgroup or one of its parents.
 
-    A process that leaves a cgroup escapes the limits of this cgroup, so the search through the
-    parents stops at the first cgroup that has limits.
+    The search through the parents stops at the first cgroup that has limits, because a process that
+    leaves this cgroup would escape the limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:

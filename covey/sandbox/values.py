@@ -1,8 +1,8 @@
 """Compares a sandboxed program's results with expected values, outside the sandbox.
 
 A program's result is untrusted JSON. The comparison never creates an object of a class that the
-program defines. The comparison visits at most as many items as the expected value has, so it is
-fast even for a huge result.
+program defines. The comparison is fast even for a huge result, because it visits no more items than
+the expected value has.
 """
 
 from __future__ import annotations

@@ -276,8 +276,8 @@ class Pool:
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
         """Mark the job that hung or crashed as failed, and put the other jobs back into the queue.
 
-        If the worker ran several jobs concurrently, all of them return to the queue and run again,
-        one at a time.
+        If the worker ran several jobs concurrently, all these jobs return to the queue and run
+        again, one at a time.
         """
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:

@@ -65,7 +65,8 @@ def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    """Return an evaluation in one line, with the mean reward if it differs from the accuracy."""
+    """Return an evaluation as one line of text; include the mean reward if it differs from the
+    accuracy."""
     numbers = "  ".join(
         f"{name} {estimate_text(name, estimate.row())}"
         for name, estimate in evaluation.estimates.items()

@@ -92,9 +92,9 @@ class ExternalTracker(Tracker):
 class RememberingTracker(ExternalTracker):
     """A tracker that never logs a step twice, for packages with append-only logs, such as W&B.
 
-    A resumed run repeats the steps after its checkpoint, with the same numbers. To log no step
-    twice, the tracker stores the package's run id and the last logged steps in the run folder, in a
-    file NAME.json such as wandb.json.
+    A resumed run repeats the steps after its checkpoint, with the same numbers. The tracker does
+    not log repeated steps again. A file in the run folder, such as wandb.json, stores the package's
+    run id and the last logged steps.
     """
 
     name: str
