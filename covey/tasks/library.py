@@ -100,8 +100,7 @@ def documents() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library(SplitTask):
-    """Questions about 400 towns, with at most `max_hops` hops. A fixed quarter of the towns is held
-    out.
+    """Questions of at most `max_hops` hops; a fixed quarter of the country's 400 towns is held out.
 
     `info["sources"]` lists the ids of the documents that are needed to find the answer.
     """
