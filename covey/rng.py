@@ -2,7 +2,8 @@
 
 Each number depends only on (seed, step, prompt, sample, turn, position). The generator is numpy's
 counter-based Philox, which needs no state between draws. The numbers therefore do not depend on the
-batch size, the order of requests or the number of workers, and a resume does not change them.
+batch size, the order of requests or the number of workers. A resumed run draws the same numbers as
+an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _hash(name: str) -> int:
 
 
 class Address(NamedTuple):
-    """The values that determine a completion's random numbers, one number per token."""
+    """The values that determine the random numbers for sampling the tokens of a completion."""
 
     seed: int
     step: int
@@ -91,7 +92,7 @@ def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
 def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
     """Return the data indices of the SFT solutions `start` to `stop - 1`, in training order.
 
-    Each epoch has a new order of all solutions, and epochs follow each other without a gap.
+    Each epoch has a new order of all solutions.
     """
     places = (divmod(number, size) for number in range(start, stop))
     return [int(_epoch_order(seed, epoch, size, _SOLUTIONS)[place]) for epoch, place in places]
@@ -106,8 +107,9 @@ def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
     """Return item indices, drawn without replacement, with probabilities proportional to `weights`.
 
     Items of weight 0 are left out. For each item `i` with a positive weight, the function draws an
-    exponential variable of rate `weights[i]`. The items are sorted by these variables (Efraimidis
-    and Spirakis). Changing one weight therefore leaves the order of all other items unchanged.
+    exponential variable of rate `weights[i]`. The items are sorted by their exponential variables
+    (Efraimidis and Spirakis). Changing one weight therefore leaves the order of all other items
+    unchanged.
     """
     generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
     times = generator.standard_exponential(len(weights))

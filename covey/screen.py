@@ -17,7 +17,7 @@ from covey.escape import printable
 UNLIMITED = 100_000
 """A console width, in characters, that is larger than the width of any table."""
 LEAST_WIDTH = 120
-"""Minimum width, in characters, of a console for tables whose numbers must not be cut off."""
+"""Minimum width, in characters, of a console that must not cut off the numbers in tables."""
 
 
 class Screen(Console):

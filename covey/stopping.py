@@ -1,7 +1,7 @@
 """Handling of Ctrl-C and SIGTERM during a run.
 
-After the first signal the run finishes the current step. If the step is waiting for another process
-or machine, the run gives up the wait a few seconds after the signal.
+After the first signal, the run finishes the current step. If the step is waiting for another
+process or machine, the run stops waiting a few seconds after the signal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Context manager in which a stop signal may end the main thread's wait with GivenUp."""
+    """Context manager for waiting in the main thread; a stop signal may end the wait with
+    GivenUp."""
     global _waits
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -6,7 +6,8 @@ module runs its code. Covey therefore imports only modules that the user has lis
 Python API accepts functions of any module, because the user chose to run the calling program.
 
 A function that a config names must be defined in Python, in a trusted module. Covey refuses a
-function that a trusted module only imports from an untrusted module, such as `subprocess.run`.
+function such as `subprocess.run` that is defined in an untrusted module, even if a trusted module
+imports it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     Prompt -> Rollout -> Group -> Batch
 
-In tensor shapes, B is the number of batch rows, T the padded number of completion tokens, and P the
-padded number of prompt tokens.
+In tensor shapes, B is the number of rows in the batch. T and P are the padded numbers of completion
+tokens and prompt tokens.
 
 This module imports torch only for type checking, so that tasks and rewards can import the types
 without torch.
@@ -88,7 +88,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One message of an episode: tokens `start` to `stop` of segment number `segment`."""
+    """One message of an episode: the tokens from `start` to `stop - 1` in the segment with index
+    `segment`."""
 
     role: str
     segment: int = 0
@@ -211,8 +212,8 @@ class Batch:
     A rollout takes one row, or several rows if the chat template rewrote earlier messages. Means
     and other statistics count each rollout once.
 
-    `collate` fills the fields from `prompt_tokens` to `state`. Forward passes fill those fields
-    from `old_logp` to `entropy` that the objective needs. After these forward passes, the objective
+    `collate` fills the fields from `prompt_tokens` to `state`. Forward passes fill the fields from
+    `old_logp` to `entropy`, except fields that the objective does not need. The objective then
     computes `token_penalty`, `advantage` and `targets` over the whole batch, because these fields
     may depend on all rollouts. The objective computes `weight`, `correction` and `marked` for each
     mini-batch, because each mini-batch has its own loss and optimizer step. A micro-batch contains
@@ -289,8 +290,8 @@ class Batch:
     returns for a mini-batch; None if the objective has no `marks`."""
 
     host: HostRows | None = None
-    """A CPU copy of the batch's tokens, lengths, mask and rollout indices; None if the batch is on
-    the CPU or has no CPU copy."""
+    """A CPU copy of the batch's tokens, lengths, mask and rollout indices, if the batch is on a
+    GPU; may be None."""
     kept: KeptSets | None = None
     """The tokens that top-k, top-p and min-p allowed at each position, on the CPU; None if the
     rollouts do not record these tokens."""
@@ -449,7 +450,8 @@ class HostRows:
         return HostRows(**{name: value.cpu() for name, value in fields if value is not None})
 
     def rows(self, index: torch.Tensor, width: int, prompt_width: int) -> HostRows:
-        """Return the given rows, cut to `width` completion and `prompt_width` prompt tokens."""
+        """Return the given rows, cut to `width` completion tokens and `prompt_width` prompt
+        tokens."""
         return HostRows(
             prompt_tokens=self.prompt_tokens[index, :prompt_width],
             prompt_lengths=self.prompt_lengths[index],

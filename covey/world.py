@@ -1,4 +1,5 @@
-"""Class `World`: the interface to the ranks of a run, and its implementation for a single rank.
+"""The class `World`, which is the interface to the ranks of a run and the implementation for one
+rank.
 
 The subclass for several ranks is `Ranks` in training/parallel/ranks.py.
 """

@@ -1,7 +1,8 @@
 """Surrogates: the per-token objectives that training maximizes.
 
 On policy, where the ratio r is 1, the gradient of every surrogate with respect to logp is the
-advantage. Surrogates differ for tokens whose probability has changed since the batch was collected.
+advantage. The gradients of surrogates differ for tokens whose probability has changed since the
+batch was collected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Advantages for the turns of multi-turn rollouts.
 
-An environment may give a reward to each turn of a rollout. If the turn rewards r_k do not sum to
-the rollout's reward R, the last turn gets the difference:
+An environment may give a reward to each turn of a rollout. If the turn rewards do not sum to the
+rollout's reward R, the difference is added to the reward of the last turn. In the formulas, r_k is
+the reward of turn k, and U_k is its discounted return:
 
     r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
 
@@ -82,9 +83,9 @@ def by_turn(
 ) -> torch.Tensor:
     """The return of each turn, standardized over the turns of its group.
 
-    With `compare = "turn"`, a turn is compared only with turns of the same index. Turns of the same
-    index have different states after the rollouts diverge. The algorithm `gigpo` compares only
-    turns in equal states.
+    With `compare = "turn"`, a turn is compared only with turns of the same index. The k-th turns of
+    two rollouts may start from different states. The algorithm `gigpo` compares only turns in equal
+    states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)

@@ -24,9 +24,9 @@ def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """Weights 1 / (N T_i): average over each rollout's tokens, then over the N rollouts.
 
     GRPO, arXiv 2402.03300. Tokens of short completions get more weight than tokens of long
-    completions, so long wrong completions are penalized too little (arXiv 2503.20783). With one
-    ratio per completion, all tokens of a rollout have the same surrogate, and the weighted sum is
-    the mean surrogate of the rollouts.
+    completions, so long wrong completions are penalized too little (arXiv 2503.20783). If the
+    objective uses one ratio per completion, the weighted sum is the mean of the rollouts'
+    surrogates.
     """
     tokens = row_tokens(batch.mask)
     if totals.rollout_tokens is not None and batch.rollout is not None:
@@ -40,7 +40,7 @@ def sequence_mean_token_sum(batch: Batch, totals: Totals) -> torch.Tensor:
 
 
 def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -> torch.Tensor:
-    """Weights 1 / (N length) with a constant `length`, which avoids a bias by rollout length.
+    """Weights 1 / (N length) with a constant `length`, equal for tokens of short and long rollouts.
 
     Dr.GRPO, arXiv 2503.20783.
     """

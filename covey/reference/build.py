@@ -1,4 +1,5 @@
-"""Builds the reference policy and the teacher from the sections [reference] and [teacher]."""
+"""Builds the reference policy and the teacher from the configuration's sections [reference] and
+[teacher]."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A client that gets the log-probabilities of a reference policy from a server over HTTP.
 
 If the server is restarting, overloaded or not yet up, the client retries for up to `patience`
-seconds. A retry is safe because requests do not change the server's state. An error that a retry
-cannot fix, such as a wrong bearer token, ends the run with the server's message.
+seconds. A retry is safe because requests do not change the server's state. If a retry cannot fix an
+error, such as a wrong bearer token, the run ends with the server's error message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from covey.types import Batch
 UNAVAILABLE = frozenset({502, 503, 504})
 """The HTTP statuses of a server or proxy that is temporarily unavailable."""
 LARGEST_TEXT = 65_536
-"""Maximum size in bytes of a reply without tensors, that is, of a health report or an error."""
+"""Maximum size in bytes of health reports and error replies, which contain no tensors."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 RECORD_FILE = "reference.json"
 
@@ -84,8 +84,8 @@ class ServerReference(Reference):
     policy's tokenizer.
     """
     weights: str = ""
-    """The digest that the server's weights must have. If the required digest is empty, the server's
-    first reply sets it."""
+    """The digest that the server's weights must have. If `weights` is empty, the client takes the
+    digest from the server's first reply."""
     note: Callable[[str], None] = notice
     budget: int = field(init=False)
     """Maximum number of padded tokens that the server accepts in one request."""
@@ -108,7 +108,7 @@ class ServerReference(Reference):
         return f"server {self.address.url} {self.weights}"
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return the log-probability and the entropy of every trained token, from the server."""
+        """Ask the server for the log-probability and the entropy of every trained token."""
         whole = torch.zeros((len(LogProbs._fields), *batch.tokens.shape))
         for index in padded_parts(batch, self.budget):
             rows = batch.rows(index)

@@ -33,7 +33,7 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 CONNECTION = "covey.connection"
 """The key of the `Connection` object in the state of a request's ASGI scope."""
 LINGER = 30.0
-"""The seconds that a client has to read its reply before the server aborts the connection."""
+"""Time limit in seconds for a client to read its reply, before the server aborts the connection."""
 LOG_SECONDS = 10.0
 """Minimum number of seconds between two equal log lines. Repeats of a log line within this time are
 counted, but not written."""
@@ -92,7 +92,7 @@ class ConnectionLimiter:
     def _end(self, connection: Connection) -> None:
         """Close a connection that timed out.
 
-        The client has LINGER seconds to read a reply before the connection is aborted.
+        The connection is aborted if the client does not read its reply within `LINGER` seconds.
         """
         transport = connection.transport
         transport.close()
@@ -103,7 +103,7 @@ class Connection(H11Protocol):
     """An HTTP connection that reports its phase to the limiter."""
 
     limiter: ConnectionLimiter
-    """The limiter of the server, which `make_server` sets in a subclass."""
+    """The server's limiter. The function `make_server` sets this attribute in a subclass."""
     timer: asyncio.TimerHandle | None = None
 
     def __init__(

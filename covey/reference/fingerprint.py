@@ -17,8 +17,8 @@ class Fingerprint:
     """Three digests of a model, as SHA-256 in hexadecimal."""
 
     tokenizer: str
-    """The digest of the text of every token id and of the special token ids. The tokenizer's digest
-    must be the same on client and server."""
+    """The digest of the vocabulary (the text of every token id) and of the special token ids. The
+    tokenizer's digest must be the same on client and server."""
     model: str
     """The digest of architecture, vocabulary size, number of layers and hidden size. Client and
     server may have different architectures, because the reference model may be larger than the

@@ -1,4 +1,5 @@
-"""References with the starting weights, either as a copy or as the model without its adapter."""
+"""Reference policies with the starting weights: a copy of these weights, or the policy without its
+adapter."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class FrozenReference(Reference):
 
     kind: ClassVar[str] = "frozen"
     borrowed: ClassVar[bool] = False
-    """Whether the model belongs to the policy, so that the reference must not freeze it."""
+    """Whether the reference uses the policy's own model, which must not be frozen."""
 
     model: LanguageModel
     temperature: float

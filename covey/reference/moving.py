@@ -34,8 +34,8 @@ class MovingReference(FrozenReference):
     file: str = REFERENCE_FILE
     """The name of the checkpoint file with the reference weights."""
     weights: dict[str, torch.Tensor] = field(init=False)
-    """The weights of the reference in float32, as in the optimizer, because bfloat16 would lose
-    small updates."""
+    """The weights of the reference in float32. In bfloat16, small updates would be lost by
+    rounding."""
 
     def __post_init__(self) -> None:
         FrozenReference.__post_init__(self)

@@ -43,8 +43,8 @@ from covey.reference.wire import (
 )
 
 DISCARD_FACTOR = 4
-"""The server reads and discards a request body that is too large, up to this many times the size
-limit."""
+"""If a request body is too large, the server reads and discards at most `DISCARD_FACTOR` times the
+size limit."""
 BODY_RATE = 2**18
 """The minimum upload rate in bytes per second. A request body that arrives at this rate or faster
 never times out."""
@@ -61,7 +61,8 @@ class ServerSettings:
     max_megabytes: float = 64.0
     max_tokens: int = 131_072
     timeout: float = 120.0
-    """The time limit for a request in seconds, including its upload and its wait in the queue."""
+    """The time limit for a request in seconds, including the upload and the waiting time in the
+    queue."""
     waiting: int = 64
     """Maximum number of requests in the queue."""
     connections: int = 256
@@ -69,8 +70,8 @@ class ServerSettings:
     head_seconds: float = 10.0
     """The time limit in seconds for receiving the head of a request."""
     body_seconds: float = 20.0
-    """The time limit in seconds for receiving a request's body. Each BODY_RATE bytes of the body
-    extend the limit by one second."""
+    """The time limit in seconds for receiving a request's body. The time limit grows by one second
+    for every `BODY_RATE` bytes that the server receives."""
 
     @property
     def max_bytes(self) -> int:
@@ -160,9 +161,9 @@ class Service:
     async def _body(self, request: Request, keep: int) -> bytes | None:
         """Read the body of a request. Return None if the body is larger than `keep` bytes.
 
-        If a body is slightly larger than the size limit, the server still reads the whole body, so
-        that the client gets an error message instead of a broken connection. The server stops
-        reading if the body is far above the size limit or arrives too slowly.
+        If a body is slightly larger than the size limit, the server reads the whole body before it
+        replies. Otherwise, the client would get a broken connection instead of an error message.
+        The server stops reading if the body is far above the size limit or arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds
@@ -243,8 +244,9 @@ class QueuedRequest:
 class Batcher:
     """Answers queued requests in order of arrival, with several requests in each batch.
 
-    The rows of a batch do not attend to each other. Other requests in a batch therefore change a
-    result only by rounding errors, which are at most 1e-5 in float32 on a CPU.
+    The rows of a batch do not attend to each other. The result of a request therefore depends on
+    the other requests in the batch only by rounding errors. In float32 on a CPU, the rounding
+    errors are at most 1e-5.
     """
 
     def __init__(self, model: LanguageModel, *, max_tokens: int, waiting: int) -> None:
@@ -279,7 +281,8 @@ class Batcher:
                 self._finish(batch)
 
     def _next(self) -> list[QueuedRequest]:
-        """Wait for a request, and return it with further requests that fit into the same batch."""
+        """Wait for a request, and return a list of this request and further requests for the same
+        batch."""
         first = self._left_over or self._queue.get()
         self._left_over = None
         batch, tokens = [first], padded_tokens(first.request.batch)

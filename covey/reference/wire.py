@@ -32,17 +32,17 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
 """The dtype and the number of dimensions of each tensor in a request."""
 
 BYTES_PER_TOKEN = 17
-"""Maximum number of bytes per padded token in a request, including the tensors of lengths."""
+"""Maximum number of bytes per padded token in a request, including `prompt_lengths` and
+`lengths`."""
 HEADER_BYTES = 4096
 """Maximum number of bytes for tensor names, shapes and metadata in a request."""
 SLACK = 1e-4
-"""Because of rounding, a log-probability may be this much above 0, and an entropy may be this much
-below 0.
+"""The check of a reply allows for rounding errors: a log-probability may exceed 0 by at most
+`SLACK`, and an entropy may be below 0 by at most `SLACK`.
 
-A log-probability and an entropy are differences between logits and their logsumexp, computed in
-float32. With logits up to `2 ** 9`, the rounding error of the difference is at most `2 ** -15`,
-about 3e-5. A temperature below 1 increases the logits, and therefore also increases the allowed
-error.
+Log-probabilities are computed in float32, as logits minus their logsumexp. With logits up to 512,
+the rounding error of a log-probability is at most `2 ** -15`, about 3e-5. A temperature below 1
+increases the logits, and therefore also increases the allowed error.
 """
 
 
@@ -72,7 +72,7 @@ class Bounds:
 
 
 def padded_tokens(batch: Batch) -> int:
-    """Return the number of rows times the longest row's length, which determines memory use."""
+    """Return the number of rows times the length of the longest row, as a measure of memory use."""
     return len(batch) * int((batch.prompt_lengths + batch.lengths).max())
 
 
@@ -112,7 +112,7 @@ def encode_reply(values: LogProbs, weights: str) -> bytes:
 
 
 def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[LogProbs, str]:
-    """Return the values and the weights digest of a reply.
+    """Return the log-probabilities, the entropies and the weights digest that a reply contains.
 
     Raise WireError if the reply is invalid.
     """

@@ -101,8 +101,8 @@ class Collector:
     """The ranks that share generation and scoring. Each rank collects some groups, and then
     receives the groups of all ranks."""
     updates: int = 0
-    """Number of optimizer steps per training step; 0 in evaluations. Some reward functions take the
-    number of optimizer steps so far as an argument, which Covey computes from `updates`."""
+    """Number of optimizer steps per training step; 0 in evaluations. Covey computes `global_step`,
+    which some reward functions read, from `updates`."""
     max_steps: int = 0
     """Number of optimizer steps of the whole run; 0 if there is no training run."""
 

@@ -89,7 +89,8 @@ class Episodes:
     sampling: Sampling
     step: int
     finished: Callable[[int, Rollout], None]
-    """A function that is called when a rollout ends, with the index of its prompt and the rollout.
+    """A function that is called when a rollout ends; its arguments are the prompt's index and the
+    rollout.
     """
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     """Finished rollouts; the key is (prompt index, sample index)."""
@@ -129,7 +130,8 @@ class SingleTurnEpisodes(Episodes):
 
     @property
     def limits(self) -> Limits:
-        """Upper limits on the engine requests; each single-turn episode makes one request."""
+        """Upper limits on the number and size of engine requests. Each single-turn episode makes
+        one request."""
         return Limits(
             sampling=self.sampling,
             requests=len(self.prompts) * self.sampling.group_size,
@@ -179,7 +181,7 @@ class Interaction:
     host: Host
     call_format: CallFormat
     stops: tuple[str, ...] = ()
-    """Stop strings that end a turn of the policy, because they end a tool call."""
+    """Stop strings that end a turn of the policy, such as `</tool_call>`."""
     max_turns: int
     """Maximum number of the policy's turns in an episode."""
     max_calls: int
@@ -252,10 +254,10 @@ class _Conversation:
     segments: list[_Growing] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     scored: dict[int, str] = field(default_factory=dict)
-    """The policy's texts as they are scored and recorded, by the index of their message."""
+    """Maps the index of each policy message to the text that is scored and recorded."""
     calls: int = 0
     finish: Finish = "stop"
-    """Why the episode ended; the value has no meaning before the end of the episode."""
+    """Why the episode ended; meaningless while the episode is in progress."""
     version: int = 0
 
     @property
@@ -268,7 +270,7 @@ class _Conversation:
         return sum(turn.role == "assistant" for turn in self.turns)
 
     def add_turn(self, completion: Completion, message: Message, text: str) -> None:
-        """Add a turn of the policy; `text` is its text as it is scored and recorded."""
+        """Add a turn of the policy; `text` is the text of the turn that is scored and recorded."""
         segment = self.segments[-1]
         start, stop = segment.add(completion.tokens, completion.logp)
         segment.versions += [
@@ -287,7 +289,8 @@ class _Conversation:
         self.turns.append(turn)
 
     def add_context(self, context: Context, messages: Sequence[Message]) -> None:
-        """Append the next turn's prompt to the last segment, or begin a new segment with it."""
+        """Append the next turn's prompt to the last segment, or begin a new segment with this
+        prompt."""
         self.context = context
         first = not self.segments
         start = stop = 0
@@ -357,7 +360,8 @@ class MultiTurnEpisodes(Episodes):
 
     @property
     def limits(self) -> Limits:
-        """Upper limits on the engine requests; a multi-turn episode makes one request at a time."""
+        """Upper limits on the number and size of engine requests. Each episode has at most one
+        request in flight."""
         episodes = len(self.prompts) * self.sampling.group_size
         return Limits(
             sampling=self.sampling,

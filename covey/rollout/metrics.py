@@ -183,7 +183,8 @@ _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 
 
 def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return metrics of answer variety, and the accuracy of the best constant answer."""
+    """Return metrics of how varied the answers are, and the accuracy of the best constant
+    answer."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     some = rollouts[:: math.ceil(len(rollouts) / MOST_READ)]
     answers = [final_answer(rollout.text) for rollout in some]

@@ -1,6 +1,7 @@
 """Overlapped generation: generates rollouts up to a fixed number of steps ahead of training.
 
-Overlap has two modes, where k is the staleness in steps:
+Let k be the staleness, the number of steps by which generation runs ahead of training. Overlap has
+two modes:
 
     ahead   the trainer's weights generate the rollouts of k + 1 steps in one call: steps s to s + k
             with the weights of step s - 1. A large call decodes more tokens per second.
@@ -55,8 +56,8 @@ class CopySource:
 
     The thread processes requests for rollouts, called tickets, one by one. A ticket requests the
     rollouts of one step. A step's rollouts are generated with the trainer's weights at the time
-    when the step's ticket was queued. A snapshot stores the weights for a ticket until the engine
-    loads the snapshot. At most `overlap.staleness` + 1 snapshots exist at a time.
+    when the step's ticket was queued. A snapshot is a copy of the trainer's weights, which is kept
+    until the engine loads it. At most `overlap.staleness` + 1 snapshots exist at a time.
     """
 
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
@@ -70,7 +71,7 @@ class CopySource:
             )
         self.queue: SimpleQueue[tuple[Ticket, Snapshot] | None] = SimpleQueue()
         self.started: dict[int, Future[StepRollouts]] = {}
-        """The rollouts of each requested step that the training loop has not taken yet."""
+        """Maps each requested step to its rollouts, until the training loop takes the rollouts."""
         self.closed = False
         self.thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
         self.thread.start()
@@ -97,7 +98,8 @@ class CopySource:
         return found
 
     def pending(self, after: int) -> list[StepRollouts]:
-        """Wait for the rollouts of all started steps, and return those that did not fail.
+        """Wait for and return the rollouts of all requested steps later than `after`, except failed
+        steps.
 
         A resumed run generates the rollouts of failed steps again.
         """

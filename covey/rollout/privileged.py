@@ -1,9 +1,9 @@
 """Privileged text: extra text in the teacher's prompt, used when the policy is its own teacher.
 
 Privileged text is a correct completion of the same group, the reward's feedback on the rollout, or
-a column of the data. The teacher computes the log-probs of a rollout's tokens after a prompt with
-the privileged text. Each rollout stores its teacher prompt, so checkpoints, replayed groups and
-rollout files contain teacher prompts too.
+a column of the data. The teacher's prompt contains the privileged text. Given this prompt, the
+teacher computes the log-probs of the rollout's tokens. Each rollout stores its teacher prompt, so
+checkpoints, replayed groups and rollout files contain teacher prompts too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Draws the prompts of a training step and its refill rounds, at random or by a curriculum.
+"""Draws the prompts of a training step and of the step's refill rounds, at random or by a
+curriculum.
 
 The random numbers that draw prompts depend only on the seed and the step, so a resumed run draws
 the same prompts as an uninterrupted run.
@@ -93,9 +94,9 @@ def prompt_notes(model: LanguageModel, prompts: Sequence[Prompt]) -> list[str]:
 
 FILE = "prompts.json"
 NEW = 0.5
-"""The pass rate that is assumed for a prompt without results."""
+"""The assumed pass rate of a prompt that has no scored completions."""
 SLOWER = 5
-"""A task has a fast and a slow running mean of its pass rate. The slow mean averages over SLOWER
+"""A task has a fast and a slow running mean of its pass rate. The slow mean averages over `SLOWER`
 times as many groups as the fast mean."""
 MOST_PROMPTS = 10**7
 
@@ -114,7 +115,7 @@ class PromptRecord:
 
     @property
     def pass_rate(self) -> float:
-        """The fraction of all completions so far that are correct."""
+        """The fraction of the prompt's scored completions that are correct."""
         return self.successes / self.completions if self.completions else NEW
 
 
@@ -129,7 +130,7 @@ class PartRecord:
 
     @property
     def progress(self) -> float:
-        """Absolute change of the pass rate over recent groups."""
+        """The absolute difference between the fast and the slow running mean of the pass rate."""
         return abs(self.fast - self.slow)
 
 

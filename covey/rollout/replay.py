@@ -1,10 +1,10 @@
 """Replay: training again on recent groups with both correct and incorrect completions.
 
-A replayed group keeps the log-probs and the weight versions from its sampling. Training treats a
-replayed group like any other stale group. The log-probs `old_logp` are computed with the policy's
-weights at the start of the step. The objective's importance-sampling correction multiplies the
-weight of each token by `exp(old_logp - sampler_logp)`. The statistics of a replayed group include
-only its own rollouts.
+A replayed group keeps the log-probs and the weight versions with which it was sampled. Training
+treats a replayed group like any other stale group. The log-probs `old_logp` are computed with the
+policy's weights at the start of the step. The objective's importance-sampling correction multiplies
+the weight of each token by `exp(old_logp - sampler_logp)`. The mean reward of a replayed group
+includes only the rollouts of this group.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Ticket(NamedTuple):
     share: float
     """The completed fraction of the run, from 0 to 1. Reward weights may depend on `share`."""
     picks: tuple[int, ...] = ()
-    """Indices of the prompts that a curriculum drew, with the prompts of refill rounds last; empty
-    without a curriculum."""
+    """Indices of the prompts that a curriculum drew; empty without a curriculum. The prompts of
+    refill rounds come last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,9 @@ class RolloutSource(Protocol):
 
         start(tickets up to k steps ahead, weights, version) -> take(step) -> train
 
-    If the source works k steps ahead of training, the groups of step s + k are generated with the
-    weights after training step s - 1. The training loop takes the rollouts of every step once, in
-    the order of the steps.
+    If the source works k steps ahead of training, the weights after step s - 1 generate the groups
+    of step s + k. The training loop takes the rollouts of every step once, in the order of the
+    steps.
     """
 
     def start(self, tickets: Sequence[Ticket], weights: WeightSource, version: int) -> None:
@@ -127,7 +127,7 @@ class SynchronousSource:
         """Do nothing."""
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Collect a step's groups with the policy's current weights, and log the notes."""
+        """Collect a step's groups with the policy's current weights, and log notes for the user."""
         policy = self.parts.policy
         share = (step - 1) / self.parts.config.train.steps if share is None else share
         self.start([Ticket(step, policy.version, share)], policy.weights, policy.version)

@@ -14,7 +14,7 @@ ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.js
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run folder that `path` is or belongs to; None if `path` is no run or
+    """Return the run folder that `path` is or belongs to; None if `path` is neither a run nor a
     checkpoint."""
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
@@ -24,8 +24,8 @@ def weights_of(target: Path, command: str, step: int | None = None) -> Path:
 
     For a run folder, return the checkpoint of `step`, or the newest checkpoint if `step` is None.
 
-    Raises RunError if the checkpoint is damaged. The error message suggests `command`, with the
-    path of an intact checkpoint in place of `{}`.
+    Raises RunError if the checkpoint is damaged. `command` is a command line with a placeholder
+    `{}` for the checkpoint. The error message suggests this command line with an intact checkpoint.
     """
     found = run_around(target)
     assert found is not None, "callers check run_around first"

@@ -57,12 +57,12 @@ from covey.run.records import (
 from covey.types import Group, Rollout
 
 SFT_KINDS = ("sft", "warmup")
-"""Values of `kind` in the environment.json of an SFT run. The value "warmup" occurs only in runs of
-Covey 0.1."""
+"""Values of `kind` in the environment.json of an SFT run. Only runs of Covey 0.1 have the value
+"warmup"."""
 CHANGES = "changes.jsonl"
-"""Name of the file with one line for each resume that changed settings. A line contains the step,
-the old and new value of each changed setting, and the entries of environment.json that the new
-settings may have changed.
+"""Name of the file with one line for each resume that changed settings. Each line of changes.jsonl
+contains the step, the old and new values of the changed settings, and the entries of
+environment.json that depend on settings.
 """
 FAILURE = "failure.txt"
 """Name of the file with the error that ended a run."""
@@ -163,7 +163,8 @@ class RunFolder:
     ) -> list[dict[str, Any]]:
         """Return the rollouts of a step as rows, in which the most readable fields come first.
 
-        The last `replayed` groups were sampled in earlier steps.
+        `replayed` is the number of groups, at the end of `groups`, that were sampled in earlier
+        steps.
         """
         rows = []
         for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
@@ -253,12 +254,13 @@ class RunFolder:
         return sorted((int(match[1]), path) for match, path in matches if match)
 
     def write_samples(self, step: int, page: str) -> None:
-        """Write a sample page to a file that is named after the last step of the page."""
+        """Write a page of sample completions; `step` is the last step that the page covers."""
         (self.path / "samples").mkdir(exist_ok=True)
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write to failure.txt the details, if any, of the error that ended the run."""
+        """Write the details of the run's error to failure.txt; if `details` is empty, write no
+        file."""
         if details:
             write_text(self.path / FAILURE, details)
 

@@ -34,7 +34,7 @@ class Finding:
     what: str
     why: str
     change: tuple[str, ...]
-    """Suggested configuration lines, of which a single one may solve the problem."""
+    """Suggested configuration lines; any one of these lines may solve the problem."""
     also: str
     """Advice that is not a change of settings, such as to use easier prompts; may be empty."""
     problem: bool
@@ -64,7 +64,8 @@ class Health:
     active: dict[str, Finding] = field(default_factory=dict)
     """Maps the name of a health check to its finding at the last training step."""
     logged: dict[str, int] = field(default_factory=dict)
-    """Maps the name of a health check to the step at which its finding was last logged."""
+    """Maps the name of a health check to the last step at which Covey logged the check's
+    finding."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
         """Run the checks on the metrics of a new step; return the findings to log now."""

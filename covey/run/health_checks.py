@@ -1,8 +1,8 @@
 """The health checks: how to detect each training problem, and which settings to change.
 
-Each health check is a function that looks for one problem in the metrics of a run's first and most
-recent steps, which `History` stores. The function returns a description of the problem, or None if
-it finds no problem.
+Each health check is a function that looks for one problem. The function reads the metrics of the
+run's first and most recent steps from a `History`. The function returns a description of the
+problem, or None if it finds no problem.
 
 A metric outside of the healthy range in the metric registry is a symptom of a problem. Rewards are
 noisy even in healthy runs. A change of the reward is a symptom only if the change is large compared
@@ -25,7 +25,8 @@ from covey.run.metric_registry import METRICS, is_number
 KEPT = 60
 """Number of recent steps whose metrics stay in memory for health checks."""
 START = 5
-"""The initial value of a metric is its mean over this number of steps at the start of the run."""
+"""Number of steps at the start of a run. The initial value of a metric is its mean over these
+steps."""
 BLOCK = 5
 """Number of training steps in a block. Health checks compare a metric's means over two blocks of
 steps."""
@@ -67,7 +68,8 @@ class History:
         return self.rows[-1]
 
     def last(self, name: str, count: int, before: int = 0) -> list[float]:
-        """Return the values of a metric in `count` successive steps that ended `before` steps ago.
+        """Return the values of a metric in the last `count` steps, not counting the newest `before`
+        steps.
 
         Return [] if the metric is missing in any of the `count` steps.
         """
@@ -78,7 +80,7 @@ class History:
         return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
 
     def mean(self, name: str, count: int, before: int = 0) -> float:
-        """Return the mean of the values that the method `last` returns, or NaN if it returns []."""
+        """Return the mean of the values that `last` returns, or NaN if there are no values."""
         values = self.last(name, count, before)
         return fmean(values) if values else math.nan
 
@@ -172,7 +174,8 @@ def ratio_drift(history: History) -> str | None:
 def uniform_groups(history: History, *, learned: bool) -> str | None:
     """Find many groups with equal rewards.
 
-    The success rate must be above 90 % if `learned` is true, and otherwise at most 90 %.
+    With `learned`, report only runs with a success rate above 90 %. Without `learned`, report only
+    runs with a success rate of at most 90 %.
     """
     name = "rollout/zero_variance_groups"
     share = history.mean(name, 10)
@@ -227,8 +230,9 @@ def format_only(history: History) -> str | None:
 def parts_against(history: History) -> str | None:
     """Detect that the reward, or a part of it, rises while accuracy or another part falls.
 
-    The rise must exceed 5 standard errors of the change. For the fall, 3 standard errors are
-    enough, because a rise and a fall rarely coincide by chance.
+    A change counts as a rise if it exceeds 5 standard errors, and as a fall if it exceeds 3
+    standard errors. The limit for a fall is lower, because a rise and a fall rarely coincide by
+    chance.
     """
     parts = history.parts()
     before = partial(history.mean, count=BLOCK, before=BLOCK)
@@ -316,12 +320,12 @@ class Check:
 
     find: Callable[[History], str | None]
     steps: int
-    """Number of recent steps whose metrics the check uses. A finding reports the first of the
-    recent steps as the start of the problem."""
+    """Number of recent steps whose metrics the check uses; the first of these steps is reported as
+    the start of the problem."""
     why: str
     change: tuple[tuple[str, Any], ...]
-    """Settings to change. Each setting has a new value, or a factor (`Times`) for its current
-    value."""
+    """Pairs of a setting and its new value. A factor (`Times`) multiplies the current value of the
+    setting."""
     also: str = ""
     """Advice that is not a change of settings, such as to use easier prompts."""
     problem: bool = True

@@ -46,7 +46,7 @@ class Metric:
     """Smallest and largest value of the metric in a healthy run; None means no bound."""
     open_instruct: str = ""
     """Name of the metric in open-instruct, if it differs from the name in Covey. Every step logs
-    the metric under this name and under the name in Covey."""
+    the metric under its name in Covey and under its name in open-instruct."""
     trl: str = ""
     """Name of the metric in TRL."""
 

@@ -170,7 +170,7 @@ def unsaid(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a JSON Lines file, with its parsed row or the reason why parsing failed."""
+    """A line of a JSON Lines file: the parsed row, or the reason why parsing failed."""
 
     raw: bytes
     row: Row | None
@@ -265,7 +265,8 @@ def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
 
 
 def last_row(path: Path) -> Row:
-    """Return a JSON Lines file's last valid row, or {} if its last 64 KiB contain no valid row."""
+    """Return the last valid row of a JSON Lines file; {} if the file's last 64 KiB contain no valid
+    row."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

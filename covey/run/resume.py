@@ -37,7 +37,7 @@ RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, RECORDS_FILE: DIGEST,
 because this file determines the step to resume from."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
-"""Maps the name of each folder that has one entry per step to the suffix of the entries' names.
+"""Maps folder names to file suffixes. Each of these folders has one file or subfolder per step.
 Only Covey 0.1 had the folder "review"."""
 
 

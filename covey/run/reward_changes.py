@@ -87,7 +87,7 @@ def read_change(run: RunFolder) -> RewardChange | None:
 
 
 def _previous(run: RunFolder, settings: Mapping[str, Any]) -> RunFolder | None:
-    """Return the most recent other run of the same task in the same folder, if any."""
+    """Return the newest other run of the same task in this run's parent folder, or None."""
     here = run.path.resolve()
     others = [each for each in list_runs(run.path.parent) if each.path.resolve() != here]
     started = {each.path: each.environment(unsaid) for each in others}

@@ -62,8 +62,7 @@ class Entry(NamedTuple):
     size: int
     prompt_id: str
     prompt: str
-    """The first `HEAD` characters of the prompt. The field `target` is cut to `HEAD` characters
-    too."""
+    """The first `HEAD` characters of the prompt; `target` is cut in the same way."""
     target: str
     text: int
     """Hash of the completion's text; completions with the same hash count as identical."""
@@ -75,7 +74,7 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The index of those lines of a rollout file that have been read so far."""
+    """The index of the lines of a rollout file that Covey has read so far."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)

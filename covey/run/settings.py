@@ -1,4 +1,5 @@
-"""Compares the settings of two runs, or a run's settings at its start with its settings now."""
+"""Compares the settings of two runs, and finds settings of a run that were edited after it
+started."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ MOST_NAMED = 8
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
     """Return a message about settings edited since the run started; None if none were edited.
 
-    Settings that the user changed in a resume do not count as edited. Return None for runs of older
-    Covey versions, which did not record their settings at the start.
+    Settings that the user changed when resuming the run do not count as edited. Return None for
+    runs of older Covey versions, which did not record their settings at the start.
     """
     if environment.get("config") is None:
         return None

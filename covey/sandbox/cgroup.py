@@ -96,8 +96,8 @@ def parent_here() -> Path | None:
 def find_parent(mountinfo: str, membership: str) -> Path | None:
     """Return a usable directory for new cgroups: this process's cgroup or one of its parents.
 
-    A process that leaves a cgroup escapes the limits of this cgroup, so the search through the
-    parents stops at the first cgroup that has limits.
+    The search through the parents stops at the first cgroup that has limits, because a process that
+    leaves this cgroup would escape the limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
@@ -135,8 +135,8 @@ def _enable_controllers(folder: Path) -> bool:
     """Enable the memory, pids and cpu controllers for the children of a cgroup.
 
     Only the root cgroup may both contain processes and delegate controllers. If the cgroup is not
-    the root cgroup, its processes are first moved to a child cgroup. The processes are not moved if
-    one of them belongs to another session than this process.
+    the root cgroup, its processes are first moved to a child cgroup. No process is moved if any
+    process of the cgroup belongs to a different session than this process.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):

@@ -1,10 +1,10 @@
 """The harness: the first process in the sandbox. Each test case runs in a child process.
 
-The sandbox does not contain the package covey, so Covey sends the compiled code of the harness, the
-program and its test cases into the sandbox. Every program gets its own sandbox, so the harness must
-start fast and imports only small modules such as `_json` and `_signal`. Child processes, never the
-harness itself, run the untrusted program. The harness does not know the expected results, so no
-program can read them.
+The sandbox does not contain the package covey. Covey sends three things into the sandbox: the
+compiled code of the harness, the program, and the program's test cases. Every program gets its own
+sandbox, so the harness must start fast. The harness therefore imports only small modules such as
+`_json` and `_signal`. Child processes, never the harness itself, run the untrusted program. The
+harness does not know the expected results, so no program can read them.
 
 As process 1 of its namespace, the harness gets no signals from the other processes of the
 namespace. All processes of the namespace die when the harness ends.

@@ -25,12 +25,13 @@ class Limits:
     """Time limit in seconds for all test cases of a program together. A test case that does not
     start within `total_seconds` counts as timed out."""
     memory_bytes: int = 512 << 20
-    """Limit on the memory of each process and, with isolation, of all processes and sockets
-    together."""
+    """Memory limit of each process. With isolation, the same limit also applies to the total memory
+    of all processes and sockets."""
     processes: int = 32
     """Maximum number of processes and threads, enforced only with isolation."""
     file_bytes: int = 16 << 20
-    """The size limit of each file and, with isolation, of all files together."""
+    """The size limit of each file. With isolation, the same limit also applies to the total size of
+    all files."""
     output_bytes: int = 1 << 20
     """The size limit of each output: standard output, standard error and the value of a call."""
 

@@ -37,8 +37,8 @@ because it makes Python ignore PYTHONHASHSEED, which fixes the order of sets."""
 _START_SECONDS = 20.0
 """Time limit for starting a sandbox, which can take seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
-"""Seconds that the harness has after the time limit to end all processes, before Covey kills the
-harness."""
+"""Covey kills the harness if the harness is still running this many seconds after the time
+limit."""
 _HEADER = re.compile(
     rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
 )

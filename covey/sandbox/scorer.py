@@ -30,8 +30,8 @@ from covey.sandbox.program import _FLAGS, _end, _filter_file
 LIMITS = Limits(
     cpu_seconds=4, wall_seconds=8.0, memory_bytes=2 << 30, processes=2, file_bytes=1 << 20
 )
-"""Resource limits for scoring one text. CPU time is the tightest limit, so that the machine's load
-does not change scores."""
+"""Resource limits for scoring one text. The limit on CPU time is lower than the limit on wall time,
+so that the machine's load does not change scores."""
 LONGEST = LIMITS.wall_seconds + 1.0
 """Maximum seconds to score one text."""
 _START_SECONDS = 60.0

@@ -1,9 +1,9 @@
 """The scoring server, which runs in a sandbox and forks one child process to score each text.
 
-`Sandboxed` in `scorer.py` sends the server's code and the modules that it needs into the sandbox.
-The server imports slow packages once. For each request, the server forks a child process, which
-scores one text and ends. Every text is scored in the same fresh state, so no text can change how
-later texts are scored.
+`Sandboxed` in `scorer.py` sends the server's code, and the modules that the server needs, into the
+sandbox. The server imports slow packages once. For each request, the server forks a child process,
+which scores one text and ends. Every text is scored in the same fresh state, so no text can change
+how later texts are scored.
 
 The server passes each text to a child process without parsing the text. The child process cannot
 access the server, which is process 1 of the sandbox's namespace. The child process can neither send

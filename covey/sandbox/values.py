@@ -1,8 +1,8 @@
 """Compares a sandboxed program's results with expected values, outside the sandbox.
 
 A program's result is untrusted JSON. The comparison never creates an object of a class that the
-program defines. The comparison visits at most as many items as the expected value has, so it is
-fast even for a huge result.
+program defines. The comparison is fast even for a huge result, because it visits no more items than
+the expected value has.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read_expected(text: str) -> object:
 def matches(expected: object, reply: bytes) -> bool:
     """Return whether the return value of a program's function equals the expected value.
 
-    `reply` is the return value as JSON that the sandboxed process wrote.
+    `reply` is the JSON text with the return value that the sandboxed process sent.
 
     Values of different types are not equal, as in Python: a list does not equal a tuple. A number
     equals an expected float if the relative difference is at most 1e-6. If 0.0 is expected, the

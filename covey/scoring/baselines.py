@@ -1,7 +1,7 @@
 """Baselines of a task: scores of a constant answer, an empty completion and a copied prompt.
 
-A policy that learns only the best constant answer reaches the accuracy of this answer. While a
-policy learns to give one constant answer, its reward rises as if it learned the task.
+A policy that learns only the best constant answer reaches the accuracy of this answer. The reward
+of a policy also rises if the policy only learns to give one constant answer.
 """
 
 from __future__ import annotations

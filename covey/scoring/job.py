@@ -25,7 +25,7 @@ class Job:
     progress: float
     """The completed fraction of the run, from 0 to 1, on which reward weights may depend."""
     call: Call = NO_CALL
-    """Arguments besides the prompt and the text that a user's reward function may take."""
+    """Optional arguments of a user's reward function, in addition to the prompt and the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

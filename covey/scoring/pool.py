@@ -25,7 +25,7 @@ from covey.subprocesses import PipedProcess, pickled
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 1.0
-"""Seconds that a worker process has after the time limit to cancel its concurrent jobs."""
+"""Time in seconds for a worker process to cancel its concurrent jobs, after the time limit."""
 MOST_JOBS = 64
 BATCH_SECONDS = 0.01
 """Target duration of a batch of jobs in seconds. A batch has many quick jobs or one slow job."""
@@ -276,8 +276,8 @@ class Pool:
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
         """Mark the job that hung or crashed as failed, and put the other jobs back into the queue.
 
-        If the worker ran several jobs concurrently, all of them return to the queue and run again,
-        one at a time.
+        If the worker ran several jobs concurrently, all these jobs return to the queue and run
+        again, one at a time.
         """
         jobs = list(waiting.values())
         if self._concurrent and len(jobs) > 1:

@@ -52,7 +52,8 @@ class Sum:
 
 @cache
 def _choices(held_out: bool) -> dict[int, tuple[Sum, ...]]:
-    """Map each left operand to its held-out or training sums that have results from 0 to 99."""
+    """Map each left operand to its held-out or training sums; only sums from 0 to 99 are
+    included."""
     table = {}
     for left in range(100):
         sums = (Sum(left, operator, right) for operator in "+-" for right in DIGITS)

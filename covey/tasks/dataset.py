@@ -27,8 +27,8 @@ class DatasetTask(SplitTask):
 
     prompts: Sequence[Prompt]
     evaluation: Sequence[Prompt] | None = None
-    """The prompts for evaluations. If this field is None, the fraction `share` of `prompts` is held
-    out."""
+    """The prompts for evaluations. If `evaluation` is None, the fraction `share` of `prompts` is
+    held out."""
     conversational: bool = False
     """Whether prompts are lists of messages. If prompts are lists of messages, reward functions get
     each completion as a list of messages too."""

@@ -18,7 +18,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 def read_solution(text: str) -> tuple[str, str] | None:
-    """Split a worked solution into text and final answer; return None if it has no final answer.
+    """Split a worked solution into text and final answer; return None if there is no final answer.
 
     Calculator annotations and thousands separators are removed.
 

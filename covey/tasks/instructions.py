@@ -47,8 +47,8 @@ Made = tuple[str, dict[str, Any]]
 
 
 def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable[[Random], Made]:
-    """Return a function that makes an instruction with a random number, which is the argument
-    `key`."""
+    """Return a function that makes an instruction with a random number from `low` to `high`. `key`
+    is the name of the instruction's argument that stores the number."""
 
     def make(chance: Random) -> Made:
         number = chance.randint(low, high)
@@ -58,7 +58,8 @@ def _counted(low: int, high: int, text: str, key: str, **given: str) -> Callable
 
 
 def _limited(low: int, high: int, unit: str) -> Callable[[Random], Made]:
-    """Return a function that makes a random lower or upper limit on words or sentences."""
+    """Return a function that makes an instruction with a random lower or upper limit on the number
+    of words or sentences."""
 
     def make(chance: Random) -> Made:
         relation, number = chance.choice(["at least", "less than"]), chance.randint(low, high)

@@ -100,7 +100,7 @@ def documents() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library(SplitTask):
-    """Questions of up to `max_hops` hops about 400 towns; a fixed quarter of the towns is held out.
+    """Questions of at most `max_hops` hops; a fixed quarter of the country's 400 towns is held out.
 
     `info["sources"]` lists the ids of the documents that are needed to find the answer.
     """

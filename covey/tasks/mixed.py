@@ -19,9 +19,10 @@ LONGEST_BLOCK = 1000
 def quotas(weights: Sequence[float]) -> list[int]:
     """Return how many prompts of each task are in a block, the unit that the mixture repeats.
 
-    A block is the shortest sequence whose numbers of prompts are exactly proportional to the task
-    weights. If a block would need more than 1000 prompts, the numbers of prompts are rounded so
-    that the block has about 1000 prompts. Each task has at least 1 prompt in a block.
+    A block is the shortest sequence of prompts in which the number of prompts of each task is
+    exactly proportional to the task's weight. If a block would need more than 1000 prompts, the
+    numbers of prompts are rounded so that the block has about 1000 prompts. Each task has at least
+    1 prompt in a block.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])

@@ -40,8 +40,8 @@ FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
 """Maximum number of seeds to try until a problem belongs to the requested split.
 
-Entry i of a dataset uses seed + i, so the seeds to try are `MAX_SIZE` apart. All seeds are below
-2**32.
+Entry i of a dataset uses the seed `seed + i`. Each attempt therefore adds `MAX_SIZE` to the seed.
+All seeds are below 2**32.
 """
 
 EXAMPLES = {

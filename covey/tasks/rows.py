@@ -28,7 +28,8 @@ be read, an error message takes the place of the row."""
 
 
 class BadRow(Exception):
-    """Raised if a row cannot become a prompt; the message says why, as in `has no 'target'`."""
+    """Raised if a row cannot become a prompt; the message is the reason, such as `has no
+    'target'`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class RowReader:
       also stores the columns that no option uses.
     - `system` is the system message for prompts that contain no system message.
     - `instruction` is a text that is appended to each prompt.
-    - `only` maps the name of a column to its allowed values. Rows with any other value in that
+    - `only` maps the name of a column to its allowed values. Rows with any other value in such a
       column are left out, and do not count as bad rows.
 
     By default, a bad row raises an error. With `skip_bad_rows`, bad rows are left out, and
@@ -152,7 +153,8 @@ class RowReader:
 def check_share(share: float, unit: str) -> None:
     """Raise ConfigError if the held-out share is not between 0 and 1.
 
-    `unit`, either `file` or `split`, completes the names of options in the error message.
+    `unit` is `file` or `split`; the error message names the options `train_{unit}` and
+    `held_out_{unit}`.
     """
     if not 0 < share < 1:
         raise ConfigError(

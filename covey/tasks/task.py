@@ -71,7 +71,8 @@ class Generated(Sequence[Prompt]):
 
 
 def sampled_ids(prompts: Sequence[Prompt], most: int = 256) -> list[int | str]:
-    """Return the number of prompts and their ids, but only about `most` ids of generated prompts.
+    """Return the number of prompts and their ids. For generated prompts, return only about `most`
+    ids.
 
     The settings of a task determine its generated prompts, so a sample of the prompt ids is enough
     to detect changed data. In a mixture of tasks, changed data in one task changes the ids of all

@@ -1,9 +1,9 @@
 """Tables of the metrics of runs, which Covey reads from steps.jsonl as the file grows.
 
 A request reads steps.jsonl for a fraction of a second, and the next request continues where the
-previous request stopped. If the file is long, the first request also samples the remaining steps,
-so that the page can draw whole curves at once. A run has more than a hundred metrics. A table
-stores only the metrics that requests ask for, which are about a dozen.
+previous request stopped. If the first request cannot read the whole file, it also samples the
+unread steps, so that the page can draw whole curves at once. A run has more than a hundred metrics.
+A table stores only the metrics that requests ask for, which are about a dozen.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class StepTable:
     path: Path
     """steps.jsonl."""
     pieces: list[Columns] = field(default_factory=list)
-    """The metrics of all steps read so far, as several tables in the order of the steps. Tables of
-    earlier steps are larger than tables of later steps, so that Covey rarely copies a large table
-    to add new steps."""
+    """The metrics of all steps read so far, as several tables in the order of the steps. Each table
+    has at least twice as many steps as the next table, so that adding new steps rarely copies a
+    large table."""
     names: set[str] = field(default_factory=set)
     """The names of all metrics in steps.jsonl, including metrics that the table does not store."""
     notes: list[str] = field(default_factory=list)

@@ -33,7 +33,7 @@ READ_SECONDS = 0.04
 """The number of seconds that a request may spend on reading a file. The page repeats a request
 until the whole file is read."""
 LEAST_SAMPLED = 40
-"""The minimum number of steps to sample from each run, even if a chart shows many runs."""
+"""The minimum number of steps to sample from each run if a chart shows many runs."""
 TABLE_BYTES = 100 * 2**20
 SEARCHED_SECONDS = 2.0
 FIND_SECONDS = 1.0

@@ -65,7 +65,8 @@ def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    """Return an evaluation in one line, with the mean reward if it differs from the accuracy."""
+    """Return an evaluation as one line of text; include the mean reward if it differs from the
+    accuracy."""
     numbers = "  ".join(
         f"{name} {estimate_text(name, estimate.row())}"
         for name, estimate in evaluation.estimates.items()
@@ -121,7 +122,8 @@ class ConsoleTracker(Tracker):
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
-        """Print the results and where the model is, or how to resume after an early stop."""
+        """Print the results and the path of the model; after an early stop, print the resume
+        command."""
         if done < steps:
             saved = f"saved step {done} of {steps}" if done else "no step has ended, none is saved"
             self.note(f"{signal}: {saved}")

@@ -40,7 +40,8 @@ size, so that every write replaces the whole file.
 class ExternalTracker(Tracker):
     """A tracker that sends metrics to another package, such as W&B.
 
-    Subclasses open the package's log, write numbers and tables, and close the log.
+    A subclass implements methods that open a log of the package, write metrics and tables, and
+    close the log.
     """
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
@@ -49,7 +50,7 @@ class ExternalTracker(Tracker):
         self.samples_every: int = settings.get("save", {}).get("samples_every", 0)
 
     def open(self, done: int) -> None:
-        """Open the tracking package's log. The next step to log is `done + 1`."""
+        """Open a log of the tracking package. The next step to log is `done + 1`."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a training step."""
@@ -89,11 +90,11 @@ class ExternalTracker(Tracker):
 
 
 class RememberingTracker(ExternalTracker):
-    """A tracker for append-only logs, such as W&B, which logs no step twice.
+    """A tracker that never logs a step twice, for packages with append-only logs, such as W&B.
 
-    A resumed run repeats the steps after its checkpoint, with the same numbers. To log no step
-    twice, the tracker stores the package's run id and the last logged steps in the run folder, in a
-    file NAME.json such as wandb.json.
+    A resumed run repeats the steps after its checkpoint, with the same numbers. The tracker does
+    not log repeated steps again. A file in the run folder, such as wandb.json, stores the package's
+    run id and the last logged steps.
     """
 
     name: str

@@ -34,7 +34,8 @@ class Tracker:
         """Called after an evaluation. `step` is the last training step before the evaluation."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called with a table of a step, which has one row per rollout or per held-out prompt."""
+        """Called with a table that has one row per rollout of a step, or one row per held-out
+        prompt."""
 
     def note(self, text: str) -> None:
         """Called with a message for the user."""
