@@ -117,7 +117,7 @@ def load_config(source: Source = None, **overrides: Any) -> Config:
 def _settings(overrides: Mapping[str, Any]) -> list[str]:
     for key, value in overrides.items():
         if value is None:
-            raise ConfigError(f"config: {key} = None is not a value; leave the setting out")
+            raise ConfigError(f"config: {key} must not be None; leave the setting out")
     plain = {key: plain_value(key, value) for key, value in overrides.items()}
     return [f"{key}={toml_value(value)}" for key, value in plain.items()]
 

@@ -108,5 +108,5 @@ def pickled(thing: Any, name: str) -> bytes:
         why = str(error)
     raise ConfigError(
         f"{name} cannot be sent to a worker process ({why}); define the function or class in a "
-        "module, or, if it is always fast, set its attribute `quick = True`"
+        "module, or set the attribute `quick = True` if the function or class is always fast"
     )

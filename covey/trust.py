@@ -115,6 +115,6 @@ def _check_origin(function: Any, path: str, setting: str) -> None:
         inspect.signature(function)
     except (ValueError, TypeError):
         raise ConfigError(
-            f"config: {setting} = {path!r}: the parameters of this function cannot be read; wrap "
-            "the function in a Python function with named parameters"
+            f"config: {setting} = {path!r}: Python cannot determine the parameters of this "
+            "function; wrap the function in a Python function with named parameters"
         ) from None

@@ -381,7 +381,7 @@ def test_an_evaluation_without_any_score_is_an_error() -> None:
         ({"dataset": [1]}, "is not a dict but int"),
         ({"dataset": ROWS[:1]}, "at least two rows"),
         ({"config": "arithmetic", "train.stepz": 3}, "train.stepz is not a setting"),
-        ({"train.steps": None}, "config: train.steps = None is not a value"),
+        ({"train.steps": None}, "config: train.steps must not be None"),
         (
             {"reward.grade": correct},
             "config: reward.grade is an object of type function; a setting",

@@ -37,8 +37,8 @@ Arms = Annotated[
     typer.Option(
         "--arm",
         metavar="'NAME: KEY=VALUE, ...'",
-        help="Add an arm with other settings, such as 'frozen: optimizer.learning_rate=0', or with "
-        "other seeds, such as 'again: seed+=1000'.",
+        help="Add an arm with this name and these settings, such as 'frozen: "
+        "optimizer.learning_rate=0'. The arm 'again: seed+=1000' has other seeds.",
     ),
 ]
 Seeds = Annotated[
@@ -62,8 +62,8 @@ Amount = Annotated[
     typer.Option(
         min=1,
         max=10**15,
-        help="Training budget of each run, in the unit of --budget. Without --amount, each run "
-        "takes train.steps training steps.",
+        help="Training budget of each run, in the unit that --budget sets. Without --amount, each "
+        "run takes train.steps training steps.",
     ),
 ]
 Overrides = Annotated[
@@ -74,8 +74,9 @@ Folder = Annotated[
     Path | None,
     typer.Option(
         help=(
-            "Start or resume the comparison in this folder. By default, Covey resumes a comparison "
-            "in ./comparisons that has the same settings, or else starts comparisons/NAME-N."
+            "Start or resume the comparison in this folder. By default, Covey resumes the "
+            "comparison in ./comparisons that has the same settings. If there is no such "
+            "comparison, Covey starts comparisons/NAME-N."
         )
     ),
 ]
@@ -108,13 +109,17 @@ Report = Annotated[
     typer.Option(
         "--report",
         metavar="FOLDER",
-        help="Only write the reports again, for the comparison in this folder.",
+        help="Only rewrite the reports of the comparison in this folder.",
     ),
 ]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the arms, seeds and budget, without training."),
 ]
+MISPLACED_ADD = (
+    "--add needs the --folder of an existing comparison, and cannot be combined with CONFIG, "
+    "--algorithms, --set, --model, --smoke, --budget or --amount"
+)
 
 
 def compare_command(
@@ -161,7 +166,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError("--add adds arms to an existing comparison; give only its --folder")
+        raise ConfigError(MISPLACED_ADD)
     else:
         prepared = prepare(request, folder)
     _run(checked(prepared), parallel, plan_only)

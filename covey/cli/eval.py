@@ -56,8 +56,8 @@ Source = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Configuration that defines the task and the reward. The default is "
-        "the run's own configuration or, for a model that is not a run, the recipe 'arithmetic'.",
+        help="Configuration that defines the task and the reward. The default for a run is the "
+        "configuration of the run. The default for other models is the recipe 'arithmetic'.",
     ),
 ]
 Overrides = Annotated[

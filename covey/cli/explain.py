@@ -49,8 +49,7 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Compare the gradients of these algorithms, separated by commas; 'all' compares all "
-        "algorithms.",
+        help="Compare the gradients of these algorithms (names separated by commas, or 'all').",
     ),
 ]
 Options = Annotated[
@@ -65,8 +64,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="First repeat all training steps since the last earlier checkpoint, so that the "
-        "explained step starts from its exact weights.",
+        help="First repeat all training steps between the nearest earlier checkpoint and the "
+        "explained step, which then starts with exactly the same weights as in the run.",
     ),
 ]
 
@@ -84,8 +83,8 @@ def explain_command(
     """Show how much each group, rollout or token contributed to the gradient of a training step.
 
     The command loads the nearest earlier checkpoint, and repeats the training step with the
-    recorded rollouts. With --replay, the command instead compares the gradients that several
-    algorithms compute from the recorded rollouts.
+    recorded rollouts. With --replay, the command compares the gradients that several algorithms
+    compute from the recorded rollouts.
     """
     _check_options(line, algorithms, options)
     run = RunFolder.open(path)

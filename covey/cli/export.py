@@ -53,7 +53,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Export the model, and list the files that --push would upload, without uploading.",
+        help="Export the model and list the files that --push would upload, but upload nothing.",
     ),
 ]
 
@@ -69,8 +69,8 @@ def export_command(
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
-    A LoRA adapter is merged into the weights of its base model. With --push, the exported folder is
-    also uploaded to the Hugging Face Hub.
+    If the model has a LoRA adapter, the command merges the adapter into the weights of the base
+    model. With --push, the exported folder is also uploaded to the Hugging Face Hub.
     """
     if push is None and (public or dry_run):
         raise ConfigError("--public and --dry-run need --push; add --push OWNER/NAME")

@@ -44,8 +44,8 @@ def trl_command(
 ) -> None:
     """Convert the GRPOConfig of a TRL script to a Covey configuration in TOML.
 
-    The command reads the script without running it. The TOML file has comments about options
-    without an equivalent in Covey, and about options whose values the script computes.
+    The command reads the script without running it. The TOML file has a comment for each
+    option without an equivalent in Covey, and for each option whose value the script computes.
     """
     from covey.compat.trl import from_script
     from covey.compat.trl_script import covey_script

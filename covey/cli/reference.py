@@ -25,7 +25,7 @@ Connections = Annotated[
     typer.Option(
         "--max-connections",
         min=1,
-        help="Maximum number of open connections. At this limit, the server closes "
+        help="Maximum number of open connections. When the limit is reached, the server closes "
         "connections that are idle or slow to send a request.",
     ),
 ]

@@ -35,8 +35,8 @@ ConfigArgument = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
-        help="A TOML file, such as the config.toml of a run, or the name of a recipe, with the "
-        "configuration of the reward.",
+        help="Configuration of the reward: a TOML file, such as the config.toml of a run, or the "
+        "name of a recipe.",
     ),
 ]
 ConfigOption = Annotated[

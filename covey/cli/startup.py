@@ -61,7 +61,7 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Let settings such as reward.name=MODULE:FUNCTION import this Python module or "
+        help="Allow settings such as reward.name=MODULE:FUNCTION to import this Python module or "
         "package. Imported code runs with your permissions.",
     ),
 ]

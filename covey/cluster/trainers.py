@@ -53,7 +53,7 @@ def _placed(ranks: int, need: Need, patience: float) -> Any:
     except ray.exceptions.GetTimeoutError:
         ray.util.remove_placement_group(group)
         raise EngineError(
-            f"cluster: Ray had no free resources for {ranks} trainer ranks within {patience:g} s; "
+            f"cluster: Ray found no free resources for {ranks} trainer ranks in {patience:g} s; "
             "`ray status` shows the free resources"
         ) from None
     return group

@@ -90,7 +90,7 @@ def _fields(text: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(
             f"config: model.template = {text!r} is invalid: {error}; write {{{{ and }}}} for "
-            "braces that are not fields"
+            "braces that do not mark a field"
         ) from None
     # The suffix is kept, because {question!r}, {question:>9} and {question.x} are refused.
     return [

@@ -76,10 +76,9 @@ def extended(
         agreement = AGREEMENT.get(correction, 1.0)
         if not correction_low <= agreement <= correction_high:
             raise ConfigError(
-                f"objective.correction_low = {correction_low} must be at most {agreement:g}, and "
-                f"objective.correction_high = {correction_high} must be at least {agreement:g}, "
-                f"because the correction {correction!r} is {agreement:g} if the log-probs of "
-                "engine and trainer are equal"
+                f"the range from objective.correction_low = {correction_low} to "
+                f"objective.correction_high = {correction_high} must contain {agreement:g}, the "
+                f"value of the correction {correction!r} for equal log-probs of engine and trainer"
             )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)

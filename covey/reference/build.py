@@ -117,7 +117,7 @@ def make_teacher(
     if tokenizer_digest(model) != tokenizer_digest(policy):
         raise ConfigError(
             f"config: teacher.path = {section.path!r} has a different tokenizer than model.path = "
-            f"{config.model.path!r}; choose a teacher with the policy's token ids"
+            f"{config.model.path!r}; choose a teacher with the policy's tokenizer"
         )
     return _frozen(model, section.offload, section.temperature, config.train.logits_megabytes)
 

@@ -469,8 +469,8 @@ class MultiTurnEpisodes(Episodes):
         raise DataError(
             f"prompt {episode.prompt.id} has {size} tokens, so a turn of "
             f"{self.sampling.max_tokens} tokens would exceed environment.max_tokens = "
-            f"{self.interaction.max_tokens}; raise environment.max_tokens, at most to the model's "
-            f"context of {self.model.context} tokens"
+            f"{self.interaction.max_tokens}; raise environment.max_tokens, but not above the "
+            f"model's context of {self.model.context} tokens"
         )
 
     def _end(self, episode: _Conversation, reply: Reply) -> None:

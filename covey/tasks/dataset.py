@@ -82,7 +82,7 @@ def with_share(task: Any, options: Mapping[str, Any]) -> Any:
         return task
     share = options[SHARE]
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise ConfigError(f"config: task.{SHARE} = {share!r} must be between 0 and 1")
+        raise ConfigError(f"config: task.{SHARE} = {share!r} must be at least 0 and below 1")
     return replace(task, share=float(share))
 
 

@@ -203,7 +203,7 @@ class Instructions(GeneratedTask):
     def __post_init__(self) -> None:
         GeneratedTask.__post_init__(self)
         if not 1 <= self.most <= 4:
-            raise ConfigError(f"task: the option most = {self.most} must be between 1 and 4")
+            raise ConfigError(f"task: the option `most` must be between 1 and 4, not {self.most}")
 
     def _prompt(self, split: str, index: int) -> Prompt:
         chance = Random(f"{self.seed}/{split}/{index}")

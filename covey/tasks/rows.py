@@ -158,7 +158,7 @@ def check_share(share: float, unit: str) -> None:
     """
     if not 0 < share < 1:
         raise ConfigError(
-            f"task: held_out_share = {share} must be between 0 and 1; to train on all rows of "
+            f"task: held_out_share = {share} must be above 0 and below 1; to train on all rows of "
             f"train_{unit}, set held_out_{unit}"
         )
 

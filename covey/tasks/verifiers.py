@@ -32,8 +32,8 @@ class Verifiers(SplitTask):
         environment = load(**self.arguments)
         if not hasattr(environment, "get_dataset"):
             raise ConfigError(
-                f"task: {self.package} is not an environment for verifiers 0.1, because it has no "
-                "get_dataset"
+                f"task: {self.package} is not an environment for version 0.1 of the library "
+                "verifiers, because it has no method get_dataset"
             )
         return environment
 

@@ -267,8 +267,8 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     masters = optimizer.masters
     if lacking := {name for _, _, name in saved} ^ set(masters):
         raise RunError(
-            f"checkpoint {folder} belongs to another model: only one of checkpoint and model has "
-            f"the tensor {min(lacking)}"
+            f"checkpoint {folder} belongs to another model: the tensor {min(lacking)} exists only "
+            "in the checkpoint or only in the model"
         )
     tensors = {
         key: torch.zeros(()) if kind == "step" else torch.empty_like(masters[name].detach())

@@ -150,9 +150,9 @@ def _kept(rows: Sequence[_Row]) -> KeptSets | None:
     if wrong.any():
         first = rows[int(wrong.argmax())].of
         raise ModelError(
-            "engine: rollout.mask_replay needs the set of tokens that top_k, top_p and min_p kept "
-            f"at each position, but completion {first.sample} of prompt {first.prompt_id} has an "
-            f"invalid set: {problem}"
+            f"engine: rollout.mask_replay cannot use completion {first.sample} of prompt "
+            f"{first.prompt_id}, because a set of tokens that top_k, top_p and min_p kept is "
+            f"invalid: {problem}"
         )
     return kept
 

@@ -101,10 +101,9 @@ def run_loop(
         except GivenUp:
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
                 raise RunError(
-                    f"a stop signal ended step {state.step} before it was complete; resume from "
-                    "the last checkpoint"
+                    f"a stop signal interrupted step {state.step}; resume from the last checkpoint"
                 ) from None
-            log.note(f"a stop signal ended step {state.step} before it was complete")
+            log.note(f"a stop signal interrupted step {state.step}")
         except Exception:
             loop.keep_progress()
             raise

@@ -101,9 +101,8 @@ def check_evaluated(config: Config, passed: Collection[str] = ()) -> None:
     if missing:
         settings, arguments = zip(*missing, strict=True)
         raise ConfigError(
-            "config: the evaluation needs the Python objects of the settings "
-            f"{' and '.join(settings)}; call covey.evaluate(..., {', '.join(arguments)}) in "
-            "Python"
+            f"config: Python objects must be passed for {' and '.join(settings)}; call "
+            f"covey.evaluate(..., {', '.join(arguments)}) in Python"
         )
 
 

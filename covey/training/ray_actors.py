@@ -171,7 +171,7 @@ def ray_reference(config: Config) -> Reference:
     if config.reference.kind != "frozen" or config.adapter.rank:
         raise ConfigError(
             "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no "
-            "adapter, because other references change with the policy or use the policy's weights"
+            "adapter, because other kinds of references change with the policy or use its weights"
         )
     settings = settings_of_copy(config, device="cuda" if config.cluster.engine_gpus else "cpu")
     return RayReference(

@@ -274,7 +274,7 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     if from_sampler and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
-            "min_p, because with them the engine returns log-probs of a truncated distribution; "
+            "min_p, because the engine then returns log-probs of a truncated distribution; "
             "set rollout.mask_replay = true"
         )
     if resolved.engine.rounds and not from_sampler and objective.correction is None:

@@ -326,8 +326,8 @@ def check_finite(batch: Batch, step: int) -> None:
         if count:
             source, remedy = CAUSES[name]
             raise ModelError(
-                f"step {step} was not trained, because the log-probs of {source} are not finite "
-                f"for {count} of {tokens} tokens; {remedy}"
+                f"training stopped at step {step}, because the log-probs of {source} are not "
+                f"finite for {count} of {tokens} tokens; {remedy}"
             )
 
 

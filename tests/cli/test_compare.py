@@ -329,7 +329,7 @@ def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["--algorithms", "grpo"], "nothing to compare: give at least two arms"),
-        (["--add", "dapo"], "--add adds arms to an existing comparison"),
+        (["--add", "dapo"], "--add needs the --folder of an existing comparison"),
         (["--report", "nowhere"], "nowhere is not a comparison folder"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
         (

@@ -92,7 +92,7 @@ def test_braces_in_a_prompt_are_not_fields() -> None:
         ("Q: {question!r}", "has the unknown field {question!r}"),
         ("Q: {question:9}", "has the unknown field {question:9}"),
         ("Q: {}", "has the unknown field {}"),
-        ("Q: {question} {", "for braces that are not fields"),
+        ("Q: {question} {", "for braces that do not mark a field"),
         ("{system}", "must contain the field {question}"),
     ],
 )

@@ -445,7 +445,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:needy", "config: objective.strength must be set for own_module:needy, because it has no default"),
         (
             "builtins:int",
-            "config: objective.name = 'builtins:int': the parameters of this function cannot be read; wrap the function in a Python function with named parameters",
+            "config: objective.name = 'builtins:int': Python cannot determine the parameters of this function; wrap the function in a Python function with named parameters",
         ),
     ],
 )  # fmt: skip
@@ -546,8 +546,8 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("sapo", {"tau_pos": 0.0}, "sapo: objective.tau_pos = 0.0 must be at least 1e-09"),
         ("cispo", {"min_weight": 6.0}, "cispo: objective.min_weight = 6.0 must not exceed objective.max_weight = 5.0"),
         ("clip_cov", {"cov_low": 7.0}, "clip_cov: objective.cov_low = 7.0 must not exceed objective.cov_high = 5.0"),
-        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction_low = 0.0 must be at most 1, and objective.correction_high = 0.9 must be at least 1, because the correction 'token_mask' is 1 if the log-probs of engine and trainer are equal"),
-        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction_low = 0.5 must be at most 0, and objective.correction_high = 2.0 must be at least 0, because the correction 'divergence_mask' is 0 if the log-probs of engine and trainer are equal"),
+        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "the range from objective.correction_low = 0.0 to objective.correction_high = 0.9 must contain 1, the value of the correction 'token_mask' for equal log-probs of engine and trainer"),
+        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "the range from objective.correction_low = 0.5 to objective.correction_high = 2.0 must contain 0, the value of the correction 'divergence_mask' for equal log-probs of engine and trainer"),
         ("gspo", {"correction_low": 3.0}, "gspo: objective.correction_low = 3.0 must not exceed objective.correction_high = 2.0"),
         ("rloo", {"kl": "k3_sequence"}, "rloo: objective.kl = 'k3_sequence' does not work with objective.kl_in = 'reward', because this KL estimate covers whole completions; set objective.kl = 'k1', or objective.kl_in = 'loss'"),
         ("dapo", {"veto": 1.5}, "dapo: objective.veto = 1.5 must be at least 0 and at most 1"),

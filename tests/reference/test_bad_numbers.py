@@ -114,7 +114,7 @@ def test_a_run_with_a_nan_reference_stops_before_it_learns(
     words = "log-probs of the reference are not finite for [0-9]+ of [0-9]+ tok"
     with closing(parts.scorer), pytest.raises(ModelError, match=words) as raised:
         train(parts, folder, [Notes()], StopSignal())
-    assert str(raised.value).startswith("step 1 was not trained")
+    assert str(raised.value).startswith("training stopped at step 1")
     assert parts.policy.version == 0
     assert folder.steps() == []
 

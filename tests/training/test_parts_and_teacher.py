@@ -133,7 +133,7 @@ def test_a_teacher_that_gives_no_numbers_stops_the_run() -> None:
     batch = make_batch()
     broken = replace(batch, teacher_logp=torch.full(batch.mask.shape, torch.nan))
     with pytest.raises(
-        ModelError, match="step 3 was not trained, because the log-probs of the teacher"
+        ModelError, match="training stopped at step 3, because the log-probs of the teacher"
     ):
         check_finite(broken, 3)
 
@@ -185,5 +185,5 @@ def test_a_teacher_with_other_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         make_teacher(config, policy=policy, load=lambda path: other)
     assert str(raised.value) == (
-        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; choose a teacher with the policy's token ids"
+        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; choose a teacher with the policy's tokenizer"
     )

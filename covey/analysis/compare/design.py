@@ -236,7 +236,8 @@ def _declared(design: Design, arm: Arm) -> Arm:
     if config.preferences.file:
         raise ConfigError(
             "config: a comparison cannot use preferences.file, because all arms start from the "
-            "same sampled rollouts; delete preferences.file to make the pairs from sampled groups"
+            "same sampled rollouts; delete preferences.file to take the preference pairs from "
+            "sampled groups"
         )
     if fixed:
         key, value = fixed[0], toml_value(differences[fixed[0]])

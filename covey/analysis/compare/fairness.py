@@ -47,7 +47,7 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
             raise DataError(
                 f"task: {len(found)} of {len(held_out)} held-out prompts are also training "
                 "prompts, so evaluations would measure memorization; remove these prompts from the "
-                f"training data; the first is prompt {found[0].id}: {found[0].text!r}"
+                f"training data; the first such prompt is {found[0].id}: {found[0].text!r}"
             )
 
 

@@ -78,9 +78,9 @@ def extend(
     old = read_design(folder)
     if threads not in (0, old.threads):
         raise ConfigError(
-            f"--threads {threads}: the existing runs in {folder} use {old.threads} threads, and a "
-            "different number would change the last digits of the results; leave out --threads, or "
-            "choose another --folder"
+            f"--threads {threads}: the existing runs in {folder} use {old.threads} threads, and "
+            "another number of threads would change the last digits of the results; leave out "
+            "--threads, or choose another --folder"
         )
     new = with_arms(old, algorithms, arms)
     new = new if seeds is None else with_seeds(new, seeds)

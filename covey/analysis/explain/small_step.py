@@ -41,8 +41,7 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
     rewards, lengths = _numbers(question, "rewards"), _numbers(question, "lengths")
     if len(rewards) != len(lengths) or not 1 < len(rewards) <= MOST_COMPLETIONS:
         raise ConfigError(
-            f"the number of rewards must be from 2 to {MOST_COMPLETIONS}, with one length for each "
-            "reward"
+            f"give from 2 to {MOST_COMPLETIONS} rewards, and exactly one length for each reward"
         )
     defaults = option_defaults(name)
     options: dict[str, float] = {

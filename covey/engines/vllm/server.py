@@ -156,8 +156,7 @@ class ServerProcess:
 
     def _failed(self, failure: str) -> EngineError:
         return EngineError(
-            f"engine: the vLLM server could not be started, because it {failure}: "
-            f"{self.last_line()}; see the log file {self.log}"
+            f"engine: the vLLM server {failure}: {self.last_line()}; see the log file {self.log}"
         )
 
     def last_line(self) -> str:
