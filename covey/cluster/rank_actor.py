@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in its own process, because it handles signals itself, and because its GPUs must be
-chosen before it imports torch.
+The rank runs in its own process, because a rank handles signals itself, and because the GPUs must
+be chosen before torch is imported.
 """
 
 from __future__ import annotations

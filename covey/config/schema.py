@@ -373,10 +373,10 @@ class Engine(Section):
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Size of the KV cache for completions on a GPU, in GiB. If this size is 0, the KV cache is
-    large enough for all concurrent completions at their maximum length, or smaller if the GPU has
-    less free memory. If completions need more memory than the KV cache has, the native engine
-    pauses the completions with the fewest tokens and continues them later."""
+    """Size of the KV cache for completions on a GPU, in GiB. With `cache_gigabytes = 0`, the
+    KV cache is large enough for all concurrent completions at their maximum length, or smaller if
+    the GPU has less free memory. If completions need more memory than the KV cache has, the native
+    engine pauses the completions with the fewest tokens and continues them later."""
 
     @property
     def rounds(self) -> str:
@@ -388,9 +388,9 @@ class Curriculum(Section):
     """Settings in [curriculum]: how a step's prompts depend on the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
-    """How the sampling weight of a prompt depends on its running pass rate p. The weight is equal
-    for all prompts (`uniform`), 1 - p (`hard`), or p (1 - p) (`uncertain`). A prompt without
-    results has the pass rate p = 0.5."""
+    """How the sampling weight of a prompt depends on its running pass rate p. For a prompt with the
+    pass rate p, the weight is 1 (`uniform`), 1 - p (`hard`), or p (1 - p) (`uncertain`). A prompt
+    without results has the pass rate p = 0.5."""
     memory: Share = 0.2
     """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01

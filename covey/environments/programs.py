@@ -60,7 +60,7 @@ class Programs:
         )
 
     def shown(self, outcome: Outcome) -> str:
-        """Return a program's output as text, with the reason if the sandbox stopped it."""
+        """Return a program's output as text, with the reason if the sandbox stopped the program."""
         text = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip()
         return "\n".join(filter(None, (shortened(text, self.output_chars), _ending(outcome))))
 

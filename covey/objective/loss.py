@@ -6,8 +6,8 @@
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
 computed over the batch of a training step. Token weights, corrections and the results of the
 objective's `marks` function are computed over an optimizer step. Once advantages, weights,
-corrections and the results of `marks` are known, the loss of a micro-batch is a plain sum over its
-tokens.
+corrections and the marks (if any) are known, the loss of a micro-batch is a plain sum over the
+tokens of the micro-batch.
 """
 
 from __future__ import annotations
