@@ -185,11 +185,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
-    Given a `dataset`, Covey evaluates the model on all rows of the dataset. `dataset`, `rewards`
-    and `environment` are as in `train`. If `model` is a run folder, Covey evaluates the newest
-    checkpoint of the run, by default with the settings of the run. If `model` is the path of a
-    checkpoint, Covey does not use the settings of the run. Without `quiet`, Covey prints notes
-    about prompts that are too long.
+    Given a `dataset`, Covey evaluates the model on all rows of the dataset. The arguments
+    `dataset`, `rewards` and `environment` have the same meaning as in `train`. If `model` is a run
+    folder, Covey evaluates the newest checkpoint of the run, by default with the settings of the
+    run. If `model` is the path of a checkpoint, Covey does not use the settings of the run. Without
+    `quiet`, Covey prints notes about prompts that are too long.
     """
     from covey.run.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model

@@ -54,7 +54,7 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
 
 
 def _order(override: str) -> tuple[bool, int]:
-    """Return a sort key that puts overrides of `name` first, ordered from outer to inner."""
+    """Return a sort key: overrides of `name` come first, starting with the outermost section."""
     key = override.partition("=")[0].strip()
     is_name = key.endswith(".name")
     return not is_name, key.count(".") if is_name else 0

@@ -389,8 +389,8 @@ class Curriculum(Section):
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
     """How the sampling weight of a prompt depends on its running pass rate p. For a prompt with the
-    pass rate p, the weight is 1 (`uniform`), 1 - p (`hard`), or p (1 - p) (`uncertain`). A prompt
-    without results has the pass rate p = 0.5."""
+    pass rate p, the sampling weight is 1 (`uniform`), 1 - p (`hard`), or p (1 - p) (`uncertain`). A
+    prompt without results has the pass rate p = 0.5."""
     memory: Share = 0.2
     """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01
@@ -769,8 +769,8 @@ class Save(Section):
     """Number of steps that a sample page covers; 0 means no sample pages. A sample page shows the
     completions with the highest and the lowest rewards of the steps that it covers."""
     samples_shown: Positive = 20
-    """Number of completions with the highest rewards on a sample page, and also the number of
-    completions with the lowest rewards."""
+    """How many of the completions with the highest rewards, and how many of the completions with
+    the lowest rewards, a sample page shows."""
 
 
 class Config(Section):

@@ -139,10 +139,10 @@ def scalerl() -> Objective:
     completions the standard deviation is computed. Covey computes the standard deviation over all
     completions of mixed groups.
 
-    The ScaleRL recipe contains more than the loss. In the recipe, groups with equal rewards are
-    dropped without replacement (`filter.drop_flat`), and prompts that the policy already solves are
-    no longer drawn (`curriculum.drop_above`). The recipe runs the LM head in float32 in the engine
-    and in the trainer.
+    The ScaleRL recipe contains more than the loss. In the ScaleRL recipe, groups with equal rewards
+    are dropped without replacement (`filter.drop_flat`), and prompts that the policy already solves
+    are no longer drawn (`curriculum.drop_above`). The ScaleRL recipe runs the LM head in float32 in
+    the engine and in the trainer.
     """
     return Objective(
         advantage=advantage.mixed_standardized,
