@@ -83,7 +83,7 @@ class CompareResult:
 
     @property
     def failed(self) -> list[str]:
-        """The failed runs, such as `grpo seed 0: killed`, which the report does not compare."""
+        """The failed runs, such as `grpo seed 0: killed`; the report does not compare them."""
         runs = [run for run in self.report["runs"] if run["state"] == "failed"]
         return [f"{run['arm']} seed {run['seed']}: {run['error']}" for run in runs]
 
@@ -185,11 +185,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
 
-    Given a `dataset`, Covey evaluates the model on all rows of the dataset. `dataset`, `rewards`
-    and `environment` are as in `train`. If `model` is a run folder, Covey evaluates the newest
-    checkpoint of the run, by default with the settings of the run. If `model` is the path of a
-    checkpoint, Covey does not use the settings of the run. Without `quiet`, Covey prints notes
-    about prompts that are too long.
+    Given a `dataset`, Covey evaluates the model on all rows of the dataset. The arguments
+    `dataset`, `rewards` and `environment` have the same meaning as in `train`. If `model` is a run
+    folder, Covey evaluates the newest checkpoint of the run, by default with the settings of the
+    run. If `model` is the path of a checkpoint, Covey does not use the settings of the run. Without
+    `quiet`, Covey prints notes about prompts that are too long.
     """
     from covey.run.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
@@ -239,7 +239,7 @@ def compare(
             its cores allow.
         quiet: print nothing. **overrides: settings of all arms, by dotted key.
 
-    After Ctrl-C, each run saves its current step, and the call raises KeyboardInterrupt. To resume
+    After Ctrl-C, each run saves its current step, and `compare` raises KeyboardInterrupt. To resume
     the comparison, call `compare` again with the same arguments.
     """
     from covey.analysis.compare.execute import run_comparison, show_design
@@ -286,7 +286,7 @@ def _request(
 
 
 def _resumed(path: Path, objects: Mapping[str, Any], *of_new_runs: object) -> RunFolder:
-    """Open the folder of a run to resume, and check the arguments against the run."""
+    """Open the folder of the run that is resumed, and check the arguments against the run."""
     if any(given is not None for given in of_new_runs):
         raise ConfigError("resume=RUN uses the run's settings; leave out config, model and run")
     folder = RunFolder.open(path)
@@ -297,11 +297,11 @@ def _resumed(path: Path, objects: Mapping[str, Any], *of_new_runs: object) -> Ru
 def _split(
     trackers: Sequence[Tracker | str] | None,
 ) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
-    """Split `trackers` into tracker objects and a setting that lists tracker names.
+    """Split `trackers` into tracker objects and tracker names; return the names as a setting.
 
-    If the function returns None instead of tracker objects, the run reports to the console. Tracker
-    names replace the trackers in the settings, and an empty list removes all trackers. If
-    `trackers` contains objects but no names, the trackers in the settings are kept.
+    If the function returns None instead of tracker objects, the run reports to the console. The
+    names in `trackers` replace the trackers in the settings, and an empty list removes all
+    trackers. If `trackers` contains objects but no names, the trackers in the settings are kept.
     """
     named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]

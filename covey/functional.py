@@ -62,8 +62,8 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "values": ("values", "its advantages use the values of a critic"),
     }
 )
-"""Maps an input of an objective to the argument of `loss` that provides the input, and to the
-reason why the objective needs the input."""
+"""Maps each input of an objective to the argument of `loss` that provides the input, and to a text
+that says why the objective needs the input."""
 
 
 PER_ROW = ("rewards", "group", "success", "rollout")

@@ -21,7 +21,7 @@ def check_url(url: str, setting: str, example: str, secret: str = "") -> None:
     """Raise ConfigError for a URL that is malformed or contains a secret.
 
     The error message names `setting` and shows the valid URL `example`. If the URL contains a
-    secret, the message ends with `secret`, which tells the user where to put a secret.
+    secret, the message ends with the argument `secret`, a hint about where secrets belong.
     """
     try:
         split = urlsplit(url)

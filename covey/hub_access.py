@@ -22,7 +22,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def offline_if_unreachable() -> bool:
-    """Turn on Hugging Face's offline mode if the Hub is unreachable; return whether it is on."""
+    """Return whether Hugging Face's offline mode is on; turn it on if the Hub is unreachable."""
     if os.environ.get(OFFLINE, "").upper() in {"1", "ON", "YES", "TRUE"}:
         return True
     if any(os.environ.get(name) for name in PROXIES) or reachable():

@@ -106,7 +106,7 @@ class KeptSets:
         return KeptSets(self.starts[rows, :width], self.counts[rows, :width], self.ids)
 
     def at(self, cells: torch.Tensor) -> KeptIds:
-        """Return the kept sets of the tokens at the flat indices `cells` [M] in [B, T]."""
+        """Return the kept sets of the M tokens whose flat indices in [B, T] are `cells` [M]."""
         import torch
 
         starts, *found = self._ragged(cells.cpu().numpy())

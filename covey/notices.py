@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from covey.escape import printable
 
 VARIABLE = "COVEY_QUIET"
-"""If this environment variable is set, Covey prints no notes. Child processes inherit the variable,
-so they are quiet, too."""
+"""If this environment variable is set, Covey prints no notes. Child processes inherit this
+environment variable, so they print no notes either."""
 
 
 def notice(text: str) -> None:

@@ -13,7 +13,7 @@ from covey.screen import Screen, cell
 
 
 def show_list(headings: tuple[str, str], rows: Iterable[tuple[str, str]]) -> None:
-    """Print names with one-line descriptions as a table with two headings."""
+    """Print a table of names and one-line descriptions, with a heading for each column."""
     first, second = headings
     table = Table(Column(first, style="bold", no_wrap=True), second, box=SIMPLE, pad_edge=False)
     for name, text in rows:
@@ -32,7 +32,7 @@ def described(name: str, maker: Any, without: tuple[str, ...] = ()) -> dict[str,
 
 
 def show_options(section: str, row: dict[str, Any]) -> None:
-    """Print the text of a task or a reward, and its options as `section.option = default`."""
+    """Print the docstring of a task or a reward, and its options as `section.option = default`."""
     console = Screen(soft_wrap=True)
     console.print(row["name"], style="bold")
     console.print(f"\n{row['text']}\n")

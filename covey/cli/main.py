@@ -125,7 +125,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _told(error: CoveyError) -> bool:
-    """Return whether another failing rank prints the error, so that it appears only once."""
+    """Return whether this rank must stay silent because another rank prints the error."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main

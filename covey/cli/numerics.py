@@ -118,7 +118,7 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
 
 
 class _Notes(Tracker):
-    """Prints notes for the user and the progress of sampling."""
+    """Prints notes for the user, and the number of completions sampled so far."""
 
     def __init__(self, say: Say, completions: int) -> None:
         self.say = say

@@ -144,7 +144,8 @@ def _data(
 
 
 def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
-    """Print why the run cannot start, such as an unreadable task or a missing package."""
+    """Print the reason why the run cannot start, such as an unreadable task or a missing
+    package."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
     from covey.models.four_bit import check_four_bit

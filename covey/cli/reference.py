@@ -140,7 +140,7 @@ def _serve(application: object, listener: socket.socket, settings: ServerSetting
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the port; it refuses connections until the server runs."""
+    """Return a socket bound to the port; the socket refuses connections until the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # This lets a restarted server bind the same port at once.

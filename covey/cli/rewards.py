@@ -1,4 +1,4 @@
-"""`covey rewards`: list rewards, score completions, test a reward, or show its changes."""
+"""`covey rewards`: list rewards, score completions, test a reward, or show how it changed."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def score_command(
 
 
 def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any]]:
-    """Score completions, and return one dict of results for each completion, in the same order."""
+    """Score completions, and return a dict of results for each completion, in the given order."""
     from covey.scoring import Job
 
     futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), progress=1.0)) for c in cases]

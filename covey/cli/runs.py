@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 STYLES = {True: "green", False: "bold red", None: "dim"}
-"""Maps the outcome of a check to the style of its line; the outcome None means skipped."""
+"""Maps the result of a check (True, False, or None for a skipped check) to a text style."""
 FORMS = {
     "started": "s",
     "model": "s",

@@ -106,15 +106,15 @@ def waiting(text: str) -> Iterator[Say]:
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
-    """Return the `key=value` overrides of --set, and --model as an override of `model.path`."""
+    """Return the overrides that --set and --model request, in the form `key=value`."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 
 def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
-    """Return `source`; if `source` is None, return the name of the default recipe or None.
+    """Return `source`; if it is None, return the name of the default recipe if the recipe fits.
 
-    The default recipe is returned only for the recipe's own model and task, because the recipe's
-    learning rate and lengths do not suit other models and tasks.
+    The default recipe fits only its own model and task, because its learning rate and lengths do
+    not suit other models and tasks.
     """
     if source is not None:
         return source

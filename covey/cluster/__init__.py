@@ -9,6 +9,7 @@
     scoring.py        scoring workers in actors
     ray_reference.py  a frozen reference in an actor
 
-Ray starts processes on machines, restarts them and moves data. The trainer ranks decide what is
-computed and when. The same config file therefore works on a laptop and on a cluster.
+Ray starts and restarts processes on several machines, and moves data between the processes. The
+trainer ranks decide what is computed and when. The same config file therefore works on a laptop and
+on a cluster.
 """

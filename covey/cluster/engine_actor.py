@@ -1,8 +1,8 @@
 """An engine in a Ray actor, which generates while the trainer adds requests and collects results.
 
-Each call of `begin` names the version of the weights to generate with. An actor without the named
-version, for example after a restart, first fetches the weights from Ray's object store. The actor
-therefore never generates with a wrong version of the weights.
+Each call of `begin` names the version of the weights to generate with. If the actor has a different
+version, for example after a restart, the actor first fetches the requested version of the weights
+from Ray's object store. The actor therefore never generates with a wrong version of the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Source:
-    """A request source that connects the methods of `EngineActor` with the generating thread."""
+    """Passes requests and completions between `EngineActor` and the thread that generates."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -85,8 +85,8 @@ class EngineActor:
     def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
         """Load a version of the weights and start the generating thread. Return the version.
 
-        `held[0]` is Ray's object reference to the weights. A list contains the object reference,
-        because Ray replaces each argument that is an object reference by the object itself.
+        `held[0]` is Ray's object reference to the weights. The object reference is inside a list,
+        because Ray would replace a bare object reference by the object itself.
         """
         if version != self.version:
             import ray
@@ -116,7 +116,7 @@ class EngineActor:
             source.changed.notify_all()
 
     def collect(self) -> list[Row]:
-        """Wait for completions and return them. An empty list means that all requests are done."""
+        """Wait for completions and return them; return an empty list after the last completion."""
         source = self._source()
         with source.changed:
             while not (source.rows or source.error or source.ended):

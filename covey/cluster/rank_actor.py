@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun does.
 
-The rank runs in its own process, because it handles signals itself, and because its GPUs must be
-chosen before it imports torch.
+The rank runs in its own process, because a rank handles signals itself, and because the GPUs must
+be chosen before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from covey.errors import ConfigError
 from covey.subprocesses import module_command
 
 LAST_OUTPUT_SECONDS = 2.0
-"""Maximum number of seconds to read output after a rank has ended, if its child processes keep the
-pipes open."""
+"""Maximum number of seconds to read a rank's output after the rank has ended, while child processes
+of the rank keep the pipes open."""
 Output = tuple[str, bytes] | int
-"""A piece of a rank's output, as the stream's name and bytes, or the rank's exit code."""
+"""Either a piece of a rank's output, as (stream name, bytes), or the rank's exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

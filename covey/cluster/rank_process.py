@@ -1,6 +1,7 @@
 """The process of a trainer rank, which ends with its Ray actor.
 
-The module's arguments are the process id of the actor and the arguments of the `covey` command.
+The command-line arguments of this module are the process id of the actor, followed by the arguments
+of the `covey` command.
 """
 
 from __future__ import annotations

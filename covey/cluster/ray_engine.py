@@ -1,7 +1,7 @@
 """The engine of a cluster, which distributes requests over engines in Ray actors.
 
-All requests of a prompt go to the same actor. If an actor dies, a new actor repeats all its
-requests. If the cluster has no resources for a new actor, the remaining actors take over the
+All requests of a prompt go to the same actor. If an actor dies, a new actor repeats all requests of
+the dead actor. If the cluster has no resources for a new actor, the remaining actors take over the
 requests.
 """
 
@@ -29,13 +29,13 @@ from covey.engines.protocol import (
 from covey.errors import EngineError
 
 CALLS = 4
-"""The number of concurrent calls to an actor. One of the calls to an actor waits for completions,
-and the other calls add requests."""
+"""The number of concurrent calls to an actor: one that waits for completions, and others that add
+requests."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A Ray actor with an engine, and its number in the messages of the run."""
+    """A Ray actor with an engine, and the number of the actor in the run's messages."""
 
     number: int
     handle: Any
@@ -79,7 +79,7 @@ class RayEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The properties of the first engine. `backend` also says how many actors there are."""
+        """The properties of the first engine, with the number of actors in `backend`."""
         if self.told is None:
             told = self._wait(self.members[0])
             backend = f"{len(self.members)} Ray actors, each: {told.backend}"
@@ -138,7 +138,7 @@ class RayEngine:
     def _grow(self) -> None:
         """Start another engine if the cluster has free resources.
 
-        The engine gets requests after it has loaded its model.
+        The new engine gets requests only after it has loaded its model.
         """
         import ray
 
@@ -229,7 +229,7 @@ class _Share:
                 self.member.handle.add.remote(list(requests))
 
     def serve(self) -> None:
-        """Put the actor's completions into the queue, or the error that stopped the actor."""
+        """Put the actor's completions, or the error that stopped the actor, into the queue."""
         try:
             while not self._serve_once():
                 pass

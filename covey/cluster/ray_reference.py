@@ -1,4 +1,4 @@
-"""The reference policy in a Ray actor, where it uses no memory of the trainer's GPU."""
+"""The reference policy in a Ray actor, which uses no memory of the trainer's GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReferenceActor:
 
 @dataclass(slots=True, kw_only=True)
 class RayReference(Reference):
-    """A reference policy in a Ray actor, which restarts if it dies."""
+    """A reference policy in a Ray actor; if the actor dies, Covey starts a new actor."""
 
     build: Callable[[], Reference]
     need: Need

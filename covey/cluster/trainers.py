@@ -19,8 +19,8 @@ from covey.cluster.ray_client import STARTED_BY, Need, translated
 from covey.errors import EngineError
 
 CALLS = 3
-"""The number of concurrent calls to an actor. One of the calls to an actor waits for output, and
-the other calls control the rank."""
+"""The number of concurrent calls to an actor: one that waits for output, and others that control
+the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
 """After a rank has died, the other ranks have this many seconds to report the death and to end."""
@@ -69,8 +69,8 @@ def _actor(group: Any, number: int, need: Need) -> Any:
 def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
     """Return the environment variables that torchrun would set for each rank.
 
-    Each rank sees the GPUs of all ranks on its node. A rank uses the GPU whose index is its local
-    rank.
+    Each rank sees the GPUs of all ranks on its node. Each rank uses the GPU whose index equals the
+    local rank.
     """
     nodes = [place.node for place in places]
     alone = len(set(nodes)) == 1

@@ -51,7 +51,7 @@ class Ported:
     notes: tuple[str, ...]
     """A note for each TRL option that Covey lacks, or that means something else in Covey."""
     given: frozenset[str] = frozenset()
-    """The settings that the script's options determine; the other settings are TRL's defaults."""
+    """The settings that the script's options determine; all other settings have TRL's defaults."""
 
     computed: Mapping[str, str] = field(default_factory=dict)
     """Maps each setting whose value is unknown to the TRL option that determines it."""
@@ -133,8 +133,8 @@ def from_script(text: str, name: str = "script.py") -> Ported:
 def _follows(option: str, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that depend on an option.
 
-    The first setting that depends on the option is always returned. Each further setting that
-    depends on the option is returned only if its value in `settings` is nonzero.
+    The first setting that depends on the option is always returned. The other settings that depend
+    on the option are returned only if their values in `settings` are nonzero.
     """
     depends = _depends(option)
     further = (*depends[1:], *COMPUTED.get(option, ()))

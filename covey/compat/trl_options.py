@@ -208,7 +208,7 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
          "generation_batch_size", "num_iterations"), _STEPS),
 }  # fmt: skip
-"""Maps a TRL option to the settings that depend on its value and are not in `HANDLED`."""
+"""Maps a TRL option to the settings that depend on the option's value and are not in `HANDLED`."""
 
 TRAINER: Mapping[str, str] = {
     "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",

@@ -21,7 +21,8 @@ ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 LARGEST = 2**63
-"""The largest operand of arithmetic that Covey evaluates, to avoid huge numbers."""
+"""Covey does not evaluate arithmetic with operands above this number, because the result could be
+huge."""
 LARGEST_EXPONENT = 64
 RESUME = "resume_from_checkpoint"
 
@@ -54,8 +55,8 @@ class Values:
     def of(cls, tree: ast.Module) -> Values:
         """Find the names to which the whole script assigns a value exactly once.
 
-        A name that is bound once has the same value everywhere in the script. Lists and dicts that
-        the script changes or passes to a function are left out.
+        A name that is bound once has the same value everywhere in the script. The result omits
+        lists, dicts and sets that the script changes or passes to a function.
         """
         times = Counter(name for node in ast.walk(tree) for name in _binds(node))
         if "*" in times:  # an import that may bind any name

@@ -1,4 +1,4 @@
-"""The configuration of a run; validation errors name the wrong setting."""
+"""The configuration of a run; each validation error names the invalid setting."""
 
 from covey.config.load import (
     load_config,

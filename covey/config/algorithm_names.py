@@ -48,8 +48,8 @@ ALGORITHM_TITLES: Mapping[str, str] = {
 keys."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 PAIRED = frozenset({"dpo", "ipo"})
-"""Algorithms that train on preference pairs. The loss of an algorithm for pairs has no importance
-ratio, and its `beta` is not the weight of a KL penalty."""
+"""Algorithms that train on preference pairs. A loss over pairs has no importance ratio, and its
+`beta` is not the weight of a KL penalty."""
 COMPOSED = "composed"
 """The value of `objective.name` for a user's combination of advantage, ratio, surrogate and
 weights."""

@@ -54,7 +54,7 @@ def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
 
 
 def _order(override: str) -> tuple[bool, int]:
-    """Return a sort key: overrides of `name` first, then outer sections before inner sections."""
+    """Return a sort key: overrides of `name` come first, starting with the outermost section."""
     key = override.partition("=")[0].strip()
     is_name = key.endswith(".name")
     return not is_name, key.count(".") if is_name else 0
@@ -130,7 +130,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return the `name` of a section; if it has none, return the default name for its keys."""
+    """Return the `name` of a section, or the default name for its keys if no name is given."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -140,7 +140,7 @@ def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
 
 
 def _value(raw: str) -> Any:
-    """Parse a text as a TOML value; return it as a string if it is not valid TOML."""
+    """Parse a text as a TOML value; return the text itself if it is not valid TOML."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except RecursionError:

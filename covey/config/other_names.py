@@ -1,6 +1,6 @@
 """Names of settings in TRL, verl and Covey 0.1, for error messages and docs/settings.md.
 
-The names for verl come from its PPO trainer, and omit the prefix `actor_rollout_ref`.
+The names of verl's settings come from verl's PPO trainer, without the prefix `actor_rollout_ref`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Names(NamedTuple):
-    """Names of a setting in TRL and verl; empty for a library without such a setting."""
+    """Names of a setting in TRL and in verl; an empty name if the library has no such setting."""
 
     trl: str = ""
     verl: str = ""
@@ -104,7 +104,8 @@ def ours(name: str) -> str | None:
 
 
 COMMON = frozenset({"", "path", "name", "n", "strategy", "enable", "seed", "temperature"})
-"""Last words of verl's dotted names, such as `enable`, that do not identify a setting."""
+"""Last parts of verl's dotted names, such as `enable`, that are too common to identify a
+setting."""
 
 
 def theirs(*names: str) -> str:
@@ -139,7 +140,7 @@ SETTINGS: Mapping[str, str] = {
 }
 """Maps each renamed key of Covey 0.1 to its new name.
 
-The entry of a renamed section applies to all keys of the section that have no entry of their own.
+The new name of a section applies to all keys of the section that are not listed themselves.
 """
 
 

@@ -38,7 +38,7 @@ def check_reference(section: Section) -> None:
 def read_token(variable: str, setting: str) -> str:
     """Return the bearer token in an environment variable; an empty text if `variable` is empty.
 
-    The error message shows `setting`, the setting or option that names the environment variable.
+    The error message names `setting`, the setting or option that contains the name of the variable.
     """
     token = os.environ.get(variable, "") if variable else ""
     if variable and not (token and token.isascii() and token.isprintable()):

@@ -1,8 +1,8 @@
 """The configuration schema, with a class for each section and a field for each setting.
 
 Each of the sections `task`, `reward`, `length_penalty` and `objective` names a function and
-contains the function's options. Covey checks the options against the function's signature before a
-run starts.
+contains the function's options. Before a run starts, Covey checks the options of each function
+against the function's signature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 class Named(Section):
-    """A table whose `name` names a function; every other key is an option of the function."""
+    """A section that selects a function by `name` and contains the function's options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -36,12 +36,12 @@ class Named(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of the declared fields, without the options of the function."""
+        """The values of the declared fields, without the options of the selected function."""
         return {key: getattr(self, key) for key in type(self).model_fields}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the function: all keys that are not declared fields."""
+        """The options of the selected function: all keys that are not declared fields."""
         return dict(self.model_extra or {})
 
 
@@ -79,9 +79,10 @@ class Vllm(Section):
     patience: Seconds = 600.0
     """Seconds to wait for a vLLM server to start or to restart."""
     restarts: Count = 3
-    """Maximum number of restarts of a vLLM server in a row; a completion of the server resets the
-    count, and one more failure ends the run. Covey restarts only servers that it has started. If a
-    server in `engine.vllm.urls` fails, Covey waits until the user restarts this server."""
+    """Maximum number of restarts of a vLLM server in a row; one more failure ends the run. The
+    count of restarts starts again when the server returns a completion. Covey restarts only servers
+    that it has started. If a server in `engine.vllm.urls` fails, Covey waits until the user
+    restarts this server."""
     arguments: list[str] = []
     """Additional arguments for the command that starts vLLM."""
 
@@ -120,8 +121,8 @@ class Cluster(Section):
     """Run a frozen reference policy in its own Ray actor, with as many CPUs and GPUs as an engine
     actor."""
     restarts: Count = 3
-    """Number of Ray actor failures in a row that the run survives; one more failure ends the run. A
-    result of any actor of the same kind resets the count."""
+    """Number of Ray actor failures in a row that the run survives; one more failure ends the run.
+    The count of failures starts again when any actor of the same kind returns a result."""
     patience: Seconds = 300.0
     """Seconds to wait until the cluster has free resources for an actor."""
 
@@ -186,9 +187,9 @@ class Train(Section):
     stop_after: StopAfter = StopAfter()
     """The limit at which the run ends, which is `{tokens = n}` for n sampled tokens, `{updates =
     n}` for n optimizer steps, or `{epochs = n}` for n passes over the training prompts. `{steps =
-    n}` has the same effect as `train.steps = n`. The fraction of the limit that the run has used
-    determines the learning rate and when Covey evaluates. For example, a run that has used half of
-    its limit has the learning rate of step `steps / 2`."""
+    n}` has the same effect as `train.steps = n`. The learning rate and the evaluations depend on
+    the fraction of the limit that the run has used. For example, a run that has used half of its
+    limit has the learning rate of step `steps / 2`."""
     mini_batches: Positive = 1
     """Number of mini-batches in one epoch of a training step; each mini-batch takes one optimizer
     step."""
@@ -203,9 +204,9 @@ class Train(Section):
     """Source of `old_logp`, the log-probs in the denominator of the ratio. With `recompute`, the
     trainer computes `old_logp` in a forward pass before the first optimizer step. With `sampler`,
     `old_logp` comes from the engine. With `auto`, `old_logp` comes from the engine if the engine's
-    log-probs are exact (float32, no truncation) or if the ratio has to correct for staleness. In
-    all other cases, `auto` means that the trainer computes `old_logp`, which needs no extra forward
-    pass if a training step has one optimizer step."""
+    log-probs are exact (float32, no truncation) or if the ratio has to correct for staleness, and
+    otherwise from the trainer. If a training step has one optimizer step, the trainer needs no
+    extra forward pass to compute `old_logp` with `auto`."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs for forward and backward passes if the model supports CUDA graphs.
     CUDA graphs make the training of small models faster, but activations stay in memory between
@@ -304,9 +305,9 @@ class Teacher(Section):
     """Optimizer steps between updates of a teacher with `policy = "moving"`."""
     context: dict[str, str] = Field(default=CONTEXT)
     """With `teacher.policy`, a template for each kind of privileged text in the teacher's prompt,
-    where `{text}` stands for the privileged text. The kinds are `success` (a correct completion of
-    the same group), `feedback` (the reward's feedback on the trained completion), `target` (the
-    reference answer) and any column of the data."""
+    where `{text}` stands for the privileged text. The kinds of privileged text are `success` (a
+    correct completion of the same group), `feedback` (the reward's feedback on the trained
+    completion), `target` (the reference answer) and any column of the data."""
     template: str = "{prompt}\n\n{context}\n\nNow answer the question yourself."
     """With `teacher.policy`, the template of the last message in the teacher's prompt, with the
     placeholders `{prompt}` and `{context}`."""
@@ -372,10 +373,10 @@ class Engine(Section):
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Size of the KV cache for completions on a GPU, in GiB. If this size is 0, the KV cache is
-    large enough for all concurrent completions at their maximum length, or smaller if the GPU has
-    less free memory. If completions need more memory than the KV cache has, the native engine
-    pauses the completions with the fewest tokens and continues them later."""
+    """Size of the KV cache for completions on a GPU, in GiB. With `cache_gigabytes = 0`, the
+    KV cache is large enough for all concurrent completions at their maximum length, or smaller if
+    the GPU has less free memory. If completions need more memory than the KV cache has, the native
+    engine pauses the completions with the fewest tokens and continues them later."""
 
     @property
     def rounds(self) -> str:
@@ -387,9 +388,9 @@ class Curriculum(Section):
     """Settings in [curriculum]: how a step's prompts depend on the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
-    """How the sampling weight of a prompt depends on its running pass rate p. The weight is equal
-    for all prompts (`uniform`), 1 - p (`hard`), or p (1 - p) (`uncertain`). A prompt without
-    results has the pass rate p = 0.5."""
+    """How the sampling weight of a prompt depends on its running pass rate p. For a prompt with the
+    pass rate p, the sampling weight is 1 (`uniform`), 1 - p (`hard`), or p (1 - p) (`uncertain`). A
+    prompt without results has the pass rate p = 0.5."""
     memory: Share = 0.2
     """Weight of the newest group in the running average of a prompt's pass rate."""
     floor: Share = 0.01
@@ -531,8 +532,8 @@ class Objective(Named):
 
     name: str = "grpo"
     """Name of an algorithm, `MODULE:FUNCTION` for your own algorithm, or `composed` for your own
-    combination of `advantage`, `ratio`, `surrogate` and `weights`. The default name is `composed`
-    if the section sets one of these four options, and otherwise `grpo`."""
+    combination of `advantage`, `ratio`, `surrogate` and `weights`. The default name is `grpo`, or
+    `composed` if the section sets `advantage`, `ratio`, `surrogate` or `weights`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -560,8 +561,8 @@ class Reference(Section):
     weights. An offloaded reference is a copy of the initial weights in main memory. With
     `adapter_off`, the reference is the model without its adapter. With `server`, the reference is
     the model of a reference server. A moving reference is a moving average of the policy's weights.
-    A renewed reference is a copy of the policy made again after every `reference.every`
-    optimizer steps. The reference is loaded only if the objective has a KL penalty."""
+    A renewed reference is a copy of the policy that is updated every `reference.every` optimizer
+    steps. The reference is loaded only if the objective has a KL penalty."""
     alpha: Share = 0.6
     """Weight of the policy in the update `reference = alpha * policy + (1 - alpha) * reference` of
     a moving reference."""
@@ -619,8 +620,8 @@ class Scoring(Section):
     """Number of worker processes for slow rewards; 0 means one per core. Quick rewards need no
     worker processes."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit for scoring one completion, in seconds. A completion that exceeds this limit
-    counts as unscored."""
+    """Time limit for scoring one completion, in seconds. A completion whose scoring exceeds this
+    time limit counts as unscored."""
     gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
     """Memory limit of a worker process, in GiB."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -644,8 +645,8 @@ class Filter(Section):
     mask_truncated: bool = False
     """Do not train on truncated completions, although group statistics still include them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0. Gradients stay the same, but token metrics leave out the
-    skipped completions."""
+    """Skip completions with advantage 0. Skipped completions would not change the gradient, but
+    they are missing in token metrics."""
 
     @property
     def rounds(self) -> int:
@@ -667,8 +668,8 @@ class Overlap(Section):
     """With `overlap.mode = "copy"`, load new weights during the generation of completions, which
     makes results depend on timing."""
     max_staleness: Count = 0
-    """Drop groups that were sampled more than this many optimizer steps before they are trained on;
-    0 means to keep all groups."""
+    """Drop groups that are more than this many optimizer steps old when Covey trains on them; 0
+    means to keep all groups."""
 
 
 class Optimizer(Section):
@@ -729,16 +730,16 @@ class Sft(Section):
     file: str = ""
     """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
     evaluate_every: Count = 50
-    """Steps between evaluations; 0 means no evaluations at all. If this number is above 0, Covey
-    also evaluates before the first and after the last step."""
+    """Steps between evaluations; 0 means no evaluations at all. With `sft.evaluate_every` above 0,
+    Covey also evaluates before the first and after the last step."""
 
 
 class Evaluate(Section):
     """[evaluate]"""
 
     every: Count = 20
-    """Steps between evaluations; 0 means no evaluations at all. If this number is above 0, Covey
-    also evaluates before the first and after the last step."""
+    """Steps between evaluations; 0 means no evaluations at all. With `evaluate.every` above 0,
+    Covey also evaluates before the first and after the last step."""
     prompts: Count = 0
     """Number of held-out prompts to evaluate; 0 means all held-out prompts."""
     samples: Annotated[int, Field(ge=0, le=10**5)] = 0
@@ -758,17 +759,18 @@ class Save(Section):
     best: str = ""
     """Metric whose best checkpoint is also kept; empty means no best checkpoint. The metric comes
     from evaluations, such as `greedy` or `pass@4`, or from training steps, such as
-    `objective/scores`. A metric of training steps is checked once every `save.every` steps."""
+    `objective/scores`. If the metric comes from training steps, Covey looks for a new best value
+    once every `save.every` steps."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether the highest or the lowest value of the metric `save.best` counts as best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
     """Number of steps that a sample page covers; 0 means no sample pages. A sample page shows the
-    completions with the highest and the lowest rewards of its steps."""
+    completions with the highest and the lowest rewards of the steps that it covers."""
     samples_shown: Positive = 20
-    """Number of completions with the highest rewards, and of completions with the lowest rewards,
-    on a sample page."""
+    """How many of the completions with the highest rewards, and how many of the completions with
+    the lowest rewards, a sample page shows."""
 
 
 class Config(Section):

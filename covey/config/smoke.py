@@ -67,7 +67,7 @@ ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
     ("sft", ("template",)),
 )
-"""Settings for the text of prompts and solutions; `--smoke` removes them when it replaces the
+"""Settings for the text of prompts and solutions, which `--smoke` removes when it replaces the
 task."""
 
 

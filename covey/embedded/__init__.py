@@ -1,4 +1,4 @@
-"""The embedded models: small checkpoints in the package, which tools/ trains."""
+"""The embedded models: small checkpoints in the package, trained by scripts in tools/."""
 
 from pathlib import Path
 

@@ -21,8 +21,8 @@ from covey.types import Message
 
 Call = dict[str, Any]
 LONGEST = 100_000
-"""Maximum number of characters in a tool call. A tool call with more than LONGEST characters is not
-parsed, but becomes an error."""
+"""Maximum number of characters in a tool call. A tool call with more than LONGEST characters gets
+an error instead of being parsed."""
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
 

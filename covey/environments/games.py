@@ -29,8 +29,8 @@ _SIGNS = {
     (False, False, False): ".", (False, False, True): "o", (False, True, False): "b",
     (False, True, True): "*", (True, False, False): "p", (True, False, True): "P",
 }  # fmt: skip
-"""Maps the content of a square to the character that shows it. Each key says whether the player, a
-box and a goal are on the square."""
+"""Maps the content of a square to the character that shows it. Each key consists of three bools,
+which say whether the square contains the player, a box and a goal."""
 
 
 class Game(Protocol):

@@ -90,7 +90,7 @@ def make_host(
     timeout: float = 30.0,
     gigabytes: float = 8.0,
 ) -> Host:
-    """Return a host that runs quick environments in this process and others in worker processes."""
+    """Return an `InlineHost` for quick environments, and a `ProcessHost` for other environments."""
     if is_quick(factory):
         prepare(factory)
         return InlineHost(factory)

@@ -16,8 +16,9 @@ from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 CONCURRENT = 2
 """The number of sandboxes that one environment process runs at once."""
 WAITING = 3
-"""The limit on wall time, as a multiple of the limit on CPU time. The multiple is above 1, because
-a program takes more wall time than CPU time on a busy machine."""
+"""The limit on wall time, as a multiple of the limit on CPU time. The limit on wall time is larger
+than the limit on CPU time, because a program takes more wall time than CPU time on a busy
+machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class Programs:
         )
 
     def shown(self, outcome: Outcome) -> str:
-        """Return a program's output as text, with the reason if the sandbox stopped it."""
+        """Return a program's output as text, with the reason if the sandbox stopped the program."""
         text = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip()
         return "\n".join(filter(None, (shortened(text, self.output_chars), _ending(outcome))))
 

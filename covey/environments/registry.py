@@ -42,7 +42,7 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def find_environment(name: str) -> Callable[..., Any]:
-    """Return the environment class or function with a name, or with a path `module:Class`."""
+    """Return the environment class or function for a name or for a path `module:Class`."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if is_import_path(name):

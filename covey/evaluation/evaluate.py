@@ -17,8 +17,8 @@ from covey.scoring.baselines import Baselines, constant_by_targets
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step number in the random seeds of all evaluations, which therefore use the same random
-numbers."""
+"""The step number that seeds the random numbers of every evaluation, so all evaluations use the
+same random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Evaluation:
     best_constant: float | None = None
     """Accuracy of a policy that gives the best constant answer to every prompt. If no constant
     answer was scored, `best_constant` is the fraction of prompts that have the most frequent
-    target. Without a scored constant answer, `best_constant` is None if a target is empty or too
-    long to be an answer."""
+    target. If no constant answer was scored and a target is empty or too long to be an answer,
+    `best_constant` is None."""
     baselines: Baselines | None = None
     """Scores of a constant answer, an empty completion and a copied prompt, if measured."""
     distinct_answers: int = 0
@@ -51,7 +51,7 @@ class Evaluation:
 
     @property
     def graded(self) -> bool:
-        """Whether some reward is neither 1 for a success nor 0 for a failure."""
+        """Whether any reward differs from the usual 1 for a success and 0 for a failure."""
         return is_graded((item.greedy.reward, item.greedy.success) for item in self.items)
 
     def row(self) -> dict[str, Any]:

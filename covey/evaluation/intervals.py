@@ -55,7 +55,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def mean_over_prompts(
     values: Sequence[float], seed: int = 0, bounds: tuple[float, float] | None = None
 ) -> Estimate:
-    """Estimate a mean by a bootstrap over prompts; all possible values lie within `bounds`.
+    """Estimate a mean by a bootstrap over prompts; `bounds` limit the possible values.
 
     The interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279). Ordinary
     percentiles give intervals that are too narrow: in effect, they divide the variance by `n`
@@ -77,8 +77,8 @@ def mean_over_prompts(
 def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
     """Estimate a mean of equal values, for which a bootstrap interval would have width 0.
 
-    According to Wilson's interval, the values of at most the fraction `Z**2 / (count + Z**2)` of
-    all possible prompts differ from `value`. Because all values lie within `bounds`, values that
+    According to Wilson's interval, at most the fraction `Z**2 / (count + Z**2)` of all possible
+    prompts has a value other than `value`. Because all values lie within `bounds`, values that
     differ from `value` can shift the mean only by a limited amount. If all values are 0, or all are
     1, and the bounds are 0 and 1, the interval is Wilson's interval. If `bounds` is None, the
     interval has width 0.

@@ -19,7 +19,7 @@ from covey.types import Prompt, Rollout
 
 GREEDY = "greedy"
 REWARD, PART = "reward", "parts/"
-"""The metric name of the mean reward, and the prefix in metric names of the reward's parts."""
+"""The metric name of the mean reward, and the prefix of the metric names of reward parts."""
 NO_CATEGORY = "-"
 
 
@@ -68,7 +68,7 @@ class Item:
         return values
 
     def rewards(self) -> dict[str, float]:
-        """Return the reward and reward parts of the greedy completion; empty without a score."""
+        """Return the greedy completion's reward and reward parts; empty if the reward is None."""
         if self.greedy.reward is None:
             return {}
         parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
@@ -111,7 +111,7 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(scored: Iterable[tuple[float | None, bool | None]]) -> bool:
-    """Return whether some reward is neither 1 for a success nor 0 for a failure.
+    """Return whether any reward differs from the usual 1 for a success and 0 for a failure.
 
     Each element of `scored` has the reward and the success of one completion. Completions without a
     reward are ignored.

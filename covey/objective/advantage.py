@@ -145,7 +145,7 @@ def sum_of_standardized(
 
 
 def all_equal(values: torch.Tensor) -> bool:
-    """Return whether all values are equal up to rounding; for no values, return True."""
+    """Return whether all values are equal up to rounding; an empty tensor counts as equal."""
     if not len(values):
         return True
     bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)

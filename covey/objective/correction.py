@@ -90,5 +90,6 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 """Maps the name of a correction to its function."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
-"""Maps a correction to the value of its criterion if engine and trainer have equal log-probs. A
-correction that is not in this mapping compares a ratio, which is 1 if engine and trainer agree."""
+"""Maps the name of a correction to the value of its criterion when engine and trainer have equal
+log-probs. A correction that is not in this mapping has the value 1, because its criterion is a
+ratio."""

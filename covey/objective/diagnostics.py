@@ -95,7 +95,7 @@ class Meter:
         at_host = iter(torch.cat(flat).cpu().split(sizes) if flat else ())
 
         def stacked(pairs: Sequence[object]) -> list[torch.Tensor]:
-            """Stack the first tensors of all pairs, and stack the second tensors of all pairs."""
+            """Return the stacked first tensors and the stacked second tensors of all pairs."""
             copies = [(next(at_host), next(at_host)) for _ in pairs]
             return [torch.stack(side) for side in zip(*copies, strict=True)]
 

@@ -6,8 +6,8 @@
 This module does not depend on models, configuration, micro-batches or ranks. Advantages are
 computed over the batch of a training step. Token weights, corrections and the results of the
 objective's `marks` function are computed over an optimizer step. Once advantages, weights,
-corrections and the results of `marks` are known, the loss of a micro-batch is a plain sum over its
-tokens.
+corrections and the marks (if any) are known, the loss of a micro-batch is a plain sum over the
+tokens of the micro-batch.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Objective:
     off_policy_limit: float = 0.0
     """Limit on how far the mean log-probability of a completion may fall after sampling. A
     completion with a negative advantage is dropped if its mean log-probability falls by more than
-    the limit. A limit of 0 keeps all completions.
+    `off_policy_limit`. A limit of 0 keeps all completions.
     """
     veto: float = 0.0
     """A completion is dropped if the trainer's probability of any token is below this number times
@@ -151,7 +151,7 @@ class Objective:
 
     @property
     def corrects_by_row(self) -> bool:
-        """Whether old_logp is needed only for corrections that look at one rollout at a time."""
+        """Whether only per-rollout corrections need `old_logp`."""
         others = self.kl_in_reward or self.correction_mean_one or self.marks is not None
         return self.corrects and not others and "old_logp" not in self.reads
 

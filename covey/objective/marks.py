@@ -60,7 +60,7 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
 
 
 def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.Tensor:
-    """Return a mask of the `count` largest values inside `among`, but at least one value."""
+    """Return a mask of the `count` largest values (at least one) inside the mask `among`."""
     flat = values.masked_fill(~among, -torch.inf).flatten()
     picked = flat.topk(min(max(1, int(count)), int(among.sum()))).indices
     return torch.zeros_like(among).flatten().index_fill(0, picked, True).view_as(among)
@@ -69,9 +69,9 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: float) -> torch.T
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a reproducible pseudorandom number for each token, [B, T].
 
-    A token's number is a hash of the engine's log-probabilities: of all tokens up to the token, and
-    of the whole completion. Hashing the whole completion gives the tokens of a common prefix
-    different numbers in different completions. The numbers do not depend on row order,
+    A token's number combines two hashes of the engine's log-probabilities: of the tokens up to this
+    token, and of the whole completion. Hashing the whole completion gives the tokens of a common
+    prefix different numbers in different completions. The numbers do not depend on row order,
     micro-batches or ranks, and are the same in a resumed run.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)

@@ -6,7 +6,7 @@
 The loss of a pair depends on two rows, which may be in different micro-batches or on different
 ranks. Covey first computes the margin D of every pair in the optimizer step, in an additional
 forward pass without gradient (`marks`). In the training pass, each row contributes half of the loss
-l(D), but the whole gradient of l(D) with respect to the row's own log-ratio g:
+l(D). The row's contribution has the whole gradient of l(D) with respect to the row's log-ratio g:
 
     loss_row = l(D) / 2 + l'(D) s (g - const g),  s = +1 chosen, -1 rejected
 

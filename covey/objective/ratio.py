@@ -20,7 +20,7 @@ def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The completion's mean log-ratio, log s = 1/T_i sum_t x, used for each of its tokens.
+    """The completion's mean log-ratio, log s = 1/T_i sum_t x, at each token of the completion.
 
     GSPO, arXiv 2507.18071.
     """

@@ -56,8 +56,8 @@ def maxrl() -> Objective:
     `maxrl` weights each group by 1 / (pass rate of the group). With binary rewards and groups of G
     completions, the expected gradient is the gradient of a series expansion of log(pass rate) to
     order G - 1. With `all_wrong = "minus_one"`, completions in groups without success get an
-    advantage of -1. With `all_wrong = "minus_one"`, the series expansion has order G, but the
-    gradient has much more noise.
+    advantage of -1. With `all_wrong = "minus_one"`, the series expansion of log(pass rate) has
+    order G, but the gradient has much more noise.
 
     Choice: sums over tokens are divided by a constant length, as in Dr.GRPO. The code of MaxRL's
     authors takes the mean over tokens, so its gradient estimate is biased. Rewards must not be
@@ -111,7 +111,7 @@ def gfpo() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The token count T includes all completions, as in equation 2 of the paper. In TRL's
-    implementation of GFPO, the token count T included only the tokens of kept completions. With
+    implementation of GFPO, T counted only the tokens of kept completions. With
     `filter.skip_zero_gradient`, completions that are not kept need no forward pass. The default of
     `ddof` is 1, as in `grpo`, but the paper uses 0. Training on half of each group (4 of 8
     completions) is a good default.
@@ -139,10 +139,10 @@ def scalerl() -> Objective:
     completions the standard deviation is computed. Covey computes the standard deviation over all
     completions of mixed groups.
 
-    The ScaleRL recipe contains more than the loss. In the recipe, groups with equal rewards are
-    dropped without replacement (`filter.drop_flat`), and prompts that the policy already solves are
-    no longer drawn (`curriculum.drop_above`). The recipe runs the LM head in float32 in the engine
-    and in the trainer.
+    The ScaleRL recipe contains more than the loss. In the ScaleRL recipe, groups with equal rewards
+    are dropped without replacement (`filter.drop_flat`), and prompts that the policy already solves
+    are no longer drawn (`curriculum.drop_above`). The ScaleRL recipe runs the LM head in float32 in
+    the engine and in the trainer.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

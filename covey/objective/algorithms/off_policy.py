@@ -27,8 +27,8 @@ def bapo() -> Objective:
     micro-batches and ranks, at the cost of one more forward pass.
 
     Choices: the fraction `share` leaves out clipped tokens, because clipped tokens have no
-    gradient. The option `measure = "value"` follows the paper's equation 8 as printed, which
-    replaces the ratio of a clipped token by the clip bound. With `measure = "value"`, raising c_low
+    gradient. With `measure = "value"`, `share` follows equation 8 as printed in the paper, in which
+    the clip bound replaces the ratio of a clipped token. With `measure = "value"`, raising c_low
     lowers the share of tokens with a positive advantage, although the paper's text says the
     opposite. The authors' code raises c_low first, and computes both clip bounds per micro-batch.
 
@@ -54,7 +54,7 @@ def m2po() -> Objective:
     `m2po` drops a few outlier tokens, which still count in the token count T. Tokens that are not
     dropped get unclipped importance weights. Covey chooses the outliers over a whole optimizer
     step, at the cost of one more forward pass. The authors' code chooses outliers per micro-batch,
-    clips ratios, and bounds another mean than the formula above.
+    clips ratios, and bounds a different mean than Covey.
 
     Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
     and without a clip.
