@@ -34,7 +34,6 @@ def fine(model: LanguageModel) -> list[Group]:
     return play(model, worlds.Quick)
 
 
-@pytest.mark.usefixtures("_forked_workers")
 def test_the_time_that_tools_take_changes_nothing(model: LanguageModel) -> None:
     slow = {"count": 8, "group_size": 4, "timeout": 30.0}  # a loaded machine adds to the time
     instant = play(model, worlds.Quick, **slow)
@@ -43,7 +42,6 @@ def test_the_time_that_tools_take_changes_nothing(model: LanguageModel) -> None:
     assert play(model, worlds.SleepsAsync, **slow) == instant
 
 
-@pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
     ("kind", "finish", "error"),
     [
@@ -105,7 +103,6 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced() -> None:
         assert not reply().error
 
 
-@pytest.mark.usefixtures("_forked_workers")
 def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> None:
     (rollout,) = [r for r in play(model, worlds.Control)[3].rollouts if len(r.turns) > 4][:1]
     start = model.tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -116,7 +113,6 @@ def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> No
     assert not any(segment.trained[turn.start : turn.stop])
 
 
-@pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
     ("limits", "finish", "turns"),
     [({"max_turns": 2}, "turn_limit", 2), ({"max_tokens": 180}, "token_limit", None)],
@@ -135,7 +131,6 @@ def test_every_limit_has_its_own_finish(
             assert sum(turn.role == "assistant" for turn in rollout.turns) == turns
 
 
-@pytest.mark.usefixtures("_forked_workers")
 def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
     groups = play(model, worlds.Paid, count=2)
     batch = collate(groups)
