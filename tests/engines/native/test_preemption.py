@@ -26,7 +26,7 @@ from tests.engines.native.test_decode_graph import by_graph, made, questions, sh
 pytest.importorskip("triton")
 
 # The interpreter is slow, and has no smallest tile.
-PAGE, TOKENS = (16, 56) if torch.cuda.is_available() else (2, 7)
+PAGE, TOKENS = (16, 56) if torch.cuda.is_available() else (4, 14)
 
 
 @pytest.mark.parametrize(
