@@ -70,7 +70,7 @@ def check_command(
     path: Run,
     as_json: AsJson = False,
 ) -> None:
-    """List the problems of a run, with the first step, the cause and the remedy of each problem.
+    """List the problems of a run. For each problem, show where it began, its cause and a remedy.
 
     The exit code is 1 if the last step shows a problem, and 0 otherwise.
     """

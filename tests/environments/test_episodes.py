@@ -39,7 +39,6 @@ def fine(model: LanguageModel) -> list[Group]:
     return play(model, worlds.Quick)
 
 
-@pytest.mark.usefixtures("_forked_workers")
 def test_the_time_that_tools_take_changes_nothing(model: LanguageModel) -> None:
     slow = {"count": 8, "group_size": 4, "timeout": 30.0}  # a loaded machine adds to the time
     instant = play(model, worlds.Quick, **slow)
@@ -62,7 +61,6 @@ def test_the_time_that_tools_take_changes_no_rounding_of_long_conversations(
         torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
     ("kind", "finish", "error"),
     [
@@ -124,7 +122,6 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced() -> None:
         assert not reply().error
 
 
-@pytest.mark.usefixtures("_forked_workers")
 def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> None:
     (rollout,) = [r for r in play(model, worlds.Control)[3].rollouts if len(r.turns) > 4][:1]
     start = model.tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -167,7 +164,6 @@ def test_a_prefill_is_part_of_scored_texts_only_if_it_is_wanted(model: LanguageM
     assert several
 
 
-@pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
     ("limits", "finish", "turns"),
     [({"max_turns": 2}, "turn_limit", 2), ({"max_tokens": 180}, "token_limit", None)],
@@ -186,7 +182,6 @@ def test_every_limit_has_its_own_finish(
             assert sum(turn.role == "assistant" for turn in rollout.turns) == turns
 
 
-@pytest.mark.usefixtures("_forked_workers")
 def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
     groups = play(model, worlds.Paid, count=2)
     batch = collate(groups)

@@ -31,9 +31,11 @@ NO_ANSWER = {
 NO_SOLUTION = {"boxnet", "rush_hour"}
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "composite": {"datasets": [{"name": "chain_sum"}, {"name": "leg_counting", "weight": 2.0}]}
+    "composite": {"datasets": [{"name": "chain_sum"}, {"name": "leg_counting", "weight": 2.0}]},
+    "futoshiki": {"max_board_size": 5},
+    "zebra_puzzles": {"num_people": 3, "num_characteristics": 3},
 }
-"""Options of datasets that need some."""
+"""Options of datasets that need some, or take a second for three prompts without."""
 
 
 def score_of(info: Mapping[str, Any], answer: str) -> float:

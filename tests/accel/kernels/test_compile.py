@@ -15,22 +15,6 @@ LEAST_SHARED_MEMORY, HOPPER_SHARED_MEMORY = 99 * 2**10, 227 * 2**10
 """Shared memory of a program: on the smaller GPUs since Ampere (RTX 3090, A10, L4, RTX 4090), and on
 H100 and H200."""
 
-# How much shared memory a kernel takes is known before there is machine code, which takes half of the
-# time. So machine code is made of the smallest kernels only: larger ones have the same instructions.
-STAGES = """
-import triton
-
-whole = True
-
-def without_machine_code(backend=None, stages=None, *others):
-    if stages and not whole:
-        stages.update(ptx=lambda llir, known: known.setdefault("name", ""), cubin=lambda *_: b"")
-    return ("whole" if whole else "shared memory",) * 2
-
-triton.knobs.runtime.add_stages_inspection_hook = without_machine_code
-"""
-
-
 # In a separate process, because kernels may be interpreted in this one. All but numbers are
 # pointers.
 COMPILE = """
@@ -48,7 +32,6 @@ KINDS |= dict.fromkeys(["prompt_capacity", "slot_pages", "slots", "programs"], "
 hopper = CAPABILITY >= 90
 found = {}
 for size, slots in ((16, 50), (64, 50), (64, 1000), (128, 1000), (256, 50)):
-    whole = size == 16
     for kind, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         cache = LayerCache(*[torch.empty(1, 2, 128, size, dtype=dtype)] * len(LayerCache._fields))
         block, warps, stages, together, splits, _ = tiling_for(slots, cache, hopper=hopper)
@@ -77,7 +60,6 @@ found = {}
 for tokens, kind, dtype in ((128, "bf16", torch.bfloat16), (1024, "bf16", torch.bfloat16),
                             (8, "fp32", torch.float32)):
     tile = tile_for(tokens, dtype)
-    whole = tokens < 1024
     for capability in (89, 90):
         known = dict(size=576, rows=tile.rows, columns=tile.columns, block=tile.block,
                      biased=True, early=capability >= 90,
@@ -105,7 +87,6 @@ KINDS = dict.fromkeys(("norm", "inner"), "*fp32") | dict.fromkeys(("factor", "sc
 KINDS |= dict.fromkeys(("query_starts", "key_starts"), "*i32") | dict.fromkeys(NUMBERS, "i32")
 found = {}
 for size in (16, 64, 128):
-    whole = size == 16
     tiles = module.tiles_for(size, large=CAPABILITY == 90)
     for name in ("forward", "query_grad", "key_grad"):
         kernel, tile = getattr(module, "_" + name), getattr(tiles, name)
@@ -138,11 +119,7 @@ PROGRAMS = {
 def shared_memory() -> dict[str, dict[str, int]]:
     """The shared memory of each kernel of each program. One process runs them all."""
     compiled = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    words = [
-        sys.executable,
-        "-c",
-        "\n".join([STAGES, *(program for program, _, _ in PROGRAMS.values())]),
-    ]
+    words = [sys.executable, "-c", "\n".join(program for program, _, _ in PROGRAMS.values())]
     done = subprocess.run(words, env=compiled, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     printed = done.stdout.splitlines()
