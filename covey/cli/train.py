@@ -51,8 +51,8 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Run trainer ranks, engines and scoring on Ray, as configured in the section "
-        "[cluster]. ADDRESS overrides cluster.address: 'local' starts Ray on this machine, and "
+        help="Run trainer ranks, engines and scoring on Ray, with the settings of the section "
+        "'cluster'. ADDRESS overrides cluster.address: 'local' starts Ray on this machine, and "
         "'auto' finds a running Ray cluster.",
     ),
 ]
