@@ -86,7 +86,8 @@ def number_column(name: str) -> Column:
 
 
 def cell(text: object) -> Text:
-    """Return a table cell that rich does not parse as markup, with control characters escaped."""
+    """Return a table cell without markup for the library `rich`, and with control characters
+    escaped."""
     return Text(printable(str(text)))
 
 

@@ -539,5 +539,5 @@ class EpisodeText(str):
 
 
 def episode_of(text: str) -> Episode | None:
-    """Return the episode of a rollout's text, or None if the rollout had no environment."""
+    """Return the episode that a rollout's text belongs to; None if there was no environment."""
     return getattr(text, "episode", None)

@@ -112,8 +112,8 @@ def report_command(
 ) -> None:
     """Write the report of a run as report.html, which opens offline, and as report.md.
 
-    The report shows curves, evaluations, sampled completions, completions before and after
-    training, health and settings.
+    The report shows curves, evaluations, health checks, settings, and sample completions from
+    before, during and after training.
     """
     run = RunFolder.open(path)
     if out is not None and not out.is_dir():

@@ -41,8 +41,9 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="Resume from the checkpoint of step N instead of the newest checkpoint. Step 0 "
-        "restarts the run. Records of later steps are moved to RUN/superseded. Needs --resume.",
+        help="Resume from the checkpoint of step N instead of the newest checkpoint. Step 0 starts "
+        "the run from the beginning. Records of later steps are moved to RUN/superseded. Needs "
+        "--resume.",
     ),
 ]
 

@@ -184,7 +184,8 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
 
 
 def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
-    """Return the full names of `also_train` modules; peft would match short names as suffixes."""
+    """Return the full names of `also_train` modules, because peft treats short names as
+    suffixes."""
     names: set[str] = set()
     for name in also_train:
         found = _modules(model, name, "also_train")

@@ -449,7 +449,7 @@ def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.
 
 
 def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return rho_k, the mean maximum of all k-subsets of the ascending `values` [n]."""
+    """Return rho_k: the maximum of k of the ascending `values` [n], averaged over all k-subsets."""
     return (values * _coefficients(values, lambda i: comb(i - 1, k - 1))).sum() / comb(
         len(values), k
     )

@@ -158,7 +158,7 @@ class NanoAha(Reward):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoZero(Reward):
-    """The countdown reward of GRPO-Zero, from 0 to 1.1, which is `0.1 * format + answer`.
+    """The countdown reward of GRPO-Zero: `0.1 * format + answer`, a number from 0 to 1.1.
 
     | part | value |
     |---|---|

@@ -158,12 +158,12 @@ def target_call(prompt: Prompt) -> Call | None:
 class ToolCall(TargetReward):
     """The correct tool earns `tool` points, and correct arguments earn `1 - tool` points.
 
-    Arguments earn points only if the tool is correct. If arguments of a wrong tool counted, a call
-    without arguments would earn points whenever the expected call has no arguments. A completion
-    with several tool calls, or with a call that cannot be parsed, scores 0, so that calling every
-    tool earns no reward. With `partial`, the score of the arguments is the fraction of correct
-    arguments among all given or expected arguments. Without `partial`, all arguments must be
-    correct.
+    Arguments earn points only if the call names the correct tool. If arguments of a wrong tool
+    counted, a call without arguments would earn points whenever the expected call has no arguments.
+    A completion with several tool calls, or with a call that cannot be parsed, scores 0, so that
+    calling every tool earns no reward. With `partial`, the score of the arguments is the fraction
+    of correct arguments among all given or expected arguments. Without `partial`, all arguments
+    must be correct.
 
     The expected call is `prompt.info["call"]` (an object or text), or else `prompt.target`.
     Positional arguments get the names in `prompt.info["parameters"]`, in order. Without

@@ -34,7 +34,8 @@ class Scorers(TypedDict):
 def scorers_of(
     config: Config, held_out: Sequence[Prompt], ranks: int, reward: Reward | None = None
 ) -> Scorers:
-    """Build the scorers of training and evaluations, which differ if `evaluate.reward` is set."""
+    """Build one scorer for training and one for evaluations; `evaluate.reward` makes them
+    different."""
     scorer, apart = scorer_of(config, reward, ranks), evaluation_config(config)
     eval_scorer = scorer if apart is config else scorer_of(apart, ranks=ranks)
     known = baselines_of(config, eval_scorer, held_out, reward)

@@ -218,7 +218,7 @@ def test_a_reward_that_cannot_be_sent_is_refused_with_a_remedy() -> None:
     def mine(prompt: Prompt, text: str) -> float:
         return 1.0
 
-    with pytest.raises(ConfigError, match=r"in a module, or, .*`quick = True`"):
+    with pytest.raises(ConfigError, match=r"in a module, or .*`quick = True`"):
         make_scorer("mine", as_reward(mine), workers=1, timeout=1)
     mine.quick = True
     assert reward_values(make_scorer("mine", as_reward(mine)).submit(job("x")).result()) == [1.0]

@@ -151,7 +151,7 @@ def _new_position(
     key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, norms: tl.constexpr,
     rounds: tl.constexpr,
 ):  # fmt: skip
-    """Store the new key and value; return the new score and value, which start the softmax.
+    """Store the new key and value; return the new score and value, the first terms of the softmax.
 
     The new key and value stay in registers, because the kernel never reads back what it has stored.
     """

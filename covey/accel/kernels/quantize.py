@@ -34,7 +34,8 @@ LARGEST = torch.finfo(FLOAT8).max
 LEAST = 1e-30
 """Lower limit of a row's largest absolute value, so that a row of zeros has a positive scale."""
 TILE = 4096
-"""Number of elements per Triton program; a row with more elements gets a program of its own."""
+"""Number of elements that one Triton program processes at most, unless a single row has more
+elements."""
 
 
 class Quantized(NamedTuple):

@@ -25,7 +25,7 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     If the gating part of a completion's reward is below `gate_at`, all other parts count as 0
     (equation 8). In a configuration, `parts` lists the names of the reward parts to use, in the
     same order as `part_weights`. Without `parts`, `gdpo` uses every number that the reward function
-    reports, even numbers that are not meant as rewards.
+    reports, including numbers that are not meant as rewards.
 
     Choices: the summed advantages a[i] are standardized over completions, as in the paper and in
     TRL. In verl, the summed advantages are standardized over tokens, so long completions count

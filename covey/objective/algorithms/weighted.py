@@ -94,8 +94,9 @@ def dppo() -> Objective:
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
         keep = p - p_old <= clip_high if A > 0 else p - p_old >= -clip_low,  p = exp(logp)
 
-    The clip bounds of `dppo` limit the change of a token's probability, not its ratio. With `dppo`,
-    the probability of a rare token may double, but the ratio of a common token must stay near 1.
+    The clip bounds of `dppo` limit the change of a token's probability, not the ratio of
+    probabilities. With `dppo`, the probability of a rare token may double, but the ratio of a
+    common token must stay near 1.
     """
     return Objective(
         advantage=advantage.group_standardized,
