@@ -105,7 +105,7 @@ def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class Joined(NamedTuple):
-    """A batch with one row per rollout, and each original token's position in this batch."""
+    """A batch with one row per rollout, and the new position of each original token."""
 
     batch: Batch
     row: torch.Tensor | None = None

@@ -62,7 +62,8 @@ class Baselines:
     """
 
     constant: Baseline | None = None
-    """The baseline that always gives one answer: the best of the most frequent targets."""
+    """The baseline that always gives the same answer. Of the most frequent targets, the answer is
+    the one with the highest score."""
     empty: Baseline | None = None
     copy: Baseline | None = None
     """The baseline that copies the prompt's text as its completion."""

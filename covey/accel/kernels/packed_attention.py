@@ -125,7 +125,7 @@ def _query_grad_keys(
     norm, inner, result,
     size: tl.constexpr, keys: tl.constexpr, masked: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of keys `low` to `high` - 1 to the gradient of queries."""
+    """Add the gradient of queries that comes from the keys with indices in [low, high)."""
     for start in range(low, high, keys):
         k = _tile(key, start, length, key_stride, size, keys)
         v = _tile(value, start, length, value_stride, size, keys)

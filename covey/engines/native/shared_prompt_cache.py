@@ -1,4 +1,4 @@
-"""KV cache for CUDA graphs, which stores a prompt once per group, and completions in pages.
+"""KV cache for CUDA graphs: a prompt is stored once per group, and completions in pages.
 
 The cache's tensors keep their addresses, so a captured graph stays valid. Storing a prompt once
 saves memory, and lets attention read the prompt once for several slots. Because completions are

@@ -48,7 +48,7 @@ def require_math_verify(unsafe: bool) -> None:
         require_isolation()
     except ConfigError as no_sandbox:
         raise ConfigError(
-            f"{no_sandbox}, or set symbolic = false to compare formulas without algebra"
+            f"{no_sandbox}; or compare formulas without algebra, with symbolic = false"
         ) from None
 
 
