@@ -71,8 +71,7 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
             why="The trained policy is the policy that generated the completions, so every ratio "
             "is exactly 1. Clips have no effect, and a sequence-level ratio has the same gradient "
             "as token ratios.",
-            remedy=f"nothing, if this is intended; with several optimizer steps, such as {more}, "
-            "the algorithms differ",
+            remedy=f"if the algorithms should differ, take several optimizer steps, such as {more}",
         )
 
 
@@ -443,7 +442,7 @@ def value_clip_unused(setup: Setup) -> Iterator[Said]:
             title=f"objective.value_clip = {clip!r} has no effect with one optimizer step per "
             "training step",
             why="The critic has not changed since its values were computed.",
-            remedy="nothing, or take several optimizer steps (train.mini_batches)",
+            remedy="take several optimizer steps (train.mini_batches), or remove the setting",
         )
 
 
@@ -458,8 +457,7 @@ def reference_follows_pairs(setup: Setup) -> Iterator[Said]:
             title=f"reference.kind = {reference.kind!r} changes the reference of the pairs",
             why="Margins start again from 0 whenever the reference is updated, so beta keeps the "
             "policy near its recent weights and not near its initial weights.",
-            remedy="nothing, if this is intended; reference.kind = 'frozen' keeps the policy near "
-            "its initial weights",
+            remedy="to keep the policy near its initial weights, set reference.kind = 'frozen'",
         )
 
 
@@ -540,8 +538,8 @@ def teacher_that_knows_nothing_more(setup: Setup) -> Iterator[Said]:
             why="The only text in teacher.context is a correct completion of the same group. If "
             "the task is hard, most groups have no correct completion. The metric objective/taught "
             "is the share of completions that the teacher trains.",
-            remedy="nothing, if most groups have a correct completion; otherwise add feedback or a "
-            "column to teacher.context, or set objective.task above 0",
+            remedy="if many groups have no correct completion, add feedback or a column to "
+            "teacher.context, or set objective.task above 0",
         )
 
 
