@@ -30,15 +30,17 @@ from tests.reference.servers import Server, wait_for_text
 
 HEAD = b"POST /logp HTTP/1.1\r\nHost: x\r\n"
 CONNECTIONS = 40
+PATIENCE = 2.0
+"""Seconds that the server waits for a head or a body; who waits for slow clients waits as long."""
 
 
 @pytest.fixture(scope="module")
 def impatient(
     tmp_path_factory: pytest.TempPathFactory, embedded: LanguageModel
 ) -> Iterator[tuple[Server, Path]]:
-    """A server that waits a second for a head and for a body, with few connections."""
+    """A server that waits two seconds for a head and for a body, with few connections."""
     settings = ServerSettings(
-        name="embedded", connections=CONNECTIONS, head_seconds=1.0, body_seconds=1.0
+        name="embedded", connections=CONNECTIONS, head_seconds=PATIENCE, body_seconds=PATIENCE
     )
     output = tmp_path_factory.mktemp("server") / "output"
 
@@ -69,7 +71,7 @@ def until_closed(connection: socket.socket) -> tuple[float, bytes]:
 
 
 def serves_well(server: Server, model: LanguageModel) -> None:
-    """A good client gets right numbers, and within a second."""
+    """A good client gets right numbers, and does not wait for slow clients."""
     batch, started = make_batch(), time.monotonic()
     reference = ServerReference(
         address=Address(url=server.url, patience=0),
@@ -77,7 +79,7 @@ def serves_well(server: Server, model: LanguageModel) -> None:
         tokenizer=tokenizer_digest(model),
     )
     found = reference.logp(batch).logp
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PATIENCE
     with torch.no_grad():
         assert torch.allclose(found, batch_logp(model, batch).logp, atol=1e-4)
 
@@ -91,8 +93,8 @@ def test_a_head_that_does_not_come_is_not_waited_for(
             slow.sendall(bytes([byte]))
             time.sleep(0.02)
         serves_well(server, embedded)
-        assert until_closed(slow)[0] < 2
-        assert until_closed(silent)[0] < 2
+        assert until_closed(slow)[0] < 2 * PATIENCE
+        assert until_closed(silent)[0] < 2 * PATIENCE
 
 
 def test_a_second_head_on_a_connection_has_no_more_time_than_the_first(
@@ -101,7 +103,7 @@ def test_a_second_head_on_a_connection_has_no_more_time_than_the_first(
     with opened(impatient[0]) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /heal")
         taken, said = until_closed(connection)
-    assert 0.5 < taken < 2
+    assert PATIENCE / 2 < taken < 2 * PATIENCE
     assert said.count(b"HTTP/1.1") == said.count(b"200 OK") == 1
 
 
@@ -116,10 +118,10 @@ def test_a_slow_body_is_refused_with_the_reason(
             time.sleep(0.05)
         serves_well(server, embedded)
         taken, said = until_closed(connection)
-    assert taken < 2
+    assert taken < 2 * PATIENCE
     assert said.startswith(b"HTTP/1.1 408")
     assert json.loads(said.partition(b"\r\n\r\n")[2])["error"] == (
-        "the body arrives too slowly: 5 bytes in 1 s"
+        "the body arrives too slowly: 5 bytes in 2 s"
     )
 
 
