@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
-import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import hypothesis
 import pytest
-from _pytest.logging import catching_logs
-from hypothesis import core
 
 # Tests run side by side, one to a core; so do the processes that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,25 +56,6 @@ checks.THROUGHPUT_SECONDS = 0.1
 UNISOLATED = "programs cannot be isolated on this machine"
 NO_SANDBOX = isolation_problem()
 """Why this machine has no sandbox, found before any test pretends so; empty if it has one."""
-
-
-_enter_catching = catching_logs.__enter__
-
-
-def _catch_at_root(self: catching_logs[Any]) -> Any:
-    """Record what reaches the root logger; else hundreds of loggers are looked through six times
-    for each test, for those of torch, which print what they log themselves."""
-    if self.level is not None:
-        return _enter_catching(self)
-    self.attached_loggers.append(logging.getLogger())
-    logging.getLogger().addHandler(self.handler)
-    return self.handler
-
-
-if hasattr(catching_logs, "attached_loggers"):  # since pytest 9
-    catching_logs.__enter__ = _catch_at_root  # type: ignore[method-assign]
-# A test of laws is digested for each of its algorithms.
-core.function_digest = functools.cache(core.function_digest)
 
 
 def pytest_configure() -> None:
