@@ -197,7 +197,7 @@ def log_command(
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Show how the reward changed from run to run, with the reason and effect of each change.
+    """List changes of the reward function between runs, with the reason and effect of each.
 
     The reason and the expected effect come from the section [reward_change] of the configuration.
     """

@@ -39,7 +39,7 @@ def page_file(name: str) -> str:
 
 
 def render(name: str, **values: Any) -> str:
-    """Render a template of this folder as HTML, or as Markdown if its name ends in .md."""
+    """Render a template file in this folder: `*.md` as Markdown, all other files as HTML."""
     return _environment(markdown=name.endswith(".md")).get_template(name).render(**values)
 
 
