@@ -28,13 +28,13 @@ from described import described
 from scipy import stats
 
 import covey
-from covey.analysis.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.analysis.compare.conclusion import conclude
-from covey.analysis.compare.pair_results import PairResult
-from covey.analysis.compare.statistics import LEVEL, power
-from covey.run.files import append_line
-from covey.run.records import read_lines
-from covey.run.trackers import Tracker
+from covey.lab.compare.comparison import Arm, Comparison, Point, RunResult
+from covey.lab.compare.conclusion import conclude
+from covey.lab.compare.pair_results import PairResult
+from covey.lab.compare.statistics import LEVEL, power
+from covey.records.files import append_line
+from covey.records.records import read_lines
+from covey.records.trackers import Tracker
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation

@@ -30,9 +30,9 @@ from described import described
 from learn import SPLITS, export
 
 import covey
-from covey.run.folder import RunFolder, settings_of
-from covey.run.health import Health, timeline
-from covey.run.health_checks import BLOCK
+from covey.records.folder import RunFolder, settings_of
+from covey.records.health import Health, timeline
+from covey.records.health_checks import BLOCK
 from covey.training.resolve import resolve, task_of
 
 HERE = Path(__file__).parent

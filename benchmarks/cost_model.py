@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from covey.analysis.plan.cost_model import (
+from covey.lab.plan.cost_model import (
     H200,
     PUBLISHED,
     Gpu,
@@ -35,7 +35,7 @@ from covey.analysis.plan.cost_model import (
     rollout_seconds,
     update_seconds,
 )
-from covey.analysis.plan.cost_model import table as best_splits
+from covey.lab.plan.cost_model import table as best_splits
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "scale.md"

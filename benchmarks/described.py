@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.run.provenance import describe_environment
+from covey.records.provenance import describe_environment
 
 PROJECT = Path(__file__).parents[1]
 FOLDERS = re.compile(r"(^|=)/(?:[^/]+/)*")

@@ -29,8 +29,8 @@ from covey.engines.protocol import Sampling
 from covey.environments.calls import CALL_FORMATS
 from covey.environments.host import make_host
 from covey.models.load_model import load_language_model
+from covey.records.folder import RunFolder
 from covey.rollout.episode import Interaction, encode_prompts, generate
-from covey.run.folder import RunFolder
 from covey.types import Group, Prompt
 
 HERE = Path(__file__).parent

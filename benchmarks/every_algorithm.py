@@ -27,7 +27,7 @@ from described import described
 from own_process import flags
 
 from covey.objective import ALGORITHMS
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 
 RESULT = Path(__file__).parent / "results" / "every_algorithm.json"
 CURVES = ("objective/success", "policy/entropy_avg")

@@ -38,10 +38,10 @@ from kill_resume import SETTINGS, bits
 from own_process import flags
 from rich.progress import track
 
-from covey.analysis.verify.chain import chain_checks
 from covey.cli.main import run as covey
-from covey.run.digests import DIGESTS_FILE
-from covey.run.folder import RunFolder
+from covey.lab.verify.chain import chain_checks
+from covey.records.digests import DIGESTS_FILE
+from covey.records.folder import RunFolder
 
 STEPS = 6
 COMMON = {**SETTINGS, "train.steps": STEPS, "save.every": 2, "evaluate.every": 2,

@@ -28,9 +28,9 @@ import torch
 from described import described
 
 import covey
+from covey.records.folder import RunFolder, settings_of
+from covey.records.health import timeline
 from covey.rewards import Score
-from covey.run.folder import RunFolder, settings_of
-from covey.run.health import timeline
 from covey.types import Prompt
 
 RESULT = Path(__file__).parent / "results/health.json"

@@ -25,7 +25,7 @@ from typing import Any
 
 from own_process import flags
 
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 
 SETTINGS = {
     "model.device": "cpu", "task.min_operations": 1, "task.max_operations": 2,

@@ -26,7 +26,7 @@ from own_process import flags
 
 from covey.config import load_config
 from covey.evaluation.intervals import paired_difference
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 from covey.tasks import Task
 from covey.training.resolve import resolve, task_of
 

@@ -23,11 +23,11 @@ from typing import Any
 from described import described
 
 import covey
+from covey.records import trackers
+from covey.records.health import Health
+from covey.records.trackers.external import ExternalTracker
+from covey.records.trackers.registry import TRACKERS
 from covey.rollout import metrics as rollout_metrics
-from covey.run import trackers
-from covey.run.health import Health
-from covey.run.trackers.external import ExternalTracker
-from covey.run.trackers.registry import TRACKERS
 
 RESULT = Path(__file__).parent / "results/logging_cost.json"
 spent: defaultdict[str, float] = defaultdict(float)

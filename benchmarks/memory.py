@@ -181,11 +181,11 @@ def config_of(setting: Setting, device: str, folder: Path) -> Any:
 
 def run_setting(config: Any) -> None:
     """Train for two steps in a temporary folder."""
-    from covey.run.folder import RunFolder
+    from covey.parallel.join import joined_world
+    from covey.policy import checkpoint
+    from covey.records.folder import RunFolder
     from covey.stopping import StopSignal
-    from covey.training import checkpoint
     from covey.training.build import assemble
-    from covey.training.parallel.join import joined_world
     from covey.training.rl import train
 
     with tempfile.TemporaryDirectory() as runs, joined_world(config) as world:
@@ -211,7 +211,7 @@ def on_gpu(name: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
     before = torch.cuda.memory_allocated()  # left by an earlier setting: cuBLAS workspaces
     peaks: dict[str, int] = {}
     started = time.perf_counter()
-    with mock.patch("covey.training.models.load_language_model", random_model), watched(peaks):
+    with mock.patch("covey.policy.models.load_language_model", random_model), watched(peaks):
         run_setting(config_of(SETTINGS["cuda"][name], device, folder))
     peaks["rest"] = max(peaks.get("rest", 0), torch.cuda.max_memory_allocated())
     return {
@@ -270,7 +270,7 @@ def context_bytes() -> int:
 
 def compare(name: str, device: str, folder: Path) -> dict[str, Any]:
     """Forecast and measure a setting's memory."""
-    from covey.analysis.plan.memory import forecast
+    from covey.lab.plan.memory import forecast
 
     predicted = forecast(config_of(SETTINGS[device][name], device, folder))
     command = [sys.executable, __file__, "--only", name, "--worker", str(folder)]

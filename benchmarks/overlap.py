@@ -38,8 +38,8 @@ from described import described
 from learn import files_of
 from own_process import flags
 
-from covey.analysis.compare.statistics import change
-from covey.run.folder import RunFolder
+from covey.lab.compare.statistics import change
+from covey.records.folder import RunFolder
 
 HERE = Path(__file__).parent
 BLOCK = 4

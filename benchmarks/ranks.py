@@ -46,7 +46,7 @@ KINDS = ("fused", "fsdp", "graphs")
 def as_rank(output: Path, run: str) -> None:
     """Train as one rank, and write down how long it waited for others."""
     from covey.cli.main import run as covey
-    from covey.training.parallel.ranks import Ranks
+    from covey.parallel.ranks import Ranks
 
     waited, wait = [0.0], Ranks.wait
 
@@ -142,7 +142,7 @@ def step_seconds(repeat: int, device: str, tokens: int) -> dict[str, float]:
 
     from covey.config import load_config
     from covey.objective import ALGORITHMS, with_advantage
-    from covey.training.parallel.join import joined_world
+    from covey.parallel.join import joined_world
     from covey.training.step import Learner, StepSettings, optimize
 
     shape = (shapes() if device == "cuda" else tiny_shapes())["qwen2.5"]
@@ -174,9 +174,9 @@ def policy_of(kind: str, shape: Any, device: str, world: Any) -> Any:
 
     from covey.config.schema import Parallel
     from covey.models.load_model import wrap
-    from covey.training.optimizer import MasterAdamW
-    from covey.training.parallel.shard import gathered_steps, shard_model
-    from covey.training.policy import Policy
+    from covey.parallel.shard import gathered_steps, shard_model
+    from covey.policy.optimizer import MasterAdamW
+    from covey.policy.policy import Policy
 
     model = random_model(shape.config, dtype=Setting(device=device).dtype, device=device)
     model = wrap(model, word_tokenizer(shape.config.vocab_size), "made up")

@@ -25,8 +25,8 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
+from covey.policy.policy import Policy
 from covey.training.collate import collate
-from covey.training.policy import Policy
 from covey.training.step import Learner, Seen, StepSettings, optimize
 from covey.types import Batch, Group
 

@@ -15,11 +15,11 @@ from speed_sizes import Sizes
 from speed_step import covey_run, run_config
 from update_gpu import Setting, run
 
-from covey.analysis.plan.forecast import Device, Forecast
-from covey.analysis.plan.memory import forecast
-from covey.analysis.plan.model_shape import measure
-from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config, load_config
+from covey.lab.plan.forecast import Device, Forecast
+from covey.lab.plan.memory import forecast
+from covey.lab.plan.model_shape import measure
+from covey.lab.plan.task_facts import TaskFacts
 
 RECIPES = {"LoRA": "seven-b-lora", "full": "seven-b-full"}
 ENGINE = ("KV cache", "prompt KV cache", "decode graph", "prefill", "sampling", "fused weights")

@@ -12,16 +12,16 @@ from speed_sampler import random_engine, tokens_in
 from speed_shapes import encoded_prompts, rollouts_of, step_bytes
 from speed_sizes import Sizes
 
-from covey.analysis.plan.engine_memory import engine_parts
-from covey.analysis.plan.forecast import Device, RunFacts
-from covey.analysis.plan.model_shape import measure
-from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import load_config
 from covey.engines.native.backend import choose_backend
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.prefill import read_prompts
 from covey.engines.native.slots import Slots
 from covey.engines.protocol import Limits, Sampling
+from covey.lab.plan.engine_memory import engine_parts
+from covey.lab.plan.forecast import Device, RunFacts
+from covey.lab.plan.model_shape import measure
+from covey.lab.plan.task_facts import TaskFacts
 from covey.rng import Address, completion_uniforms
 from covey.rollout.episode import EncodedPrompt
 from covey.training.resolve import objective_of, resolve

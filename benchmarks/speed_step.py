@@ -141,9 +141,9 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
     """Train random weights with covey's own loop; the first steps are not timed."""
     from covey.accel.activation_offload import checkpoint_layers
     from covey.models.load_model import wrap
-    from covey.run.folder import RunFolder
+    from covey.policy import checkpoint
+    from covey.records.folder import RunFolder
     from covey.stopping import StopSignal
-    from covey.training import checkpoint
     from covey.training.build import assemble
     from covey.training.rl import train
 
@@ -161,7 +161,7 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
     started = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch("covey.training.models.load_language_model", load),
+        mock.patch("covey.policy.models.load_language_model", load),
         mock.patch.object(checkpoint, "save"),
     ):
         parts = assemble(config, EvenWords())

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.run.trackers import Tracker
+from covey.records.trackers import Tracker
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -74,7 +74,7 @@ class Steps:
 def time_covey(warmup: int, steps: int) -> Steps:
     """Train with covey and time its steps."""
     from covey.config import load_config, to_toml
-    from covey.run.folder import RunFolder
+    from covey.records.folder import RunFolder
     from covey.stopping import StopSignal
     from covey.training.build import assemble
     from covey.training.resolve import resolve

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from described import described
 
-from covey.run.metric_registry import METRICS
-from tests.ui.browser import Browser
-from tests.ui.sample_runs import group, make_run
+from covey.records.metric_registry import METRICS
+from tests.lab.ui.browser import Browser
+from tests.lab.ui.sample_runs import group, make_run
 
 LIMITS = {"first_paint_s": 2.0, "interaction_s": 0.2, "server_mb": 300}
 PAINTED = "document.querySelectorAll('.panel').length > 3"

@@ -35,9 +35,9 @@ from covey.models.adapter import add_adapter
 from covey.models.load_model import wrap
 from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, with_advantage
-from covey.training.compact_adamw import CompactAdamW
-from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy
+from covey.policy.compact_adamw import CompactAdamW
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy
 from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from covey.errors import CoveyError
     from covey.evaluation import Estimate
     from covey.evaluation.evaluate import Evaluation
+    from covey.records.trackers import Tracker
     from covey.rewards import Reward, Score
-    from covey.run.trackers import Tracker
     from covey.types import Group, Prompt, Rollout
 
 _PLACES = {
@@ -38,7 +38,7 @@ _PLACES = {
     "Step": "covey.environments",
     "ToolEnvironment": "covey.environments",
     "ToolError": "covey.environments",
-    "Tracker": "covey.run.trackers",
+    "Tracker": "covey.records.trackers",
     "TrainResult": "covey.api",
     "compare": "covey.api",
     "evaluate": "covey.api",

@@ -19,9 +19,9 @@ from covey import notices
 from covey.config import Config, parse_config, plain_value, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
-from covey.run.best import best_checkpoint
-from covey.run.folder import RunFolder, check_new_run
-from covey.run.trackers import Tracker
+from covey.records.best import best_checkpoint
+from covey.records.folder import RunFolder, check_new_run
+from covey.records.trackers import Tracker
 from covey.screen import Screen
 from covey.stopping import StopSignal
 from covey.training.passed_objects import (
@@ -34,10 +34,10 @@ from covey.training.passed_objects import (
 )
 
 if TYPE_CHECKING:
-    from covey.analysis.compare.design import Request
     from covey.evaluation.evaluate import Evaluation
+    from covey.lab.compare.design import Request
+    from covey.parallel.world import World
     from covey.training.build import Parts
-    from covey.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
 """The `config` argument: a Config, a dict of settings, a TOML file, the name of a recipe, or None
@@ -191,7 +191,7 @@ def evaluate(
     run. If `model` is the path of a checkpoint, Covey does not use the settings of the run. Without
     `quiet`, Covey prints notes about prompts that are too long.
     """
-    from covey.run.checkpoint_choice import run_around, weights_of
+    from covey.records.checkpoint_choice import run_around, weights_of
     from covey.training.model_evaluation import evaluate_model
     from covey.training.resolve import resolve
 
@@ -242,8 +242,8 @@ def compare(
     After Ctrl-C, each run saves its current step, and `compare` raises KeyboardInterrupt. To resume
     the comparison, call `compare` again with the same arguments.
     """
-    from covey.analysis.compare.execute import run_comparison, show_design
-    from covey.analysis.compare.prepare import checked, prepare
+    from covey.lab.compare.execute import run_comparison, show_design
+    from covey.lab.compare.prepare import checked, prepare
 
     check_types(recipe=config, folder=folder, seeds=seeds, parallel=parallel)
     if parallel is not None and parallel < 1:
@@ -268,7 +268,7 @@ def _request(
     seeds: int,
 ) -> Request:
     """Return the comparison that the arguments of `compare` request."""
-    from covey.analysis.compare.design import Request, parse_arm
+    from covey.lab.compare.design import Request, parse_arm
 
     for name, given in (("algorithms", algorithms), ("arms", arms)):
         if isinstance(given, str):
@@ -352,7 +352,7 @@ def _train(
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> TrainResult:
-    from covey.analysis.start_notes import console_with_notes
+    from covey.lab.start_notes import console_with_notes
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.resolve import resolve

@@ -22,10 +22,10 @@ if not torch.cuda.is_available():
 
 import transformers
 
-from covey.analysis.lab import checks
 from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
+from covey.lab.rewards import checks
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt, generate

@@ -18,11 +18,11 @@ import pytest
 
 import covey
 from covey import api
-from covey.analysis.compare import launch
 from covey.cli.main import run as command
 from covey.errors import ConfigError, DataError, RunError
+from covey.lab.compare import launch
+from covey.records.folder import RunFolder
 from covey.rewards.user import function_reward
-from covey.run.folder import RunFolder
 from covey.tasks.dataset import SHARE, dataset_task, with_share
 from covey.tasks.task import shared_prompts
 from tests.cli.test_compare import ForkedRun
@@ -526,7 +526,7 @@ def test_given_trackers_replace_those_of_the_settings(
     given: dict[str, Any], named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[list[str]] = []
-    monkeypatch.setattr("covey.run.trackers.registry.find_spec", lambda package: True)
+    monkeypatch.setattr("covey.records.trackers.registry.find_spec", lambda package: True)
     monkeypatch.setattr(
         "covey.training.loop.make_trackers", lambda names, *rest: used.append(list(names)) or []
     )

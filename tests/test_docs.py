@@ -23,8 +23,8 @@ from covey.objective.compose import PIECES, composed, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES
+from covey.records.health_checks import CHECKS
 from covey.rewards.registry import REWARDS, make_reward
-from covey.run.health_checks import CHECKS
 from covey.tasks import TASKS
 from covey.training.resolve import objective_of, resolve, task_of
 from covey.types import Prompt

@@ -16,7 +16,7 @@ from covey.config.algorithm_names import PAIRED
 from covey.errors import ConfigError
 from covey.functional import LossOutput, advantages, loss
 from covey.objective import ALGORITHMS
-from covey.run.metric_registry import meaning
+from covey.records.metric_registry import meaning
 
 ROWS, WIDTH = 8, 5
 REQUIRED = ("logp", "old_logp", "mask", "rewards", "group")

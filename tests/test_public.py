@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import covey
-from covey.run.metric_registry import METRICS, SOURCES, meaning
+from covey.records.metric_registry import METRICS, SOURCES, meaning
 
 ROOT = Path(covey.__file__).parent
 

@@ -11,8 +11,8 @@ import pytest
 
 import covey
 from covey.errors import ConfigError
+from covey.records.folder import RunFolder
 from covey.rewards.user import function_reward
-from covey.run.folder import RunFolder
 from covey.tasks.dataset import dataset_task
 from tests.trackers import Notes
 

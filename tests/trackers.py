@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.run.trackers import Tracker
+from covey.records.trackers import Tracker
 
 
 class Notes(Tracker):

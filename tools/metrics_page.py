@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from covey.run.metric_registry import METRICS, SOURCES, Metric
+from covey.records.metric_registry import METRICS, SOURCES, Metric
 
 HEAD = "| metric | meaning | unit | over | healthy | elsewhere |"
 

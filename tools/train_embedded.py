@@ -30,10 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from covey.embedded import CHECKPOINT
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy
+from covey.policy.schedule import Schedule
 from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
-from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy
-from covey.training.schedule import Schedule
 from covey.training.sft import learn, sft_learner, stack
 from covey.training.sft_data import encode_example
 from covey.types import Batch

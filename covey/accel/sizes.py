@@ -1,6 +1,6 @@
 """Sizes and limits of forward and backward passes, in a module that does not import torch.
 
-The memory forecast (covey/analysis/plan) reads these sizes without torch, because importing torch
+The memory forecast (covey/lab/plan) reads these sizes without torch, because importing torch
 takes seconds.
 """
 

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from covey.analysis.doctor.result import LIMIT, Clock, Result
 from covey.cli.runs import show_results
 from covey.cli.startup import (
     STARTING,
@@ -25,8 +24,9 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.config import Config
-from covey.run.files import write_text
-from covey.run.folder import RunFolder
+from covey.lab.doctor.result import LIMIT, Clock, Result
+from covey.records.files import write_text
+from covey.records.folder import RunFolder
 from covey.screen import Screen
 
 Target = Annotated[
@@ -99,7 +99,7 @@ def _examined(config: Config, seconds: float, started: float) -> list[Result]:
     """Run all checks, and show the current check in the status line."""
     found: list[Result] = []
     with waiting(f"checking {config.model.path}") as status:
-        from covey.analysis.doctor.checkup import examine_run
+        from covey.lab.doctor.checkup import examine_run
 
         def say(doing: str) -> None:
             passed = time.perf_counter() - started

@@ -27,11 +27,11 @@ from covey.cli.startup import (
 from covey.config import Config, toml_value
 from covey.errors import DataError
 from covey.models.model_path import check_model_path
-from covey.run.checkpoint_choice import run_around, weights_of
-from covey.run.estimate_text import change_text, estimate_text
-from covey.run.files import write_text
-from covey.run.folder import RunFolder
-from covey.run.trackers.console import evaluation_line
+from covey.records.checkpoint_choice import run_around, weights_of
+from covey.records.estimate_text import change_text, estimate_text
+from covey.records.files import write_text
+from covey.records.folder import RunFolder
+from covey.records.trackers.console import evaluation_line
 from covey.screen import Screen, cell
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
     with waiting(STARTING):
         from covey.engines.native.engine import NativeEngine
         from covey.evaluation import check_category
+        from covey.policy.models import load_model
         from covey.training.model_evaluation import evaluate_engine
-        from covey.training.models import load_model
         from covey.training.prompt_limit import fitting_prompts
         from covey.training.resolve import evaluation_config, held_out_of, resolve, task_of
         from covey.training.scorers import baselines_of, scorer_of

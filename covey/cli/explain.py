@@ -18,18 +18,18 @@ from rich.text import Text
 from covey.cli.startup import STARTING, AsJson, Trust, tell_edited, waiting
 from covey.errors import ConfigError
 from covey.escape import printable
-from covey.run.files import finite
-from covey.run.folder import RunFolder
+from covey.records.files import finite
+from covey.records.folder import RunFolder
 from covey.screen import cell, number_column, wide_console
 
 if TYPE_CHECKING:
-    from covey.analysis.explain.explained_step import (
+    from covey.lab.explain.explained_step import (
         ExplainedRollout,
         ExplainedToken,
         Explanation,
     )
-    from covey.analysis.explain.recorded import Origin
-    from covey.analysis.explain.replay_algorithms import Family, Moment, Replay
+    from covey.lab.explain.recorded import Origin
+    from covey.lab.explain.replay_algorithms import Family, Moment, Replay
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -94,8 +94,8 @@ def explain_command(
         return _replay(run, step, algorithms, options or [], exact, as_json)
 
     with waiting(STARTING) as say:
-        from covey.analysis.explain.explained_step import explain_step
-        from covey.analysis.explain.recorded import policy_before, read_step  # imports torch
+        from covey.lab.explain.explained_step import explain_step
+        from covey.lab.explain.recorded import policy_before, read_step  # imports torch
 
         recorded = read_step(run, step)
         if line is not None:
@@ -161,8 +161,8 @@ def _replay(
             f"--replay {algorithms!r} names no algorithm; give names such as grpo,gspo, or 'all'"
         )
     with waiting(STARTING) as say:
-        from covey.analysis.explain.recorded import policy_before, read_step
-        from covey.analysis.explain.replay_algorithms import objectives, replay
+        from covey.lab.explain.recorded import policy_before, read_step
+        from covey.lab.explain.replay_algorithms import objectives, replay
 
         recorded = read_step(run, step)
         built = objectives(run, names, options)

@@ -31,8 +31,8 @@ from covey.cli.train import train_command
 from covey.cli.ui import ui_command
 from covey.errors import CoveyError, reason
 from covey.escape import printable
+from covey.parallel.lifeline import RankError, Reported
 from covey.screen import Screen
-from covey.training.parallel.lifeline import RankError, Reported
 from covey.trust import scoped_trust
 
 INTERRUPTED = 130
@@ -128,7 +128,7 @@ def _told(error: CoveyError) -> bool:
     """Return whether this rank must stay silent because another rank prints the error."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
-    from covey.training.parallel.join import told_by_main
+    from covey.parallel.join import told_by_main
 
     return told_by_main(str(error), error.exit_code)
 

@@ -27,14 +27,14 @@ from covey.cli.startup import (
 )
 from covey.errors import ConfigError, RunError
 from covey.notices import notice
-from covey.run.folder import RunFolder
-from covey.run.resume import Start, last_good
-from covey.run.trackers import Tracker
+from covey.records.folder import RunFolder
+from covey.records.resume import Start, last_good
+from covey.records.trackers import Tracker
 from covey.screen import cell, echo, number_column, wide_console
 
 if TYPE_CHECKING:
-    from covey.analysis.numerics.measure_gaps import Report
     from covey.config import Config
+    from covey.lab.numerics.measure_gaps import Report
 
 Target = Annotated[
     str | None,
@@ -90,7 +90,7 @@ def numerics_command(
         config = resolved(source, settings_of(overrides, model), smoke=smoke)
         report = _measured(config, run, updates, say)
     if out is not None:
-        from covey.run.files import write_text
+        from covey.records.files import write_text
 
         write_text(out, json.dumps(report.row(), indent=1) + "\n")
     if as_json:
@@ -100,9 +100,9 @@ def numerics_command(
 
 
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
-    from covey.analysis.numerics.measure_gaps import default_updates, measure
+    from covey.lab.numerics.measure_gaps import default_updates, measure
+    from covey.policy.checkpoint import restore
     from covey.training.build import assemble
-    from covey.training.checkpoint import restore
     from covey.training.state import State
 
     say(f"loading {config.model.path}")

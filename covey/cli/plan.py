@@ -28,11 +28,11 @@ from covey.models.model_path import prepare_hub
 from covey.screen import Screen
 
 if TYPE_CHECKING:
-    from covey.analysis.plan.finding import Finding
-    from covey.analysis.plan.forecast import Forecast
-    from covey.analysis.plan.run_time import RunTime
-    from covey.analysis.plan.summary import Plan
-    from covey.analysis.plan.task_facts import TaskFacts
+    from covey.lab.plan.finding import Finding
+    from covey.lab.plan.forecast import Forecast
+    from covey.lab.plan.run_time import RunTime
+    from covey.lab.plan.summary import Plan
+    from covey.lab.plan.task_facts import TaskFacts
 
 
 HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
@@ -88,7 +88,7 @@ def plan_command(
     The command estimates time and memory from the model's configuration and tokenizer. With
     --measure, the command also loads the weights and trains a few steps.
     """
-    from covey.analysis.plan.task_facts import measuring
+    from covey.lab.plan.task_facts import measuring
 
     settings = settings_of(overrides, model)
     label = source_of(source, settings)
@@ -97,9 +97,9 @@ def plan_command(
     with waiting("reading the settings") as say, measuring() as measure:
         config = resolved(label, settings, model=False)
 
-        from covey.analysis.plan.findings import findings
-        from covey.analysis.plan.summary import summarize
-        from covey.analysis.plan.task_facts import task_facts
+        from covey.lab.plan.findings import findings
+        from covey.lab.plan.summary import summarize
+        from covey.lab.plan.task_facts import task_facts
         from covey.training.resolve import over_epochs
 
         say("reading the task")
@@ -167,11 +167,11 @@ def _memory_and_time(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, RunTime | str, str, list[Finding]]:
     """Estimate the memory and time of a run; suggest remedies if the memory is too small."""
-    from covey.analysis.plan.fit import memory_findings
-    from covey.analysis.plan.forecast import Device
-    from covey.analysis.plan.memory import forecast
-    from covey.analysis.plan.model_shape import shape_of
-    from covey.analysis.plan.run_time import run_time
+    from covey.lab.plan.fit import memory_findings
+    from covey.lab.plan.forecast import Device
+    from covey.lab.plan.memory import forecast
+    from covey.lab.plan.model_shape import shape_of
+    from covey.lab.plan.run_time import run_time
 
     try:
         device = Device.here(config.model.device) if gpu is None else Device.gpu(gpu)
@@ -201,9 +201,9 @@ def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
 
 def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
     """Print how to divide 8 to 1,024 GPUs between trainers and engines, by model size."""
-    from covey.analysis.plan.cost_model import size_of, table, workload
-    from covey.analysis.plan.model_shape import shape_of
-    from covey.analysis.plan.task_facts import usable_prompt
+    from covey.lab.plan.cost_model import size_of, table, workload
+    from covey.lab.plan.model_shape import shape_of
+    from covey.lab.plan.task_facts import usable_prompt
     from covey.training.resolve import objective_of
 
     reference = "reference" in objective_of(config).needs
@@ -240,7 +240,7 @@ def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
 def show_time(config: Config, as_json: bool) -> None:
     """Run a few steps, and print how long the whole run will take."""
     with waiting("measuring a few training steps"):
-        from covey.analysis.plan.run_time import measure_time
+        from covey.lab.plan.run_time import measure_time
 
         forecast = measure_time(config)
     typer.echo(json.dumps(forecast.row()) if as_json else forecast.text())

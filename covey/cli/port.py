@@ -50,7 +50,7 @@ def trl_command(
     from covey.compat.trl import from_script
     from covey.compat.trl_script import covey_script
     from covey.config import parse_config
-    from covey.run.files import write_text
+    from covey.records.files import write_text
 
     try:
         text = script.read_text(encoding="utf-8")

@@ -21,8 +21,8 @@ from covey.errors import RewardError
 from covey.screen import Screen, cell, echo
 
 if TYPE_CHECKING:
-    from covey.analysis.lab.cases import Case
-    from covey.analysis.lab.checks import Check
+    from covey.lab.rewards.cases import Case
+    from covey.lab.rewards.checks import Check
     from covey.scoring import Scorer
 
 app = typer.Typer(
@@ -124,8 +124,8 @@ def score_command(
     as_json: AsJson = False,
 ) -> None:
     """Score completions, and print the mean reward, accuracy, reward parts and failures."""
-    from covey.analysis.lab.cases import read_cases
-    from covey.run.files import write_text
+    from covey.lab.rewards.cases import read_cases
+    from covey.records.files import write_text
 
     check_out(out)
     cases = read_cases(file)
@@ -201,7 +201,7 @@ def log_command(
 
     The reason and the expected effect come from the section [reward_change] of the configuration.
     """
-    from covey.run.reward_changes import reward_log
+    from covey.records.reward_changes import reward_log
 
     found = reward_log(folder)
     if as_json:
@@ -234,8 +234,8 @@ def lab_command(
     of a completion must be the same in every process. The exit code is 0 if all checks pass, and 1
     otherwise.
     """
-    from covey.analysis.lab.cases import read_labelled
-    from covey.analysis.lab.checks import Lab, examine
+    from covey.lab.rewards.cases import read_labelled
+    from covey.lab.rewards.checks import Lab, examine
     from covey.rewards.identity import identity
     from covey.rewards.published import gamed_by
     from covey.scoring import Pool, check_timeout

@@ -15,15 +15,15 @@ from typer.core import TyperGroup
 
 from covey.cli.startup import AsJson, Trust, tell_edited, waiting
 from covey.errors import RunError
-from covey.run.estimate_text import estimate_text
-from covey.run.folder import FAILURE, RunFolder, limit_of, list_runs, settings_of
-from covey.run.health import silence, timeline
-from covey.run.records import turn_lines, unsaid
-from covey.run.reward_changes import logged_change
+from covey.records.estimate_text import estimate_text
+from covey.records.folder import FAILURE, RunFolder, limit_of, list_runs, settings_of
+from covey.records.health import silence, timeline
+from covey.records.records import turn_lines, unsaid
+from covey.records.reward_changes import logged_change
 from covey.screen import UNLIMITED, Screen, cell, echo
 
 if TYPE_CHECKING:
-    from covey.analysis.doctor.result import Result
+    from covey.lab.doctor.result import Result
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -119,7 +119,7 @@ def report_command(
     if out is not None and not out.is_dir():
         raise RunError(f"--out {out}: this folder does not exist; create the folder first")
 
-    from covey.analysis.run_report.write import write_run_report
+    from covey.lab.report.write import write_run_report
 
     for file in write_run_report(run, out or path):
         echo(str(file))
@@ -146,11 +146,11 @@ def verify_command(
     """
     run = RunFolder.open(path)
     with waiting("reading the run"):
-        from covey.analysis.verify.chain import chain_checks
+        from covey.lab.verify.chain import chain_checks
 
         found = list(chain_checks(run))
         if recompute:
-            from covey.analysis.verify.recompute import recomputed
+            from covey.lab.verify.recompute import recomputed
 
             found.append(recomputed(run))
     if as_json:

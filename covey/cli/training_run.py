@@ -12,14 +12,14 @@ import typer
 from covey.cli.startup import STARTING, tell_defaults, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
-from covey.run.folder import RunFolder, check_new_run
+from covey.records.folder import RunFolder, check_new_run
 from covey.screen import echo
 
 if TYPE_CHECKING:
+    from covey.parallel.world import World
     from covey.training.build import Parts
     from covey.training.run_start import Change
     from covey.training.sft import SftParts
-    from covey.world import World
 
 NewRun = Annotated[
     Path | None,
@@ -66,7 +66,7 @@ def train_run(
     print the most important defaults. `not_own` contains the settings that --smoke changed.
     """
     _start_ranks(config, arguments)
-    from covey.analysis.start_notes import console_with_notes
+    from covey.lab.start_notes import console_with_notes
     from covey.training.build import assemble
     from covey.training.rl import train
     from covey.training.run_start import changes_note, opened_run
@@ -128,7 +128,7 @@ def resume_run(
 
 def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
     """If Ray must start the ranks, start the ranks, wait until they end, and exit."""
-    from covey.training.parallel.lifeline import Reported
+    from covey.parallel.lifeline import Reported
     from covey.training.ray_actors import ray_starts_ranks, run_in_ranks
 
     if not ray_starts_ranks(config):
@@ -146,7 +146,7 @@ def _verify(run: RunFolder) -> None:
     Raise RunError if the weights differ from the checkpoint.
     """
     with waiting("computing the last saved step again"):
-        from covey.analysis.verify.recompute import recomputed
+        from covey.lab.verify.recompute import recomputed
 
         result = recomputed(run)
     if result.passed is False:

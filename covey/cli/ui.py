@@ -11,7 +11,7 @@ from covey.errors import ConfigError, RunError, reason
 from covey.screen import echo
 
 if TYPE_CHECKING:
-    from covey.ui.server import Server
+    from covey.lab.ui.server import Server
 
 USUAL = (Path("runs"), Path("comparisons"))
 """The default output folders of `covey train` and `covey compare`."""
@@ -47,8 +47,8 @@ def ui_command(
         if not path.is_dir():
             raise RunError(f"the folder {path} does not exist")
 
-    from covey.ui.server import Server
-    from covey.ui.views import Site
+    from covey.lab.ui.server import Server
+    from covey.lab.ui.views import Site
 
     site = Site(roots)
     try:

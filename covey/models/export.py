@@ -16,7 +16,7 @@ from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.model_path import adapter_base
-from covey.run.files import check_free, whole_folder
+from covey.records.files import check_free, whole_folder
 
 MakeCard = Callable[[Sequence[int], bool], str]
 """Function that returns the text of README.md, given the stop tokens and whether an adapter was

@@ -28,7 +28,7 @@ from covey.errors import ModelError
 from covey.models.from_pretrained import NO_CODE, read_pretrained, read_tokenizer
 from covey.models.model_path import PACKAGED
 from covey.notices import is_quiet, notice
-from covey.run.files import whole_folder
+from covey.records.files import whole_folder
 
 FORMAT = 1
 """Version of the conversion code, which is part of the name of each cached folder."""

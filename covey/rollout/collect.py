@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
+from covey.parallel.world import ALONE, World
 from covey.rollout.episode import EncodedPrompt, Interaction, generate, step_of
 from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Rollout
-from covey.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

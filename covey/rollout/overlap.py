@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     import torch
 
     from covey.engines.protocol import WeightSource
+    from covey.records.trackers import Tracker
     from covey.rollout.prompts import PromptChoice
-    from covey.run.trackers import Tracker
     from covey.training.build import Parts
 
     Snapshot = dict[str, torch.Tensor]

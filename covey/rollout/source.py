@@ -16,8 +16,8 @@ from covey.types import Group, Prompt
 
 if TYPE_CHECKING:
     from covey.engines.protocol import WeightSource
+    from covey.records.trackers import Tracker
     from covey.rewards import LengthPenalty
-    from covey.run.trackers import Tracker
     from covey.training.build import Parts
 
 

@@ -17,6 +17,14 @@ from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
 from covey.models.language_model import LanguageModel
 from covey.objective import Objective
+from covey.parallel.join import check_alike
+from covey.parallel.world import ALONE, World
+from covey.policy.checkpoint import Saved
+from covey.policy.critic import critic_of
+from covey.policy.models import load_frozen, load_model, policy_of, with_path
+from covey.policy.policy import Policy
+from covey.policy.preferences import read_pairs
+from covey.policy.schedule import schedule_of
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
@@ -27,13 +35,7 @@ from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.tasks.task import sampled_ids
-from covey.training.checkpoint import Saved
-from covey.training.critic import critic_of
 from covey.training.make_engine import check_engine, make_engine
-from covey.training.models import load_frozen, load_model, policy_of, with_path
-from covey.training.parallel.join import check_alike
-from covey.training.policy import Policy
-from covey.training.preferences import read_pairs
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.ray_actors import ray_reference
 from covey.training.resolve import (
@@ -45,11 +47,9 @@ from covey.training.resolve import (
     sampling_of,
     task_of,
 )
-from covey.training.schedule import schedule_of
 from covey.training.scorers import scorers_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
-from covey.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

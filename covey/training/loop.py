@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from covey.errors import CoveyError, RunError
-from covey.run.folder import RunFolder
-from covey.run.resume import Start, start_of
-from covey.run.trackers import JsonlTracker, Tracker, Trackers
-from covey.run.trackers.registry import make_trackers
+from covey.policy import checkpoint
+from covey.policy.schedule import Budget
+from covey.records.folder import RunFolder
+from covey.records.resume import Start, start_of
+from covey.records.trackers import JsonlTracker, Tracker, Trackers
+from covey.records.trackers.registry import make_trackers
 from covey.stopping import GivenUp, StopSignal, may_be_given_up
-from covey.training import checkpoint
 from covey.training.build import Components
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.model_evaluation import measure
 from covey.training.run_start import resume_hint
-from covey.training.schedule import Budget
 from covey.training.state import State, Used
 from covey.training.watch import Watch
 

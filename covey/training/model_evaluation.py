@@ -11,10 +11,10 @@ from covey.engines.native.engine import NativeEngine
 from covey.environments import Factory
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.notices import notice
+from covey.policy.models import load_model
+from covey.records.trackers import Tracker
 from covey.rollout.collect import Collector
-from covey.run.trackers import Tracker
 from covey.training.build import Components, interaction_of, with_stops
-from covey.training.models import load_model
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import evaluation_config, held_out_of, sampling_of, task_of
 from covey.training.scorers import baselines_of, scorer_of

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from covey.config import Config, load_config
 from covey.environments.registry import PASSED
 from covey.errors import ConfigError, ModelError, RewardError
+from covey.records.folder import RunFolder
+from covey.records.trackers import Tracker
 from covey.rewards.user import FUNCTIONS, own_name
-from covey.run.folder import RunFolder
-from covey.run.trackers import Tracker
 from covey.tasks.dataset import NAME as DATASET
 
 if TYPE_CHECKING:

@@ -133,8 +133,8 @@ def settings_of_copy(config: Config, **model: Any) -> dict[str, Any]:
 
 def actor_engine(settings: Mapping[str, Any]) -> Engine:
     """Build the engine of a Ray actor; this function runs inside the actor."""
+    from covey.policy.models import load_model
     from covey.training.make_engine import native_copy
-    from covey.training.models import load_model
 
     config = parse_config(settings)
     if config.engine.kind != "vllm":
@@ -185,8 +185,8 @@ def actor_reference(settings: Mapping[str, Any]) -> Reference:
     """Build the reference of a Ray actor; this function runs inside the actor."""
     import torch
 
+    from covey.policy.models import load_model
     from covey.reference import FrozenReference
-    from covey.training.models import load_model
 
     config = parse_config(settings)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

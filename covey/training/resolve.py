@@ -19,12 +19,12 @@ from covey.config.schema import Named, Reward
 from covey.environments.registry import NONE, find_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
+from covey.records.best import check_metric
+from covey.records.health import check_names
+from covey.records.trackers.registry import check_trackers
 from covey.rewards import LENGTH_PENALTIES
 from covey.rewards import Reward as RewardFunction
 from covey.rewards.registry import check_alone, make_reward, reward_options
-from covey.run.best import check_metric
-from covey.run.health import check_names
-from covey.run.trackers.registry import check_trackers
 from covey.tasks import Task, find_task, is_user_task, make_task
 from covey.trust import is_import_path
 from covey.types import Prompt

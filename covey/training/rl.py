@@ -19,22 +19,22 @@ import torch
 from covey.config.schema import Config
 from covey.engines.protocol import News
 from covey.objective.masked import row_sum
+from covey.policy.preferences import PairSource
+from covey.policy.schedule import Budget
+from covey.records.folder import RunFolder
+from covey.records.metric_registry import meaning, with_open_instruct_names
+from covey.records.resume import Start
+from covey.records.samples import SamplePage, read_samples
+from covey.records.trackers import Tracker
 from covey.rollout.metrics import overlap_metrics, rollout_metrics, selection_metrics
 from covey.rollout.overlap import CopySource, RolloutQueue, read_in_flight, write_in_flight
 from covey.rollout.prompts import PromptChoice
 from covey.rollout.replay import ReplayBuffer
 from covey.rollout.source import RolloutSource, StepRollouts, SynchronousSource
-from covey.run.folder import RunFolder
-from covey.run.metric_registry import meaning, with_open_instruct_names
-from covey.run.resume import Start
-from covey.run.samples import SamplePage, read_samples
-from covey.run.trackers import Tracker
 from covey.scoring.baselines import REMEDY
 from covey.stopping import StopSignal
 from covey.training.build import Parts
 from covey.training.loop import Trainer, run_loop
-from covey.training.preferences import PairSource
-from covey.training.schedule import Budget
 from covey.training.state import State
 from covey.training.step import training_step
 from covey.types import Batch, Group

@@ -15,18 +15,18 @@ import torch
 from covey.config import Config, load_config, to_toml
 from covey.errors import ConfigError
 from covey.notices import notice
-from covey.run.files import append_line, write_text
-from covey.run.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
-from covey.run.provenance import describe_environment
-from covey.run.resume import Start, resume_command, start_of
-from covey.run.reward_changes import record_change
-from covey.run.settings import changed_settings
+from covey.parallel.join import joined_world
+from covey.parallel.world import World
+from covey.records.files import append_line, write_text
+from covey.records.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
+from covey.records.provenance import describe_environment
+from covey.records.resume import Start, resume_command, start_of
+from covey.records.reward_changes import record_change
+from covey.records.settings import changed_settings
 from covey.stopping import StopSignal, stop_signal
 from covey.training.build import Components
-from covey.training.parallel.join import joined_world
 from covey.training.passed_objects import OBJECTS
 from covey.training.resolve import resolve
-from covey.world import World
 
 REPEATS_SECONDS = 2.0
 """Number of seconds in which a second signal is ignored. A rank receives Ctrl-C twice: directly,

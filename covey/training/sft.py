@@ -23,28 +23,28 @@ from covey.errors import DataError
 from covey.objective import Objective, with_advantage, with_weight
 from covey.objective.surrogate import log_likelihood
 from covey.objective.weights import token_mean
+from covey.parallel.world import ALONE, World
+from covey.policy.models import load_model, policy_of
+from covey.policy.policy import Policy
+from covey.policy.schedule import Budget, Schedule, sft_schedule
+from covey.records.folder import RunFolder
+from covey.records.metric_registry import meaning
+from covey.records.resume import Start
+from covey.records.trackers import Tracker
 from covey.rng import sft_indices
-from covey.run.folder import RunFolder
-from covey.run.metric_registry import meaning
-from covey.run.resume import Start
-from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.build import Components
 from covey.training.collate import collate
 from covey.training.loop import Trainer, run_loop
 from covey.training.make_engine import native_engine
-from covey.training.models import load_model, policy_of
-from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
-from covey.training.schedule import Budget, Schedule, sft_schedule
 from covey.training.scorers import scorers_of
 from covey.training.sft_data import Solutions, encode_example, solutions_of
 from covey.training.state import State
 from covey.training.step import Learner, StepSettings, backward_passes
 from covey.types import Batch, Group, Prompt, Rollout
-from covey.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from covey.training.policy import Policy
+    from covey.policy.policy import Policy
 
 
 @dataclass(slots=True, kw_only=True)

@@ -36,16 +36,16 @@ from covey.objective.diagnostics import (
     observe_reference,
     observe_sampler,
 )
+from covey.parallel.passes import in_passes, put_rows, training_passes, whole_batch
+from covey.parallel.world import ALONE, World
+from covey.policy.critic import Critic, critic_metrics, critic_step
+from covey.policy.policy import Policy
 from covey.reference import Reference
 from covey.rng import mini_batch_order
 from covey.rollout.filter import without_truncated
 from covey.training.collate import collate
-from covey.training.critic import Critic, critic_metrics, critic_step
-from covey.training.parallel.passes import in_passes, put_rows, training_passes, whole_batch
-from covey.training.policy import Policy
 from covey.training.state import State, Used
 from covey.types import Batch, Group, Totals
-from covey.world import ALONE, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from covey.run.best import Best
-from covey.run.folder import RunFolder
-from covey.run.health import Finding, Health
-from covey.run.metric_registry import current_name
-from covey.run.trackers import Tracker
+from covey.records.best import Best
+from covey.records.folder import RunFolder
+from covey.records.health import Finding, Health
+from covey.records.metric_registry import current_name
+from covey.records.trackers import Tracker
 from covey.stopping import StopSignal
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.analysis.explain.small_step import option_defaults, small_step
-from covey.analysis.page.render import security_policy, style_sheet
-from covey.ui.server import static_file
+from covey.lab.explain.small_step import option_defaults, small_step
+from covey.lab.page.render import security_policy, style_sheet
+from covey.lab.ui.server import static_file
 
 LENGTHS = (4, 8, 6, 5, 7, 3)
 CHOICES: Mapping[str, tuple[str, Mapping[str, str]]] = {

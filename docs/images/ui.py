@@ -8,9 +8,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from covey.ui.server import Server  # noqa: E402
-from covey.ui.views import Site  # noqa: E402
-from tests.ui.browser import Browser  # noqa: E402
+from covey.lab.ui.server import Server  # noqa: E402
+from covey.lab.ui.views import Site  # noqa: E402
+from tests.lab.ui.browser import Browser  # noqa: E402
 
 SIZES = ((1280, 860), (390, 844))
 READY = {

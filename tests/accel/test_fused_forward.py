@@ -23,9 +23,9 @@ from covey.accel.packing import pack, pack_prompts
 from covey.accel.varlen_attention import VarlenRows
 from covey.models.adapter import adapter_off, add_adapter, perturbed_adapter, set_dropout
 from covey.models.language_model import LanguageModel, packed_forward
-from covey.training.checkpoint import save_policy
-from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy
+from covey.policy.checkpoint import save_policy
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy
 from covey.types import Batch, HostRows
 from tests.conftest import ARCHITECTURES, build, make_batch
 

@@ -30,9 +30,9 @@ from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
 from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
-from covey.training.compact_adamw import CompactAdamW
-from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy
+from covey.policy.compact_adamw import CompactAdamW
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy
 from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
 from tests.accel.test_fused_forward import per_row

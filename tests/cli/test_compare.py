@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from covey.analysis.compare import launch, run_process
-from covey.analysis.compare.comparison import Comparison, RunResult
-from covey.analysis.compare.comparison_folder import (
+from covey.cli.main import run as covey
+from covey.errors import DataError
+from covey.lab.compare import launch, run_process
+from covey.lab.compare.comparison import Comparison, RunResult
+from covey.lab.compare.comparison_folder import (
     load_comparison,
     log_path,
     read_outcome,
     run_path,
 )
-from covey.analysis.compare.design import Request, design_comparison
-from covey.analysis.compare.launch import Job, make_jobs, ready
-from covey.analysis.compare.prepare import Prepared, checked, extend
-from covey.cli.main import run as covey
-from covey.errors import DataError
-from covey.run.folder import RunFolder
+from covey.lab.compare.design import Request, design_comparison
+from covey.lab.compare.launch import Job, make_jobs, ready
+from covey.lab.compare.prepare import Prepared, checked, extend
+from covey.records.folder import RunFolder
 from tests.processes import Forked, wait_until
 
 SETTINGS = (

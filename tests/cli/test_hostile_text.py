@@ -13,13 +13,13 @@ import pytest
 from rich.progress import Progress
 from rich.table import Table
 
-from covey.analysis.compare.report_files import terminal_report, write_reports
 from covey.cli import main
 from covey.cli.main import run
 from covey.config import toml_value
+from covey.lab.compare.report_files import terminal_report, write_reports
 from covey.models.language_model import LanguageModel
 from covey.screen import Screen, cell
-from tests.analysis.compare.sample_comparison import comparison, fill
+from tests.lab.compare.sample_comparison import comparison, fill
 
 # A title for the window, a cleared screen, colours in 8-bit codes, text turned around; and markup.
 HOSTILE = "\x1b]0;t\x07\x1b[2J\x9b1m\u202ee\u2066\u2069\u200e\u200f\u061c\x00\x7f\r\x08[red]x[/]"

@@ -10,7 +10,7 @@ import pytest
 from covey.cli.main import run
 from covey.cli.runs import fitting_table, table_width
 from covey.config import load_config
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 
 ROWS = [
     {"run": "runs/arithmetic-grpo-1", "started": "2026-11-16 14:00", "model": "embedded",

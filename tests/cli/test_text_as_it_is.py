@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import run
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 
 TEXT = "[b] :x: a:smile:b"
 

@@ -15,7 +15,7 @@ from covey.compat.trl import from_grpo_config, from_script
 from covey.compat.trl_options import DEFAULTS, DIRECT, HANDLED, NAMED, OLDER, VERSION
 from covey.config import Config, parse_config
 from covey.errors import ConfigError
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 from covey.training.resolve import resolve
 
 CALLS = [

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
-from covey.analysis.plan.findings import findings
 from covey.cli.main import run
 from covey.config import Config, load_config, load_smoke, recipe_names
 from covey.config.load import RECIPES, parse_config, read_settings
 from covey.embedded import CHECKPOINT
+from covey.lab.plan.findings import findings
 from covey.training.resolve import objective_of, resolve, reward_of, task_of, template_of
 from covey.training.sft_data import solutions_of
 

@@ -20,13 +20,13 @@ from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Completion, Request, Sampling
 from covey.errors import DataError, ModelError
 from covey.models.language_model import LanguageModel
+from covey.policy.models import load_model
+from covey.records.folder import RunFolder
+from covey.records.trackers import Tracker
 from covey.rollout.episode import SingleTurnEpisodes, encode_prompts, generate
-from covey.run.folder import RunFolder
-from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks.arithmetic import Arithmetic
 from covey.training.build import Parts, assemble
-from covey.training.models import load_model
 from covey.training.resolve import resolve
 from covey.training.rl import train
 from covey.types import Group

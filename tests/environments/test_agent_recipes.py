@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.analysis.plan.findings import findings
 from covey.cli.main import run
 from covey.config import load_config, load_smoke
+from covey.lab.plan.findings import findings
 from covey.training.resolve import resolve
 from tests.environments.scripted import reader
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import run as covey
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 from tests.environments import worlds
 
 STEPS = 6

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 from tests.processes import Forked, wait_until
 
 STEPS = 3

@@ -24,8 +24,8 @@ from covey.errors import EngineError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
+from covey.records.folder import RunFolder
 from covey.rollout.episode import encode_prompts, generate
-from covey.run.folder import RunFolder
 from covey.training.resolve import resolve, task_of
 from covey.types import Rollout
 from tests.heavy.runs import Run, check_run

@@ -27,9 +27,9 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.logp import batch_logp
 from covey.models.model_path import adapter_base
-from covey.training.checkpoint import load_policy, save_policy
-from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy
+from covey.policy.checkpoint import load_policy, save_policy
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy
 from covey.types import Batch
 from tests.conftest import build, make_batch, rollouts_of
 from tests.engines.native.test_engine import ragged_prompts

@@ -19,10 +19,10 @@ from covey.models.chat_template import Template
 from covey.models.export import export_model
 from covey.models.hub_push import Push
 from covey.models.load_model import load_language_model, wrap
+from covey.policy.models import load_model
+from covey.records.model_card import Exported, model_card
 from covey.rollout.episode import EncodedPrompt
-from covey.run.model_card import Exported, model_card
 from covey.tasks.arithmetic import Arithmetic
-from covey.training.models import load_model
 from covey.types import Prompt
 from tests.conftest import build, rollouts_of
 

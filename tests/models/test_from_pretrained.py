@@ -17,7 +17,7 @@ from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
 from covey.models.load_model import load_language_model
-from covey.training.checkpoint import save_policy
+from covey.policy.checkpoint import save_policy
 from tests.models.test_adapter import policy_of
 
 LOST = "model.layers.0.mlp.down_proj.weight"

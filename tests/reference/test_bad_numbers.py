@@ -16,13 +16,13 @@ from covey.config import load_config
 from covey.errors import ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
+from covey.policy.policy import LogProbs
+from covey.records.folder import RunFolder
 from covey.reference.frozen import FrozenReference
 from covey.reference.wire import SLACK, encode_reply, reply_bytes
-from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import assemble
 from covey.training.collate import collate
-from covey.training.policy import LogProbs
 from covey.training.resolve import resolve
 from covey.training.rl import train
 from covey.training.step import check_finite

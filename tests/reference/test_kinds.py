@@ -20,12 +20,12 @@ from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.logp import LogProbs, batch_logp
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy
 from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
 from covey.training.build import assemble
-from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy
 from covey.training.resolve import resolve
 from covey.types import Batch
 from tests.conftest import make_batch

@@ -19,11 +19,11 @@ import torch
 from covey.cli.reference import _bound, _serve
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
+from covey.policy.policy import batch_logp
 from covey.reference.client import Address, ServerReference
 from covey.reference.connections import LogLines
 from covey.reference.fingerprint import tokenizer_digest
 from covey.reference.server import ServerSettings, make_app
-from covey.training.policy import batch_logp
 from tests.conftest import make_batch
 from tests.processes import forked, wait_until
 from tests.reference.servers import Server, wait_for_text

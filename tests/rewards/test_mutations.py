@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from covey.analysis.lab.checks import solution_of
 from covey.config.schema import Named
 from covey.errors import ConfigError
+from covey.lab.rewards.checks import solution_of
 from covey.rewards import Reward
 from covey.rewards.completion_format import FORMATS, THINKING
 from covey.rewards.registry import REWARDS, make_reward, reward_options

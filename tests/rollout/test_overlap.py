@@ -18,13 +18,13 @@ from covey.config import load_config
 from covey.engines.native.engine import NativeCopy
 from covey.engines.protocol import RequestSource, WeightSource
 from covey.errors import ConfigError, RunError
+from covey.policy.models import load_model
+from covey.records.folder import RunFolder
+from covey.records.resume import start_of
+from covey.records.trackers import Tracker
 from covey.rollout.overlap import FILE, read_in_flight, write_in_flight
-from covey.run.folder import RunFolder
-from covey.run.resume import start_of
-from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
-from covey.training.models import load_model
 from covey.training.resolve import resolve
 from covey.training.rl import train
 from tests.trackers import Notes

@@ -16,6 +16,9 @@ from covey.objective import build as build_objective
 from covey.objective import with_advantage, with_weight
 from covey.objective.advantage import group_centered
 from covey.objective.penalty import adapted_beta
+from covey.policy.policy import Policy
+from covey.records.folder import RunFolder
+from covey.records.trackers.console import ConsoleTracker
 from covey.rewards import Score, ThinkAnswer, as_reward
 from covey.rollout.filter import (
     Selected,
@@ -25,12 +28,9 @@ from covey.rollout.filter import (
     without_truncated,
 )
 from covey.rollout.source import StepRollouts, SynchronousSource, penalized
-from covey.run.folder import RunFolder
-from covey.run.trackers.console import ConsoleTracker
 from covey.scoring import InlineScorer
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
-from covey.training.policy import Policy
 from covey.training.resolve import resolve
 from covey.training.rl import train
 from covey.training.state import State

@@ -21,13 +21,13 @@ import pytest
 from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import RewardError
+from covey.records.folder import RunFolder
+from covey.records.resume import start_of
 from covey.rewards import as_reward
 from covey.rewards.format import ThinkAnswerForm
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
 from covey.rewards.registry import make_reward
-from covey.run.folder import RunFolder
-from covey.run.resume import start_of
 from covey.scoring import Job, Pool, ScoreResult, make_scorer
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble

@@ -27,7 +27,7 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from covey.cli.main import run as covey  # noqa: E402
-from covey.run.folder import RunFolder  # noqa: E402
+from covey.records.folder import RunFolder  # noqa: E402
 from covey.training import build, loop  # noqa: E402, F401 - imported once, before any fork
 from tests.training.ranks import codes_of, start_ranks  # noqa: E402
 

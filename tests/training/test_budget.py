@@ -16,7 +16,7 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.config.schema import StopAfter, Train
 from covey.errors import ConfigError, RunError
-from covey.training.schedule import PATIENCE, Budget, schedule_of
+from covey.policy.schedule import PATIENCE, Budget, schedule_of
 from covey.training.state import Used
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from covey.analysis.verify.recompute import recomputed
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.errors import ConfigError
-from covey.run.folder import RunFolder
+from covey.lab.verify.recompute import recomputed
+from covey.records.folder import RunFolder
 from covey.training.run_start import FIXED, resumed_config
 
 SETTINGS = (

@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
-from covey.training.checkpoint import load_policy, save_policy
-from covey.training.policy import Policy
+from covey.policy.checkpoint import load_policy, save_policy
+from covey.policy.policy import Policy
 from tests.conftest import ARCHITECTURES, build
 from tests.models.test_adapter import learn, policy_of
 

@@ -11,9 +11,8 @@ from torch import nn
 from covey.accel.fused_parameters import fuse_parameters
 from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
-from covey.reference.moving import MovingReference
-from covey.training.checkpoint import load_policy, save_policy
-from covey.training.compact_adamw import (
+from covey.policy.checkpoint import load_policy, save_policy
+from covey.policy.compact_adamw import (
     CompactAdamW,
     keys_of,
     numbers_of,
@@ -22,9 +21,10 @@ from covey.training.compact_adamw import (
     split,
     whole,
 )
-from covey.training.compact_adamw import adamw as step_of
-from covey.training.optimizer import MasterAdamW, Optimizer
-from covey.training.policy import Policy
+from covey.policy.compact_adamw import adamw as step_of
+from covey.policy.optimizer import MasterAdamW, Optimizer
+from covey.policy.policy import Policy
+from covey.reference.moving import MovingReference
 from tests.conftest import build, make_batch
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0}

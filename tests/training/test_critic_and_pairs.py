@@ -15,13 +15,13 @@ from covey.config import Config, load_config
 from covey.errors import ConfigError, DataError, RunError
 from covey.objective import build as build_objective
 from covey.objective import with_advantage
+from covey.policy.critic import OPTIMIZER_FILE, WEIGHTS_FILE, critic_of
+from covey.policy.preferences import read_pairs
+from covey.records.folder import RunFolder
 from covey.reference import FrozenReference
-from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training import step as training
 from covey.training.build import assemble
-from covey.training.critic import OPTIMIZER_FILE, WEIGHTS_FILE, critic_of
-from covey.training.preferences import read_pairs
 from covey.training.resolve import resolve
 from covey.training.rl import train
 from covey.training.step import RowFacts, optimize, prepare

@@ -13,18 +13,18 @@ from covey.models.logp import LogProbs
 from covey.models.micro_batches import balanced_parts
 from covey.objective import build as build_objective
 from covey.objective import with_advantage
-from covey.run.folder import RunFolder
+from covey.parallel import passes
+from covey.policy.optimizer import Stepped
+from covey.records.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training import garbage
 from covey.training.build import assemble
-from covey.training.optimizer import Stepped
-from covey.training.parallel import passes
 from covey.training.resolve import resolve
 from covey.training.rl import train
 from covey.training.step import Learner, RowFacts, optimize, prepare
 from covey.types import Batch, HostRows, Totals
-from tests.analysis.plan.runs import SHORT
 from tests.conftest import make_batch
+from tests.lab.plan.runs import SHORT
 from tests.trackers import Notes
 from tests.training.test_step import settings
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
 from covey.errors import RewardError
+from covey.records.folder import RunFolder
+from covey.records.trackers import Tracker
 from covey.rewards import Score, ThinkAnswer
-from covey.run.folder import RunFolder
-from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.training.build import assemble
 from covey.training.resolve import resolve

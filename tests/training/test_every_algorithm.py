@@ -10,8 +10,8 @@ import torch
 
 from covey.config import load_config
 from covey.objective import ALGORITHMS
-from covey.run.folder import RunFolder
-from covey.run.metric_registry import meaning
+from covey.records.folder import RunFolder
+from covey.records.metric_registry import meaning
 from covey.stopping import StopSignal
 from covey.training.build import assemble
 from covey.training.resolve import resolve

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from covey.analysis.numerics.measure_gaps import measure
 from covey.config import load_config
 from covey.errors import ConfigError
-from covey.run.folder import RunFolder
+from covey.lab.numerics.measure_gaps import measure
+from covey.records.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import assemble
 from covey.training.make_engine import check_float8

@@ -24,8 +24,8 @@ from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
 from covey.models.sharded_tensors import local_part, whole_tensor
-from covey.training.parallel.join import joined_world
-from covey.training.parallel.shard import GatheredSteps, gathered_steps, shard_model
+from covey.parallel.join import joined_world
+from covey.parallel.shard import GatheredSteps, gathered_steps, shard_model
 from covey.types import Batch
 from tests.accel.test_fused_forward import per_row, shared_batch
 from tests.conftest import build

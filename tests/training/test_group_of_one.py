@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from covey.analysis.plan.forecast import Device
-from covey.analysis.plan.memory import forecast
 from covey.api import train
 from covey.config import load_config
 from covey.errors import ConfigError
+from covey.lab.plan.forecast import Device
+from covey.lab.plan.memory import forecast
 from covey.training.resolve import resolve
 
 DISTIL = ["objective.name=opd", "teacher.path=embedded", "rollout.group_size=1"]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from covey.analysis.plan.findings import findings
-from covey.analysis.plan.summary import summarize
-from covey.analysis.plan.task_facts import task_facts, usable_prompt
 from covey.config import Config, load_config
 from covey.errors import ConfigError, DataError
+from covey.lab.plan.findings import findings
+from covey.lab.plan.summary import summarize
+from covey.lab.plan.task_facts import task_facts, usable_prompt
 from covey.models.language_model import LanguageModel
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.tasks.task import Generated
 from covey.training.build import Parts, assemble

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from covey.models.micro_batches import micro_batches
-from covey.training.parallel.passes import rank_passes, without_weight
-from covey.training.parallel.ranks import RankInfo, Ranks
+from covey.parallel.passes import rank_passes, without_weight
+from covey.parallel.ranks import RankInfo, Ranks
+from covey.parallel.world import World
 from covey.types import Batch
-from covey.world import World
 from tests.conftest import make_batch
 
 

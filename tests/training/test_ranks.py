@@ -18,19 +18,19 @@ from covey.engines.native.engine import NativeEngine
 from covey.models.language_model import LanguageModel
 from covey.models.sharded_tensors import local_part, placed_like, total_norm, whole_tensor
 from covey.objective import ALGORITHMS
+from covey.parallel.join import joined_world
+from covey.parallel.world import World
+from covey.policy.critic import critic_of
+from covey.policy.models import load_model, policy_of
+from covey.policy.optimizer import Optimizer, Stepped
+from covey.policy.policy import Policy
 from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rollout.episode import encode_prompts, generate
 from covey.training.build import reference_of, step_settings_of, teacher_of
-from covey.training.critic import critic_of
-from covey.training.models import load_model, policy_of
-from covey.training.optimizer import Optimizer, Stepped
-from covey.training.parallel.join import joined_world
-from covey.training.policy import Policy
 from covey.training.resolve import objective_of, resolve, sampling_of, task_of
 from covey.training.step import Learner, training_step
 from covey.types import Group, Rollout
-from covey.world import World
 from tests.conftest import build
 from tests.training.ranks import run_ranks
 

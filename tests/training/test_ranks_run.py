@@ -15,7 +15,7 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.embedded import CHECKPOINT
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 from tests.processes import wait_until
 from tests.training.ranks import codes_of, environment, free_port, start_ranks
 

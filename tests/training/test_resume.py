@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
-from covey.run import digests, files, folder
-from covey.training import checkpoint
+from covey.policy import checkpoint
+from covey.records import digests, files, folder
 from tests.processes import forked, wait_until
 
 SETTINGS = (

@@ -10,8 +10,8 @@ import pytest
 
 from covey.config import load_config
 from covey.errors import RewardError
+from covey.records.folder import RunFolder
 from covey.rewards import Score, ThinkAnswer
-from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
 from covey.training.resolve import resolve

@@ -12,19 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from covey.analysis.plan.findings import findings
-from covey.analysis.plan.forecast import Device
-from covey.analysis.plan.memory import forecast
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.errors import ConfigError
+from covey.lab.plan.findings import findings
+from covey.lab.plan.forecast import Device
+from covey.lab.plan.memory import forecast
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
 from covey.objective import build as build_objective
+from covey.records.folder import RunFolder
 from covey.reference.frozen import CurrentPolicy
 from covey.rewards import Score
 from covey.rollout.privileged import Privileged, check_context
-from covey.run.folder import RunFolder
 from covey.scoring.job import checked
 from covey.training.collate import collate
 from covey.training.resolve import resolve

@@ -25,20 +25,20 @@ from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.micro_batches import micro_batches
+from covey.policy.optimizer import MasterAdamW, Stepped
+from covey.policy.policy import Policy
+from covey.policy.schedule import Schedule
+from covey.records.folder import RunFolder
+from covey.records.trackers.console import summary
 from covey.rewards import ThinkAnswer
 from covey.rewards.registry import make_reward
 from covey.rewards.score import Reward
 from covey.rng import sft_indices
 from covey.rollout.episode import encode_prompts
-from covey.run.folder import RunFolder
-from covey.run.trackers.console import summary
 from covey.scoring import InlineScorer, Job
 from covey.stopping import StopSignal
 from covey.tasks import Arithmetic, Countdown
-from covey.training.optimizer import MasterAdamW, Stepped
-from covey.training.policy import Policy
 from covey.training.resolve import resolve
-from covey.training.schedule import Schedule
 from covey.training.sft import (
     SftParts,
     build_sft,

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from covey.errors import RunError
-from covey.training.checkpoint import STATE_FOLDER, load_state, save_state
+from covey.policy.checkpoint import STATE_FOLDER, load_state, save_state
 from tests.training.test_optimizer import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

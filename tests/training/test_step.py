@@ -8,11 +8,11 @@ from covey.models.logp import batch_logp
 from covey.objective import Objective, with_advantage
 from covey.objective import build as build_objective
 from covey.objective.diagnostics import Meter
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy
 from covey.reference import FrozenReference
 from covey.rollout.filter import Selected, age, select
 from covey.training.collate import collate
-from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy
 from covey.training.step import Learner, RowFacts, StepSettings, optimize, prepare
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import build, make_batch

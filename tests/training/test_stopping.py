@@ -13,7 +13,7 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
-from covey.run.folder import RunFolder
+from covey.records.folder import RunFolder
 from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import GivenUp, may_be_given_up, stop_signal
 from covey.training.build import assemble

@@ -20,15 +20,15 @@ from covey.accel.fused_parameters import attach_grad_sinks, fuse_parameters
 from covey.accel.head import token_logp
 from covey.accel.packing import pack, varlen_tables
 from covey.accel.static_buffers import Size, StaticBuffers
+from covey.accel.train_graph import TrainGraphs
 from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, packed_hidden, scatter_logp
 from covey.objective import ALGORITHMS, with_advantage
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy
 from covey.training import train_graph as graph
-from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy
 from covey.training.step import Learner, StepSettings, optimize
-from covey.training.train_graph import TrainGraphs
 from covey.types import Batch, HostRows
 from tests.accel.test_fused_forward import CPU, SETTINGS, per_row, shared_batch
 from tests.conftest import build

@@ -12,11 +12,11 @@ import torch
 from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import ConfigError
-from covey.run.folder import RunFolder
+from covey.policy.models import load_model
+from covey.policy.schedule import schedule_of
+from covey.records.folder import RunFolder
 from covey.training.build import assemble
-from covey.training.models import load_model
 from covey.training.resolve import resolve
-from covey.training.schedule import schedule_of
 from covey.training.state import Used
 
 LORA = ("adapter.rank=2", "model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4",

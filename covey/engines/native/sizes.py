@@ -1,6 +1,6 @@
 """Sizes and limits of the native engine, in a module that does not import torch.
 
-The memory forecast (covey/analysis/plan) also reads these sizes, and torch takes seconds to import.
+The memory forecast (covey/lab/plan) also reads these sizes, and torch takes seconds to import.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from covey.engines.native.transformers_decoder import TransformersDecoder
 from covey.engines.protocol import Sampling
 from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel
+from covey.policy.policy import Policy
 from covey.training.collate import collate
-from covey.training.policy import Policy
 from covey.types import Group
 from tests.conftest import build, rollouts_of
 from tests.engines.native.test_engine import ragged_prompts

@@ -1,0 +1,300 @@
+"""The results of each arm of a comparison: accuracy, training cost and collapsed seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from covey.evaluation.intervals import Estimate
+from covey.evaluation.items import is_graded
+from covey.lab.compare import statistics
+from covey.lab.compare.comparison import Comparison, Metric, Point, RunResult
+from covey.lab.compare.learning_curves import AXES
+from covey.lab.compare.statistics import Array
+
+UNREADABLE = "without a readable evaluation of"
+
+SHARES = (0.5, 1.0)
+"""Fractions of the accuracy gain for which the report shows each arm's training cost. The full
+accuracy gain goes from the initial accuracy to the highest accuracy that every arm reaches.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeToAccuracy:
+    """The median cost of training an arm up to a given accuracy.
+
+    A cost is None if at least half of the seeds never reach the accuracy.
+    """
+
+    accuracy: float
+    reached: int
+    """The number of finished seeds that reach the accuracy."""
+    budget: float | None
+    """The median cost over seeds, in the unit of the comparison's budget."""
+    tokens: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The time and memory of an arm's runs.
+
+    A field is None if the runs did not record the value.
+    """
+
+    seconds: float
+    """The median training time over seeds, without the first step and without evaluations."""
+    cpu_seconds: float | None
+    """The median CPU time of a run's process over seeds, including evaluations."""
+    memory_gib: float | None
+    """The largest peak memory of the arm's runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collapse:
+    """A seed whose final accuracy is significantly lower than an earlier accuracy."""
+
+    seed: int
+    before: float
+    final: float
+    kind: Literal["lost half of its best", "below its start"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """The mean reward, or the mean of one reward component, before and after training."""
+
+    initial: Estimate
+    final: Estimate
+    improvement: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmResult:
+    """The results of one arm of a comparison, over the seeds that have finished.
+
+    The estimates are accuracies if `by` is "success" and mean rewards if `by` is "reward". The
+    estimates are None if no seed has finished.
+    """
+
+    arm: str
+    seeds: int
+    missing: tuple[str, ...]
+    """One line for each planned run that did not finish."""
+    initial: Estimate | None = None
+    final: Estimate | None = None
+    """The final accuracy, averaged over seeds. The confidence interval covers the variation between
+    seeds and between prompts."""
+    improvement: Estimate | None = None
+    """The final accuracy minus the initial accuracy."""
+    best: Estimate | None = None
+    """The highest accuracy of each run, averaged over seeds. The average of the highest accuracies
+    is biased upwards, because the best evaluation is partly luck."""
+    area: Estimate | None = None
+    """The mean accuracy over training, from the start up to the largest budget that every run
+    reached. The confidence interval covers the variation between seeds."""
+    time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
+    collapsed: tuple[Collapse, ...] = ()
+    by: Metric = "success"
+    finals: tuple[float, ...] = ()
+    """The final accuracy (or mean reward) of each seed."""
+    improvements: tuple[float, ...] = ()
+    """The change of accuracy (or mean reward) from the first to the last evaluation of each
+    seed."""
+    distinct_answers: float | None = None
+    """The number of different final answers in the last evaluation, averaged over seeds."""
+    above_constant: float | None = None
+    """The final accuracy minus the best accuracy of a policy that gives every prompt the same
+    answer."""
+    rewards: Mapping[str, RewardResult] = field(default_factory=dict)
+    """Maps `reward` to the mean reward of greedy completions, and `parts/NAME` to the mean of each
+    reward component. `rewards` is empty if every reward is 1 for success and 0 for failure.
+    """
+    cost: Cost | None = None
+
+
+def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
+    """Return the result of every arm."""
+    arms = comparison.finished_runs()
+    budget = comparison.budget
+    levels = _levels([runs for runs in arms.values() if runs])
+    end = min((_axis(run, budget)[-1] for runs in arms.values() for run in runs), default=0.0)
+    results = []
+    for arm, runs in arms.items():
+        missing = _missing(comparison, arm)
+        if not runs:
+            results.append(ArmResult(arm=arm, seeds=0, missing=missing))
+            continue
+        by = runs[0].points[-1].by
+        estimate = statistics.accuracy if by == "success" else statistics.mean_reward
+        limit = 1.0 if by == "success" else math.inf
+        first, last = (_by_prompt([run.points[at] for run in runs]) for at in (0, -1))
+        best = _by_prompt([max(run.points, key=lambda point: point.value) for run in runs])
+        areas = [statistics.area(_axis(run, budget), _values(run), end) for run in runs]
+        collapses = (_collapse(run) for run in runs)
+        results.append(
+            ArmResult(
+                arm=arm,
+                seeds=len(runs),
+                missing=missing,
+                initial=estimate(first),
+                final=estimate(last),
+                improvement=statistics.change(last - first, limit),
+                best=estimate(best),
+                area=statistics.over_seeds(areas),
+                time_to_accuracy=tuple(_time_to(level, runs, budget) for level in levels),
+                by=by,
+                finals=tuple(last.mean(axis=1).tolist()),
+                improvements=tuple((last - first).mean(axis=1).tolist()),
+                distinct_answers=_distinct_answers(runs),
+                above_constant=_above_constant(comparison, last, by),
+                rewards=_rewards(runs),
+                collapsed=tuple(each for each in collapses if each is not None),
+                cost=_cost(runs),
+            )
+        )
+    return tuple(results)
+
+
+def _cost(runs: Sequence[RunResult]) -> Cost:
+    cpu = [run.cpu_seconds for run in runs if run.cpu_seconds]
+    memory = [run.memory_gib for run in runs if run.memory_gib]
+    return Cost(
+        seconds=float(np.median([run.points[-1].seconds for run in runs])),
+        cpu_seconds=float(np.median(cpu)) if cpu else None,
+        memory_gib=max(memory) if memory else None,
+    )
+
+
+def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
+    """Return one line for each planned run of the arm that did not finish."""
+    by_seed = {run.seed: run for run in comparison.runs_of(arm)}
+    lines = []
+    for seed in sorted({*comparison.seeds, *by_seed}):
+        run = by_seed.get(seed)
+        if run is None:
+            lines.append(f"{arm} seed {seed}: not run")
+        elif run.state != "done":
+            lines.append(f"{arm} seed {seed}: {run.state}{run.error and f', {run.error}'}")
+        elif not run.points and not run.unreadable:
+            lines.append(f"{arm} seed {seed}: done, but never evaluated")
+        elif not run.finished:
+            steps = ", ".join(map(str, run.unreadable))
+            lines.append(f"{arm} seed {seed}: done, but {UNREADABLE} step {steps}")
+    return tuple(lines)
+
+
+def _by_prompt(points: Sequence[Point]) -> Array:
+    return np.array([point.values for point in points], dtype=float)
+
+
+def _values(run: RunResult) -> list[float]:
+    return [point.value for point in run.points]
+
+
+def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
+    """Return the means of the reward and its components, over prompts scored in every run."""
+    ends = [(run.points[0], run.points[-1]) for run in runs]
+    scored = [
+        (row, point.correct[prompt])
+        for pair in ends
+        for point in pair
+        for prompt, row in point.rewards.items()
+    ]
+    names = list(dict.fromkeys(name for row, _ in scored for name in row))
+    if not is_graded((row["reward"], success) for row, success in scored):
+        return {}
+    found = {}
+    for name in names:
+        prompts = [
+            prompt
+            for prompt in ends[0][0].correct
+            if all(name in point.rewards.get(prompt, {}) for pair in ends for point in pair)
+        ]
+        if prompts:
+            first, last = (
+                np.array([[pair[at].rewards[prompt][name] for prompt in prompts] for pair in ends])
+                for at in (0, 1)
+            )
+            found[name] = RewardResult(
+                initial=statistics.mean_reward(first),
+                final=statistics.mean_reward(last),
+                improvement=statistics.mean_reward(last - first),
+            )
+    return found
+
+
+def _above_constant(comparison: Comparison, last: Array, by: Metric) -> float | None:
+    constant = comparison.best_constant
+    return None if constant is None or by != "success" else float(last.mean()) - constant
+
+
+def _distinct_answers(runs: Sequence[RunResult]) -> float | None:
+    counts = [run.points[-1].distinct_answers for run in runs]
+    known = [count for count in counts if count is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _axis(run: RunResult, name: str) -> list[float]:
+    return [AXES[name][1](point) for point in run.points]
+
+
+def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
+    """Return the accuracy levels at which the report compares the speed of arms.
+
+    More than half of each arm's seeds reach the highest accuracy level, so that a single seed that
+    fails to learn does not lower the accuracy levels.
+    """
+    if not arms:
+        return []
+    heights = [sorted((max(_values(run)) for run in runs), reverse=True) for runs in arms]
+    common = min(height[len(height) // 2] for height in heights)
+    start = float(np.mean([run.points[0].value for runs in arms for run in runs]))
+    if common <= start:
+        return []
+    return [start + share * (common - start) for share in SHARES]
+
+
+def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccuracy:
+    places = {
+        name: [statistics.reached(_axis(run, name), _values(run), level) for run in runs]
+        for name in (budget, "tokens", "seconds")
+    }
+
+    def median(name: str) -> float | None:
+        middle = float(np.median(places[name]))
+        return middle if math.isfinite(middle) else None
+
+    return TimeToAccuracy(
+        accuracy=level,
+        reached=sum(math.isfinite(place) for place in places[budget]),
+        budget=median(budget),
+        tokens=median("tokens"),
+        seconds=median("seconds"),
+    )
+
+
+def _collapse(run: RunResult) -> Collapse | None:
+    """Return the collapse of a run, or None if it did not collapse (see docs/statistics.md).
+
+    A run has collapsed if its final accuracy is significantly below its initial accuracy. A run has
+    also collapsed if its final accuracy is less than half of its best accuracy, and the drop from
+    the best accuracy is significant.
+    """
+    best = max(run.points, key=lambda point: point.value)
+    start, last = run.points[0], run.points[-1]
+    final = _by_prompt([last])[0]
+    halved = last.by == "success" and 2 * last.value < best.value  # rewards have no natural zero
+    if halved and statistics.fell(_by_prompt([best])[0], final):
+        kind: Literal["lost half of its best", "below its start"] = "lost half of its best"
+        before = best.value
+    elif last.value < start.value and statistics.fell(_by_prompt([start])[0], final):
+        kind, before = "below its start", start.value
+    else:
+        return None
+    return Collapse(seed=run.seed, before=before, final=last.value, kind=kind)

@@ -1,0 +1,276 @@
+"""Builds the design of a comparison: its common configuration, arms, seeds and budget.
+
+Each arm takes the settings that the user gave for all arms, and overrides some of them. Default
+values are filled in after the overrides, so an arm with another algorithm gets the defaults of its
+own algorithm. No arm may change the budget or the held-out evaluation, because all arms must be
+measured in the same way. Even an arm that overrides the reward is evaluated with the common reward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from covey.config import Config, parse_config, toml_value
+from covey.config.algorithm_names import PAIRED
+from covey.config.load import overridden, read_settings
+from covey.config.smoke import smoke_settings
+from covey.errors import ConfigError
+from covey.lab.compare.comparison import Arm, BudgetKind
+from covey.lab.compare.comparison_folder import Design
+from covey.objective import algorithm
+from covey.training.resolve import resolve
+
+FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
+"""Settings that no arm may change. To train with different seeds than the other arms, an arm can
+add an offset, such as `seed+=1000`."""
+SAMPLING = ("model.", "adapter.", "task.", "rollout.", "environment.", "seed")
+"""Settings, or whole sections, that affect the rollouts of the first step."""
+NOT_SAMPLING = (
+    "engine.max_concurrent",
+    "engine.cache_gigabytes",
+    "model.gradient_checkpointing",
+    "model.offload_activations",
+    "model.deterministic",
+    "environment.workers",
+    "environment.timeout",
+    "environment.gigabytes",
+)
+"""Exceptions to `SAMPLING`: settings that do not affect the rollouts of the first step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A comparison as the user requests it on the command line or in Python."""
+
+    source: str
+    overrides: tuple[str, ...] = ()
+    smoke: bool = False
+    """Whether to shrink the common configuration to a short test, as `--smoke` does."""
+    algorithms: tuple[str, ...] = ()
+    arms: tuple[Arm, ...] = ()
+    seeds: int = 3
+    budget: BudgetKind = "steps"
+    amount: int | None = None
+    threads: int = 0
+    """The number of threads of each run, or 0 for a number that suits this machine."""
+
+    def command(self) -> str:
+        """Return the `covey compare` command line that requests this comparison."""
+        words = ["covey", "compare", self.source]
+        words += ["--algorithms", ",".join(self.algorithms)] if self.algorithms else []
+        for arm in self.arms:
+            words += ["--arm", arm.text]
+        words += ["--seeds", str(self.seeds)]
+        words += ["--budget", self.budget] if self.budget != "steps" else []
+        words += ["--amount", str(self.amount)] if self.amount is not None else []
+        words += ["--threads", str(self.threads)] if self.threads else []
+        words += ["--smoke"] if self.smoke else []
+        for override in self.overrides:
+            words += ["--set", override]
+        return shlex.join(words)
+
+
+def parse_arm(text: str) -> Arm:
+    """Parse an arm such as `frozen: optimizer.learning_rate=0` or `again: seed+=1000`."""
+    name, colon, rest = text.partition(":")
+    name = name.strip()
+    if not colon or not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name):
+        raise ConfigError(
+            f"the arm {text!r} must have the form 'NAME: key=value, key=value'; NAME may contain "
+            "letters, digits and the characters _ . + -"
+        )
+    settings, offset = [], 0
+    # Commas separate settings, except inside brackets and quotes.
+    for part in re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,])+""", rest):
+        moved = re.fullmatch(r"seed\s*\+=\s*(\d+)", part.strip())
+        if moved:
+            offset = int(moved.group(1))
+        elif part.strip():
+            settings.append(part.strip())
+    return Arm(name=name, settings=tuple(settings), seed_offset=offset)
+
+
+def design_comparison(request: Request) -> Design:
+    """Build the design of a requested comparison. Raise an error if the arms are not comparable."""
+    if request.smoke:
+        given, _ = smoke_settings(request.source, request.overrides)
+    else:
+        given = overridden(read_settings(request.source), request.overrides)
+    common = resolve(parse_config(given))
+    given, amount = _with_budget(given, common, request.budget, request.amount)
+    common = resolve(parse_config(given))
+    if common.evaluate.every == 0:
+        raise ConfigError(
+            "config: evaluate.every = 0 turns evaluations off, but a comparison needs them; set "
+            "evaluate.every to a number of steps"
+        )
+    design = Design(
+        command=request.command(),
+        given=given,
+        common=common.model_dump(),
+        arms=(),
+        seeds=tuple(range(common.seed, common.seed + request.seeds)),
+        budget=request.budget,
+        amount=amount,
+        threads=request.threads,
+    )
+    # A single arm is compared with the common configuration, named after its algorithm.
+    single = not request.algorithms and len(request.arms) == 1
+    base = (common.objective.name,) if single else ()
+    return with_arms(design, (*base, *request.algorithms), request.arms)
+
+
+def _with_budget(
+    given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
+) -> tuple[dict[str, Any], int]:
+    """Return the settings of a request with its budget filled in, and the size of the budget."""
+    if budget == "steps":
+        amount = common.train.steps if amount is None else amount
+        kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
+        return overridden({**given, "train": kept}, [f"train.steps={amount}"]), amount
+    if amount is None:
+        if budget == "tokens":
+            raise ConfigError(
+                "--budget tokens needs --amount TOKENS, the number of tokens that each run may "
+                "sample"
+            )
+        amount = common.train.total_optimizer_steps
+    return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
+
+
+def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm] = ()) -> Design:
+    """Add an arm to the design for each algorithm, and then the user's arms."""
+    found = {arm.name: arm for arm in design.arms}
+    for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
+        declared = _declared(design, arm)
+        if found.setdefault(arm.name, declared) != declared:
+            raise ConfigError(f"two arms have the name {arm.name!r}; rename one of them")
+    return replace(design, arms=tuple(found.values()))
+
+
+def with_seeds(design: Design, count: int) -> Design:
+    """Add seeds to a design until it has at least `count` seeds."""
+    first = min(design.seeds)
+    seeds = sorted({*design.seeds, *range(first, first + count)})
+    return replace(design, seeds=tuple(seeds))
+
+
+def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
+    """Return the arm for an algorithm, with all user options that the algorithm supports."""
+    label = name.replace(":", ".")
+    if _common_algorithm(given) == name:
+        return Arm(name=label)
+    options = inspect.signature(algorithm(name)).parameters
+    kept = {k: v for k, v in _shared_options(given, name).items() if k in options}
+    settings = [f"objective.{key}={toml_value(value)}" for key, value in kept.items()]
+    return Arm(name=label, settings=(f"objective.name={toml_value(name)}", *settings))
+
+
+def _shared_options(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the user's objective options that have the same meaning in the algorithm `name`.
+
+    For example, DPO does not get GRPO's `beta`, because DPO's `beta` is not a KL weight.
+    """
+    paired = (name in PAIRED) != (_common_algorithm(given) in PAIRED)
+    own = {"name", "beta"} if paired else {"name"}
+    return {k: v for k, v in given.get("objective", {}).items() if k not in own}
+
+
+def _common_algorithm(given: Mapping[str, Any]) -> str:
+    name: str = given.get("objective", {}).get("name", Config().objective.name)
+    return name
+
+
+def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
+    """Return the user's objective options that differ from the defaults of the arm's algorithm.
+
+    The returned dict maps each option to a pair: the user's value, and the default of the arm's
+    algorithm. For example, `--algorithms gspo` keeps the clip range of a GRPO recipe, although this
+    range is hundreds of times wider than GSPO's default. An option is omitted if its default is the
+    same in the recipe's algorithm and in the arm's algorithm.
+    """
+    common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
+    if name == common or arm.settings != algorithm_arm(design.given, name).settings:
+        return {}  # a user's arm keeps no options of another algorithm
+    given = design.given.get("objective", {})
+    own = inspect.signature(algorithm(name)).parameters
+    other = inspect.signature(algorithm(common, given)).parameters
+    return {
+        key: (value, own[key].default)
+        for key, value in _shared_options(design.given, name).items()
+        # An option with the same default in both algorithms means the same in both.
+        if key in own and own[key].default not in (value, other[key].default)
+    }
+
+
+def config_of(design: Design, arm: Arm, seed: int | None = None) -> Config:
+    """Return the full configuration of an arm for one of the comparison's seeds."""
+    config = resolve(parse_config(overridden(design.given, arm.settings)))
+    first = config.seed if seed is None else seed
+    return config.model_copy(update={"seed": first + arm.seed_offset})
+
+
+def arm_configs(design: Design) -> dict[str, Config]:
+    """Map the name of every arm to its full configuration for the first seed."""
+    return {arm.name: config_of(design, arm, min(design.seeds)) for arm in design.arms}
+
+
+def _declared(design: Design, arm: Arm) -> Arm:
+    """Fill in the `differences` of an arm.
+
+    Raise an error if the arm changes a setting that all arms must share.
+    """
+    config = config_of(design, replace(arm, seed_offset=0))
+    before, after = _flat(design.common), _flat(config.model_dump())
+    differences = {
+        key: after.get(key)
+        for key in (*after, *(key for key in before if key not in after))
+        if after.get(key) != before.get(key)
+    }
+    fixed = [key for key in differences if key.startswith(FIXED)]
+    if config.preferences.file:
+        raise ConfigError(
+            "config: a comparison cannot use preferences.file, because all arms start from the "
+            "same sampled rollouts; delete preferences.file to take the preference pairs from "
+            "sampled groups"
+        )
+    if fixed:
+        key, value = fixed[0], toml_value(differences[fixed[0]])
+        other_seeds = ", or add an offset with seed+=1000" if key == "seed" else ""
+        raise ConfigError(
+            f"arm {arm.name} sets {key} = {value}, but all arms must have the same {key}; set "
+            f"{key} for all arms{other_seeds}"
+        )
+    if arm.seed_offset:
+        differences["seed"] = f"+{arm.seed_offset}"
+    return replace(arm, differences=differences)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten nested settings into a dict from dotted names to values."""
+    found: dict[str, Any] = {}
+    for section, values in settings.items():
+        if isinstance(values, Mapping):
+            found |= {f"{section}.{key}": value for key, value in values.items()}
+        else:
+            found[section] = values
+    return found
+
+
+def shares_first_rollouts(arm: Arm) -> bool:
+    """Return whether an arm has the same rollouts in the first step as the common configuration."""
+    changed = [key for key in arm.differences if key.startswith(SAMPLING)]
+    return all(key in NOT_SAMPLING for key in changed)
+
+
+def same_comparison(old: Design, new: Design) -> bool:
+    """Return whether the old design has the common settings and all arms of the new design."""
+    have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
+    want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
+    alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)
+    return alike and want.items() <= have.items()

@@ -1,0 +1,294 @@
+"""Launches the runs of a comparison, each in its own process, and several at a time.
+
+A failed run does not stop the other runs. Each process reads its job from standard input, which
+stays open for as long as the parent process lives. A run exits when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from covey._version import __version__
+from covey.config import Config, parse_config, to_toml
+from covey.config.schema import Adapter
+from covey.errors import RunError
+from covey.lab.compare.comparison import RunOutcome
+from covey.lab.compare.comparison_folder import (
+    OUTCOME_FILE,
+    Design,
+    log_path,
+    read_outcome,
+    run_path,
+    write_outcome,
+)
+from covey.lab.compare.design import config_of
+from covey.lab.compare.fairness import task_digest
+from covey.policy.models import load_model
+from covey.records.folder import RunFolder
+from covey.reference.fingerprint import fingerprint
+from covey.rewards.identity import identity
+from covey.subprocesses import module_command
+from covey.training.resolve import reward_of, task_of
+
+POLL_SECONDS = 0.2
+Status = Literal["waiting", "running", "done", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The input of a process that trains one run."""
+
+    arm: str
+    seed: int
+    """The seed in the comparison, to which the run adds the arm's seed offset."""
+    folder: str
+    shared: str
+    """The folder of the first step's rollouts, which the arms share."""
+    config_toml: str
+    common_toml: str
+    """The common configuration, whose reward scores the evaluations of all arms."""
+    start: str
+    """The digest of all data that determines the policy before training."""
+    key: str
+    """The digest of all inputs that determine the run's result. Two runs with equal digests give
+    equal results."""
+    threads: int
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.folder)
+
+
+def make_jobs(folder: Path, design: Design) -> list[Job]:
+    """Return one job for each arm and seed.
+
+    Jobs are ordered by seed, so that all arms make progress together.
+    """
+    weights: dict[str, str] = {}
+    data: dict[str, str] = {}
+    common = parse_config(design.common)
+    jobs = []
+    for seed in design.seeds:
+        for arm in design.arms:
+            config = config_of(design, arm, seed)
+            model, task = config.model.path, config.task.model_dump_json()
+            if model not in weights:
+                weights[model] = _starting_weights(config)
+            if task not in data:
+                data[task] = task_digest(task_of(config))
+            start = _start(config, weights[model])
+            key = run_key(config, common, start=start, data=data[task], threads=design.threads)
+            jobs.append(
+                Job(
+                    arm=arm.name,
+                    seed=seed,
+                    folder=str(run_path(folder, arm.name, seed)),
+                    shared=str(folder / "shared"),
+                    config_toml=to_toml(config),
+                    common_toml=to_toml(common),
+                    start=start,
+                    key=key,
+                    threads=design.threads,
+                )
+            )
+    return jobs
+
+
+def _starting_weights(config: Config) -> str:
+    """Return the digest of a model's initial weights, without an adapter."""
+    model = config.model.model_copy(update={"device": "cpu"})
+    alone = config.model_copy(update={"model": model, "adapter": Adapter()})
+    return fingerprint(load_model(alone)).weights
+
+
+def _start(config: Config, weights: str) -> str:
+    adapter = {**config.adapter.model_dump(), "seed": config.seed} if config.adapter.rank else None
+    return _digest([weights, config.model.dtype, config.model.device, adapter])
+
+
+def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
+    """Return a digest of all inputs that determine a run's result.
+
+    The inputs are the configuration, Covey's version, the initial weights, the number of threads,
+    and the contents of data and reward functions. The digest includes the contents of files,
+    because users may edit the files.
+    """
+    scoring = [
+        [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
+    ]
+    return _digest([config.model_dump(), __version__, start, data, scoring, threads])
+
+
+def _digest(data: Any) -> str:
+    text = json.dumps(data, sort_keys=True, default=repr)  # JSON has no dates, TOML does
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
+    """Prepare a run's folder for training, and return False if the run has already finished.
+
+    `elsewhere` maps digests of inputs (`Job.key`) to the folders of finished runs. A finished run
+    with the job's digest is copied instead of trained again. If the job's folder contains a run
+    with a different digest, for example from another version of Covey, the folder of this run is
+    renamed. No run is ever deleted.
+    """
+    path = job.path
+    ended = read_outcome(path)
+    if path.exists():
+        about = RunFolder(path).environment(lambda text: None)
+        if job.key != (about.get("key") if ended is None else ended.key):
+            _move_aside(path)
+            ended = None
+    if ended is not None and ended.state == "done":
+        return False
+    if not path.exists() and job.key in elsewhere:
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(elsewhere[job.key], partial)
+        partial.rename(path)
+        return False
+    (path / OUTCOME_FILE).unlink(missing_ok=True)  # a failed run is tried again
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return True
+
+
+def _move_aside(path: Path) -> None:
+    for number in range(1, 1000):
+        aside = path.with_name(f"{path.name}.aside-{number}")
+        if not aside.exists():
+            path.rename(aside)
+            if log_path(path).exists():
+                log_path(path).rename(log_path(aside))
+            return
+    raise RunError(
+        f"{path}: the old run cannot be renamed, because the folders {path}.aside-1 to "
+        f"{path}.aside-999 exist; delete some of them"
+    )
+
+
+def _finished_elsewhere(parent: Path) -> dict[str, Path]:
+    """Map the digest of each finished run to its folder, for all comparisons in `parent`."""
+    found = {}
+    for file in sorted(parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
+        ended = read_outcome(file.parent)
+        if ended is not None and ended.state == "done":
+            found[ended.key] = file.parent
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """The jobs of a comparison, with the status of each job."""
+
+    jobs: Sequence[Job]
+    status: dict[str, Status] = field(default_factory=dict)
+    """Maps each job's run folder to the job's status."""
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.status = {job.folder: "waiting" for job in self.jobs}
+
+    def having(self, status: Status) -> list[Job]:
+        """Return the jobs that have the given status."""
+        return [job for job in self.jobs if self.status[job.folder] == status]
+
+
+Watch = Callable[[Running], None]
+"""A function that receives the status of all jobs several times a second."""
+
+
+def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:
+    """Run all unfinished jobs, at most `parallel` at a time.
+
+    On Ctrl-C, each run saves its current step and stops.
+    """
+    running = Running(jobs=jobs)
+    elsewhere = _finished_elsewhere(folder.parent)
+    waiting = deque(job for job in jobs if ready(job, elsewhere))
+    running.status |= {job.folder: "done" for job in jobs if job not in waiting}
+    processes: dict[subprocess.Popen[bytes], Job] = {}
+    try:
+        while waiting or processes:
+            try:
+                for process in [p for p in processes if p.poll() is not None]:
+                    job = processes.pop(process)
+                    running.status[job.folder] = _ended(job, process, running.stopping)
+                while waiting and len(processes) < parallel:
+                    job = waiting.popleft()
+                    processes[start(job)] = job
+                    running.status[job.folder] = "running"
+                watch(running)
+                time.sleep(POLL_SECONDS)
+            except KeyboardInterrupt:
+                if running.stopping:
+                    break
+                running.stopping = True
+                waiting.clear()
+                for process in processes:
+                    process.send_signal(signal.SIGINT)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    watch(running)
+    return running
+
+
+def start(job: Job) -> subprocess.Popen[bytes]:
+    """Start a job's process in its own session, so that the terminal's Ctrl-C does not reach it."""
+    with log_path(job.path).open("ab") as log:
+        process = subprocess.Popen(
+            module_command("covey.lab.compare.run_process"),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": str(job.threads), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # the process has already ended; the next poll notices
+    return process
+
+
+def _ended(job: Job, process: subprocess.Popen[bytes], stopping: bool) -> Status:
+    """Return the final status of a run.
+
+    If the run's process died, write outcome.json for the run.
+    """
+    assert process.stdin is not None
+    process.stdin.close()
+    outcome = read_outcome(job.path)
+    if outcome is not None:
+        return "done" if outcome.state == "done" else "failed"
+    if stopping:
+        return "stopped"
+    job.path.mkdir(parents=True, exist_ok=True)
+    error = _cause(process.returncode, log_path(job.path))
+    write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=error))
+    return "failed"
+
+
+def _cause(code: int, log: Path) -> str:
+    if code == -signal.SIGKILL:
+        return "killed (SIGKILL), perhaps because the machine ran out of memory"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    return f"exited with code {code}: {last}"

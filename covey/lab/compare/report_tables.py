@@ -1,0 +1,405 @@
+"""Builds the text tables that the HTML, Markdown and terminal reports share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from covey.evaluation.intervals import Estimate
+from covey.lab.compare.arm_results import ArmResult, TimeToAccuracy
+from covey.lab.compare.comparison import Comparison, Metric, RunResult
+from covey.lab.compare.conclusion import TESTS, Conclusion, points
+from covey.lab.compare.learning_curves import AXES, Curve
+from covey.lab.compare.pair_results import PairResult
+from covey.lab.compare.report_contents import Agreement, Trend
+from covey.lab.page.render import TextTable
+from covey.records.estimate_text import value_text
+
+EMPTY = "-"
+NO_OPTION = "(no such option)"
+VALUES: Mapping[Metric, str] = {"success": "accuracy", "reward": "mean reward"}
+RESULT_NOTES: Mapping[Metric, str] = {
+    "success": "Means over finished seeds. Improvement in percentage points, with a 95 % interval "
+    "over seeds and prompts.",
+    "reward": "Means over finished seeds. Improvement with a 95 % interval over seeds and prompts.",
+}
+CONSTANT_NOTE = (
+    "Above constant: final accuracy minus that of the best constant answer, in percentage points."
+)
+ANSWERS_NOTE = "Answers: different final answers at the end."
+TRAINING_NOTE = (
+    "Best: mean of each seed's highest evaluation, biased upwards because the held-out prompts "
+    "select it. Mean over training: {value} averaged over the budget. Collapsed: seeds that ended "
+    "far below an earlier {value}."
+)
+PAIR_NOTE = (
+    "{difference} at the end, over the seeds that both arms finished, with Student's 95 % interval "
+    "over seeds; p of the paired t-test, with Holm's correction over all pairs. Needed: seeds per "
+    "arm for 80 % power if the difference is as observed."
+)
+DIFFERENCES: Mapping[Metric, str] = {
+    "success": "Percentage points",
+    "reward": "Difference of mean rewards",
+}
+CHECKPOINT_NOTE = (
+    "This compares two sets of weights, not two algorithms: another seed may reverse it. p of "
+    "{test}, with Holm's correction over all pairs and seeds."
+)
+
+
+def result_table(found: Conclusion) -> TextTable:
+    """Return a table with the initial and the final accuracy (or mean reward) of each arm."""
+    constant = any(arm.above_constant is not None for arm in found.arms)
+    distinct = any(arm.distinct_answers is not None for arm in found.arms)
+    more = [*["above constant"] * constant, *["answers"] * distinct]
+    return TextTable(
+        title=f"Held-out {VALUES[found.by]} before and after training",
+        head=["arm", "initial", "final", "improvement", "95 % interval", *more, "seeds"],
+        rows=[_result(arm, constant, distinct) for arm in found.arms],
+        note=" ".join(
+            [RESULT_NOTES[found.by], *([CONSTANT_NOTE] * constant), *([ANSWERS_NOTE] * distinct)]
+        ),
+    )
+
+
+def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
+    change, above, answers = arm.improvement, arm.above_constant, arm.distinct_answers
+    return [
+        arm.arm,
+        shown_level(arm.initial, arm),
+        shown_level(arm.final, arm),
+        EMPTY if change is None else points(change.value, arm.by),
+        EMPTY if change is None else _improvement_interval(arm, change),
+        *([EMPTY if above is None else points(above)] if constant else []),
+        *([EMPTY if answers is None else f"{answers:.3g}"] if distinct else []),
+        str(arm.seeds),
+    ]
+
+
+def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
+    """Return the confidence interval of an improvement.
+
+    With two seeds, return the improvement of each seed instead of an interval.
+    """
+    if arm.seeds == 2:
+        return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
+    return _interval(change, arm.by)
+
+
+def reward_table(found: Conclusion) -> TextTable:
+    """Return a table with the mean reward of each arm, and the means of its reward components."""
+    return TextTable(
+        title="Mean reward and its parts, greedy",
+        head=["arm", "", "initial", "final", "improvement", "95 % interval"],
+        rows=[
+            [
+                arm.arm,
+                name.removeprefix("parts/"),
+                value_text("reward", reward.initial.value),
+                value_text("reward", reward.final.value),
+                points(reward.improvement.value, "reward"),
+                EMPTY if arm.seeds == 2 else _interval(reward.improvement, "reward"),
+            ]
+            for arm in found.arms
+            for name, reward in arm.rewards.items()
+        ],
+        note="Over the held-out prompts whose completions were scored. Two seeds have no interval.",
+    )
+
+
+def training_table(found: Conclusion) -> TextTable:
+    """Return a table with the best accuracy, mean accuracy and collapsed seeds of each arm."""
+    return TextTable(
+        title="Over training",
+        head=["arm", "final, 95 % interval", "best", "mean over training", "collapsed"],
+        rows=[
+            [
+                arm.arm,
+                _final_interval(arm),
+                shown_level(arm.best, arm),
+                shown_level(arm.area, arm),
+                f"{len(arm.collapsed)} of {arm.seeds} seeds" if arm.collapsed else EMPTY,
+            ]
+            for arm in found.arms
+        ],
+        note=TRAINING_NOTE.format(value=VALUES[found.by]),
+    )
+
+
+def _final_interval(arm: ArmResult) -> str:
+    if arm.final is None:
+        return EMPTY
+    if arm.seeds == 2:
+        return f"by seed: {', '.join(value_text(arm.by, each) for each in arm.finals)}"
+    return f"[{value_text(arm.by, arm.final.low)}, {value_text(arm.by, arm.final.high)}]"
+
+
+def speed_table(found: Conclusion) -> TextTable:
+    """Return a table of the time that each arm takes to reach certain accuracies."""
+    timed = next((arm.time_to_accuracy for arm in found.arms if arm.time_to_accuracy), ())
+    levels = [each.accuracy for each in timed]
+    rows = []
+    for arm in found.arms:
+        reached = {each.accuracy: each for each in arm.time_to_accuracy}
+        rows.append([arm.arm, *(_time(reached.get(x)) if arm.seeds else EMPTY for x in levels)])
+    return TextTable(
+        title=f"Time to {VALUES[found.by]}",
+        head=["arm", *(f"{100 * x:.3g}%" if found.by == "success" else f"{x:.3g}" for x in levels)],
+        rows=rows if levels else [],
+        note="Sampled tokens and seconds of training, medians over finished seeds.",
+    )
+
+
+def _time(found: TimeToAccuracy | None) -> str:
+    if found is None or found.tokens is None or found.seconds is None:
+        return "not reached"
+    return f"{found.tokens:,.0f} tokens, {found.seconds:,.0f} s"
+
+
+def pair_summaries(found: Conclusion) -> list[str]:
+    """Return the summaries of all pairs of arms, without the summary that the headline repeats."""
+    return [pair.summary for pair in found.pairs if not found.headline.startswith(pair.summary)]
+
+
+def pair_table(found: Conclusion) -> TextTable:
+    """Return a table with a row for each pair of arms."""
+    return TextTable(
+        title="Pairs of arms",
+        head=["first - second", "difference", "95 % interval", "p (Holm)", "seeds", "needed"],
+        rows=[
+            [
+                f"{pair.first} - {pair.second}",
+                EMPTY if pair.mean is None else points(pair.mean, pair.by),
+                _pair_interval(pair),
+                EMPTY if pair.p_holm is None else p_value(pair.p_holm),
+                str(len(pair.seeds)),
+                _needed(pair),
+            ]
+            for pair in found.pairs
+        ],
+        note=PAIR_NOTE.format(difference=DIFFERENCES[found.by]),
+    )
+
+
+def _pair_interval(pair: PairResult) -> str:
+    if pair.difference is not None:
+        return _interval(pair.difference, pair.by)
+    if pair.decision == "two seeds":
+        return f"by seed: {', '.join(points(each, pair.by) for each in pair.differences)}"
+    return EMPTY
+
+
+def _needed(pair: PairResult) -> str:
+    if pair.seeds_needed is not None:
+        return str(pair.seeds_needed)
+    return {
+        "cannot tell": "too many",
+        "one seed": "at least 3",
+        "two seeds": "at least 3",
+    }.get(pair.decision, EMPTY)
+
+
+def checkpoint_table(found: Conclusion) -> TextTable:
+    """Return a table that compares the final checkpoints of each pair of arms, for each seed."""
+    return TextTable(
+        title="Checkpoints of each seed",
+        head=["first, second", "seed", "difference", "95 % interval", "only 1st", "only 2nd", "p"],
+        rows=[
+            [
+                f"{pair.first}, {pair.second}",
+                str(one.seed),
+                points(one.difference.value, pair.by),
+                _interval(one.difference, pair.by),
+                str(one.gained),
+                str(one.lost),
+                p_value(one.p_holm),
+            ]
+            for pair in found.pairs
+            for one in pair.checkpoints
+        ],
+        note=CHECKPOINT_NOTE.format(test=TESTS[found.by]),
+    )
+
+
+def differences_table(comparison: Comparison) -> TextTable:
+    """Return a table of the settings in which each arm differs from the common configuration."""
+    rows = []
+    for arm in comparison.arms:
+        rows += [
+            [arm.name, setting, NO_OPTION if value is None else json.dumps(value, default=str)]
+            for setting, value in arm.differences.items()
+        ] or [[arm.name, EMPTY, EMPTY]]
+    return TextTable(
+        title="Differences between arms",
+        head=["arm", "setting", "value"],
+        rows=rows,
+        note="All other settings are those of the common configuration.",
+    )
+
+
+def finding_title(row: Mapping[str, str]) -> str:
+    """Return the title of a finding, followed by the names of its arms."""
+    arms = f" ({row['arms']})" if row.get("arms") else ""
+    return f"{row.get('title', '')}{arms}"
+
+
+def runs_table(comparison: Comparison) -> TextTable:
+    """Return a table of all runs, with the error of each failed run."""
+    return TextTable(
+        title="Runs",
+        head=["arm", "seed", "state", "steps", "tokens", "seconds", "weights", "error"],
+        rows=[_run(run) for arm in comparison.arms for run in comparison.runs_of(arm.name)],
+        note=f"Runs with equal weights are the same policy, bit for bit. {_shared(comparison)}",
+    )
+
+
+def _shared(comparison: Comparison) -> str:
+    """Return a sentence that says which arms share the rollouts of the first step."""
+    names: dict[int, set[str]] = {}
+    for run in comparison.runs:
+        if run.first_rollouts:
+            names.setdefault(run.seed, set()).add(run.first_rollouts)
+    apart = [str(seed) for seed, found in sorted(names.items()) if len(found) > 1]
+    if not names:
+        return ""
+    if not apart:
+        return "All arms of a seed learned from the same rollouts in the first step."
+    return (
+        f"Not all arms learned from the same rollouts in the first step (seed {', '.join(apart)}): "
+        "they sample differently, or have other seeds."
+    )
+
+
+def _run(run: RunResult) -> list[str]:
+    end = [EMPTY] * 3
+    if run.points:
+        last = run.points[-1]
+        end = [f"{last.step:,}", f"{last.tokens:,}", f"{last.seconds:,.0f}"]
+    rest = [run.weights[:12] or EMPTY, run.error or EMPTY]
+    return [run.arm, str(run.seed), run.state, *end, *rest]
+
+
+def solved_table(found: Agreement) -> TextTable:
+    """Return a table with the numbers of prompts that all arms, no arm or one arm solves."""
+    counts = {
+        "every arm": found.solved_by_all,
+        "no arm": found.solved_by_none,
+        **{f"only {arm}": count for arm, count in found.solved_only_by.items()},
+    }
+    if len(found.runs) > 2:
+        counts["several arms, not all"] = found.solved_by_some
+    return TextTable(
+        title=f"The {found.num_prompts} held-out prompts at the end of training",
+        head=["solved by", "prompts", "share"],
+        rows=[[name, str(n), f"{n / found.num_prompts:.1%}"] for name, n in counts.items()],
+        note="An arm solves a prompt if more than half of its finished seeds do. "
+        + _disagreement(found),
+    )
+
+
+def _disagreement(found: Agreement) -> str:
+    """Return a sentence about how often two arms, or two seeds of one arm, disagree on a prompt."""
+    if found.disagreement_between_arms is None:
+        return "No two arms have a finished run of the same seed."
+    arms = (
+        "Two arms with the same seed disagree on "
+        f"{found.disagreement_between_arms:.1%} of the prompts"
+    )
+    if found.disagreement_between_seeds is None:
+        return f"{arms}; one seed cannot show how much of that is chance."
+    return f"{arms}, two seeds of the same arm on {found.disagreement_between_seeds:.1%}."
+
+
+def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> TextTable:
+    """Return a table of the prompts on which arms differ most, with their texts if known."""
+    return TextTable(
+        title="Prompts on which arms differ most",
+        head=["prompt", "target", *found.runs],
+        rows=[
+            [
+                *texts.get(prompt.id, (prompt.id, EMPTY)),
+                *(f"{prompt.solved[arm]} of {count}" for arm, count in found.runs.items()),
+            ]
+            for prompt in found.most_different
+        ],
+        note="Number of an arm's finished seeds that solve the prompt.",
+    )
+
+
+def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
+    """Return a table with the values of a learning curve."""
+    return TextTable(
+        title=curve.arm,
+        head=[*AXES, "mean", "lowest", "highest", *(f"seed {seed}" for seed in curve.seeds)],
+        rows=[
+            [
+                *(f"{curve.x[axis][at]:,.0f}" for axis in AXES),
+                *(value_text(by, values[at]) for values in (curve.mean, curve.low, curve.high)),
+                *(
+                    EMPTY if (v := seed[at]) is None else value_text(by, v)
+                    for seed in curve.seeds.values()
+                ),
+            ]
+            for at in range(len(curve.mean))
+        ],
+    )
+
+
+def health_table(health: Mapping[str, Sequence[Trend]]) -> TextTable:
+    """Return a table with the first and the last value of each training metric."""
+    return TextTable(
+        title="First and last of each metric",
+        head=["metric", "arm", "first", "last"],
+        rows=[
+            [f"{panel} ({t.metric})", t.arm, f"{t.values[0]:.4g}", f"{t.values[-1]:.4g}"]
+            for panel, trends in health.items()
+            for t in trends
+        ],
+    )
+
+
+def p_value(p: float) -> str:
+    """Format a p-value with three decimals.
+
+    >>> p_value(0.0000123), p_value(0.04321), p_value(1.0)
+    ('< 0.001', '0.043', '1.000')
+    """
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _interval(estimate: Estimate, by: Metric) -> str:
+    return f"[{points(estimate.low, by)}, {points(estimate.high, by)}]"
+
+
+def shown_level(estimate: Estimate | None, arm: ArmResult) -> str:
+    """Format an arm's accuracy, or its mean reward."""
+    return EMPTY if estimate is None else value_text(arm.by, estimate.value)
+
+
+# The cost table of a report: time and memory of each arm, beside its final accuracy.
+
+COST_NOTE = (
+    "Medians over finished seeds; memory is the largest. Seconds leave out the first step and "
+    "evaluations, and depend on what else the machine does; CPU seconds are of the whole process. "
+    "Memory is that of the GPU's tensors, or without a GPU of the whole process."
+)
+
+
+def cost_table(found: Conclusion) -> TextTable:
+    """Return a table with the training time, memory and final accuracy of each arm."""
+    costs = [(arm, arm.cost) for arm in found.arms if arm.cost is not None]
+    return TextTable(
+        title="Cost of a run",
+        head=["arm", "final", "seconds of training", "CPU seconds", "peak memory, GiB"],
+        rows=[
+            [
+                arm.arm,
+                shown_level(arm.final, arm),
+                f"{cost.seconds:,.0f}",
+                EMPTY if cost.cpu_seconds is None else f"{cost.cpu_seconds:,.0f}",
+                EMPTY if cost.memory_gib is None else f"{cost.memory_gib:.2f}",
+            ]
+            for arm, cost in costs
+        ],
+        note=COST_NOTE,
+    )

@@ -1,0 +1,140 @@
+"""Gradient of a loss with respect to each token's log-prob and entropy.
+
+    gradient[i,t] = d loss / d logp[i,t]
+
+An optimizer step makes a token with a negative gradient more likely. By the chain rule, the
+gradient of the parameters is the sum of `d loss / d logp[i,t] * d logp[i,t] / d parameters` over
+all tokens. An algorithm affects the parameters only through its token gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from covey.models.logp import LogProbs
+from covey.models.micro_batches import micro_batches
+from covey.objective import Objective, policy_loss, with_marks, with_weight
+from covey.objective.advantage import zero_variance
+from covey.policy.optimizer import Optimizer
+from covey.policy.policy import Policy
+from covey.types import Batch
+
+CLIPPED = ("", "low", "high", "dual")
+"""The names of clip bounds; the empty name means that a ratio is not clipped."""
+
+
+class Effect(NamedTuple):
+    """The loss of an optimizer step, and each token's gradient and ratio as tensors [B, T]."""
+
+    loss: torch.Tensor
+    gradient: torch.Tensor
+    """The gradient of the loss with respect to each token's log-prob, d loss / d logp."""
+    entropy_gradient: torch.Tensor
+    """The gradient of the loss with respect to each token's entropy; 0 without an entropy bonus."""
+    old_logp: torch.Tensor
+    ratio: torch.Tensor
+    """The objective's importance ratios, one per token or one per completion."""
+    clipped: torch.Tensor
+    """The clip bound of each ratio, as an int64 index into CLIPPED; 0 means that the ratio is not
+    clipped."""
+    kl: torch.Tensor | None
+    """The objective's estimate of the KL divergence from the reference; None without a KL
+    penalty."""
+
+
+def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
+    """Compute the gradient of the loss with respect to each token's logp and entropy."""
+    logp = now.logp.detach().requires_grad_()
+    entropy = now.entropy.detach().requires_grad_()
+    with torch.enable_grad():
+        output = policy_loss(objective, batch, logp, entropy)
+    slopes = torch.autograd.grad(
+        output.loss, (logp, entropy), allow_unused=True, materialize_grads=True
+    )
+    gain = output.gain
+    clipped = gain.clipped_low.long() + 2 * gain.clipped_high.long()
+    if gain.clipped_dual is not None:
+        clipped = clipped.masked_fill(gain.clipped_dual, 3)
+    kl = output.penalty
+    if kl is None and batch.token_penalty is not None:
+        kl = batch.token_penalty / objective.beta
+    return Effect(
+        loss=output.loss.detach(),
+        gradient=slopes[0],
+        entropy_gradient=slopes[1],
+        old_logp=logp.detach() - output.x,
+        ratio=output.log_ratio.exp(),
+        clipped=clipped.where(batch.mask, 0),
+        kl=kl,
+    )
+
+
+def whole_effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
+    """Return token gradients and ratios for one optimizer step on the whole batch."""
+    batch = with_marks(objective, with_weight(objective, batch), now.logp)
+    return effect(objective, batch, now)
+
+
+# Computes gradients of the parameters from gradients of log-probs and entropies.
+
+
+def parameter_gradients(
+    policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
+) -> dict[str, torch.Tensor]:
+    """Return the gradient of all trained parameters, as one vector per algorithm in `effects`.
+
+    The algorithms share one forward pass, and each algorithm has its own backward pass. The
+    gradients of all algorithms are in memory at the same time.
+    """
+    # The optimizer collects the gradients, as in training, because some gradients bypass autograd
+    # on a GPU.
+    optimizer = policy.optimizer
+    size = sum(parameter.numel() for parameter in optimizer.parameters.values())
+    totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
+    policy.model.model.train()
+    for rows in _passes(batch, budget):
+        width = max(1, int(batch.lengths[rows].max()))
+        slopes = {
+            name: (e.gradient[rows, :width], e.entropy_gradient[rows, :width])
+            for name, e in effects.items()
+        }
+        nonzero = {name: s for name, s in slopes.items() if any(bool(part.any()) for part in s)}
+        if not nonzero:
+            continue
+        now = policy.plain_logp(batch.rows(rows))
+        for name, (by_logp, by_entropy) in nonzero.items():
+            outputs, sent = [now.logp], [by_logp.to(now.logp.dtype)]
+            if by_entropy.any():
+                outputs.append(now.entropy)
+                sent.append(by_entropy.to(now.entropy.dtype))
+            optimizer.zero_grad()
+            torch.autograd.backward(outputs, sent, retain_graph=True)
+            totals[name] += _flat_gradient(optimizer)
+    optimizer.zero_grad()
+    return totals
+
+
+def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
+    found = optimizer.gradients()
+    parts = [
+        torch.zeros_like(p) if (g := found[n]) is None else g
+        for n, p in optimizer.parameters.items()
+    ]
+    return torch.cat([part.flatten().float() for part in parts])
+
+
+def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
+    """Split the batch into forward passes, and yield the row indices of each pass.
+
+    A group whose completions all have the same reward never shares a forward pass with a group
+    whose rewards differ. Many algorithms skip the passes of equal-reward groups, because these
+    groups have no gradient.
+    """
+    equal = zero_variance(batch.rewards, batch.group)
+    for chosen in (~equal, equal):
+        rows = chosen.nonzero().squeeze(1)
+        if len(rows):
+            yield from (rows[part] for part in micro_batches(batch.rows(rows), budget))

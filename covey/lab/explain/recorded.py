@@ -1,0 +1,277 @@
+"""Loads a recorded training step and the policy from before the step, and repeats the step.
+
+A run keeps all rollouts, but only some checkpoints. Covey loads the policy from the nearest
+checkpoint before the step, or the initial model if no checkpoint is early enough. To get the exact
+weights before a step, Covey can repeat the recorded steps since the nearest checkpoint. Covey does
+not generate or score any rollout again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from covey.config import Config, load_config
+from covey.errors import RunError
+from covey.lab.exact_logp import recorded_exact_logp
+from covey.lab.explain.effect import Effect, effect
+from covey.notices import notice
+from covey.objective.masked import joined
+from covey.policy.checkpoint import restore
+from covey.policy.models import load_model, policy_of
+from covey.policy.policy import Policy
+from covey.records.folder import RunFolder
+from covey.records.records import read_episode, unsaid
+from covey.records.resume import last_good
+from covey.training.build import learner_of, reference_of
+from covey.training.resolve import objective_of
+from covey.training.state import State
+from covey.training.step import Learner, Seen, training_step
+from covey.types import Batch, Group, Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRollout:
+    """A recorded rollout, with its advantage if the step trained on the rollout."""
+
+    line: int
+    """The rollout's line number in the step's rollout file, counted from 1."""
+    group: int
+    """Index of the rollout's group in the step, counted from 1."""
+    prompt: str
+    rollout: Rollout
+    advantage: float | None
+    """The recorded mean advantage of the rollout's tokens; None if a filter dropped the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """All recorded rollouts and metrics of a training step."""
+
+    step: int
+    rollouts: tuple[RecordedRollout, ...]
+    groups: tuple[Group, ...]
+    """The groups that the step trained on, in recorded order."""
+    metrics: dict[str, Any]
+
+    @property
+    def learned(self) -> list[RecordedRollout]:
+        """The rollouts that the step trained on, in the order of the batch."""
+        return [one for one in self.rollouts if one.advantage is not None]
+
+    @property
+    def tokens(self) -> int:
+        """Number of generated tokens."""
+        return sum(len(one.rollout.tokens) for one in self.rollouts)
+
+
+def read_step(run: RunFolder, step: int) -> Recorded:
+    """Read the recorded rollouts of a step."""
+    rows = run.require_rollouts(step)
+    rollouts: list[RecordedRollout] = []
+    group = 0
+    for before, row in zip([None, *rows], rows, strict=False):
+        same_prompt = before is not None and before["prompt_id"] == row["prompt_id"]
+        if before is None or not same_prompt or row["sample"] <= before["sample"]:
+            group += 1
+        rollouts.append(
+            RecordedRollout(
+                line=len(rollouts) + 1,
+                group=group,
+                prompt=row["prompt"],
+                rollout=_rollout(row),
+                advantage=row["advantage"],
+            )
+        )
+    groups = [
+        Group(
+            prompt=_prompt(rows[members[0].line - 1]),
+            rollouts=tuple(one.rollout for one in members),
+        )
+        for _, part in itertools.groupby(rollouts, key=lambda one: one.group)
+        if (members := list(part))[0].advantage is not None
+    ]
+    metrics = next((row for row in run.steps() if row["step"] == step), {})
+    return Recorded(step=step, rollouts=tuple(rollouts), groups=tuple(groups), metrics=metrics)
+
+
+def check_trained(recorded: Recorded) -> None:
+    """Raise an error if the step did not train on any rollout."""
+    if not recorded.groups:
+        raise RunError(
+            f"step {recorded.step} did not train on any rollout, because filters dropped all its "
+            "groups; choose another step"
+        )
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(
+        id=row["prompt_id"],
+        task=row.get("task", ""),
+        messages=({"role": "user", "content": row["prompt"]},),
+        target=row["target"],
+        info=row.get("info", {}),
+    )
+
+
+_RECORDED = (
+    "prompt_id", "sample", "prompt_tokens", "tokens", "trained", "sampler_logp", "text", "finish",
+    "policy_version", "reward", "success", "parts", "reward_id",
+)  # fmt: skip
+"""Names of the fields that every recorded rollout must have."""
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    lacking = [name for name in _RECORDED if name not in row]
+    if lacking or len(row["tokens"]) != len(row["sampler_logp"]):
+        problem = (
+            f"{lacking[0]} is missing" if lacking else "it has more or fewer tokens than log-probs"
+        )
+        raise RunError(f"a recorded rollout of prompt {row['prompt_id']} cannot be used: {problem}")
+    values = {name: row[name] for name in _RECORDED}
+    values["teacher_prompt"] = tuple(row.get("teacher_prompt", ()))
+    if row.get("segments"):  # of a multi-turn environment
+        for name in ("prompt_tokens", "tokens", "trained", "sampler_logp", "policy_version"):
+            del values[name]
+        try:
+            return Rollout(**values, **read_episode(row))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"cannot read the recorded episode of prompt {row['prompt_id']}: {error!r}"
+            ) from None
+    for name in ("prompt_tokens", "tokens", "sampler_logp"):
+        values[name] = tuple(row[name])
+    trained = row["trained"]
+    values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
+    values["kept"] = tuple(row.get("kept", ()))
+    return Rollout.single_turn(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The origin of the model weights with which a step is explained."""
+
+    checkpoint: int
+    """The step of the loaded checkpoint; 0 means the initial model."""
+    path: str
+    replayed_steps: int
+    """Number of recorded steps that Covey repeated after it loaded the checkpoint."""
+    steps_behind: int
+    """The number of training steps by which the restored weights are older than the weights that
+    generated the rollouts."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the restored weights equal the weights that generated the rollouts."""
+        return self.steps_behind == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainee:
+    """The policy of a run before a step, with all objects that training needs."""
+
+    config: Config
+    learner: Learner
+    state: State
+    origin: Origin
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that the learner trains."""
+        return self.learner.policy
+
+
+def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
+    """Return the policy of the nearest checkpoint before `step`.
+
+    If `exact` is true, repeat the recorded steps between the checkpoint and `step`. The repeated
+    steps give the same weights as in the run, and take as long as the run's updates did.
+    """
+    config = load_config(str(run.config_file))
+    found = last_good(run, before=step, note=notice)
+    usual = objective_of(config).beta
+    if not usual:  # a resume may have removed the KL penalty, and with it the reference
+        first = found.step + 1 if exact else step
+        rows = (row for row in run.steps(unsaid) if first <= row["step"] <= step)
+        if beta := max((row.get("objective/beta") or 0.0 for row in rows), default=0.0):
+            config = load_config(str(run.config_file), [f"objective.beta={beta!r}"])
+    model, objective = load_model(config), objective_of(config)
+    learner = learner_of(
+        config,
+        policy_of(config, model),
+        objective,
+        reference_of(config, model, objective),
+        exact_logp=recorded_exact_logp(run, config),
+    )
+    state = restore(learner.policy, learner.others, found, State(beta=objective.beta))
+    learner.apply_settings(state)
+    state.beta = state.beta if usual else 0.0
+    behind = max(0, step - 1 - found.step)
+    path = str(found.checkpoint or config.model.path)
+    origin = Origin(checkpoint=found.step, path=path, replayed_steps=0, steps_behind=behind)
+    trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
+    if not exact:
+        return trainee
+    for again in range(state.step + 1, step):
+        recorded = read_step(run, again)
+        state.step = again
+        state.beta = recorded.metrics.get("objective/beta", state.beta if usual else 0.0)
+        *_, state.beta = training_step(learner.at(state), recorded.groups, again)
+        state.episode += len(recorded.rollouts)
+        state.tokens += recorded.tokens
+    return replace(trainee, origin=replace(origin, replayed_steps=behind, steps_behind=0))
+
+
+Watched = dict[str, torch.Tensor]
+"""Maps the names of token values to tensors [B, T]. The names are logp, entropy, weight, and the
+fields of `Effect` except `loss`. The value of a token comes from the last optimizer step that
+trains on the token. The entry `number` [B] is the index, counted from 0, of the last optimizer step
+that trains on each row."""
+
+
+def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
+    """Repeat the optimizer steps of a recorded training step.
+
+    Return a batch with one row for each rollout, the token values, and the step's metrics.
+    """
+    state = trainee.state
+    state.step = recorded.step
+    beta = recorded.metrics.get("objective/beta")
+    state.beta = state.beta if beta is None else beta
+    learner = trainee.learner.at(state)
+    settings = replace(learner.settings, skip_zero_gradient=False)
+    if not trainee.origin.exact:
+        # With other weights, recorded log-probs would look like a change of the policy.
+        settings = replace(settings, old_logp_from_sampler=False)
+    learner = replace(learner, settings=settings)
+    seen: list[Seen] = []
+    batch, metrics, state.beta = training_step(
+        learner, recorded.groups, recorded.step, observer=seen.append
+    )
+    assert batch is not None, "there are groups"
+    watched: Watched = {"number": torch.zeros_like(batch.lengths)}
+    for one in seen:
+        _record(watched, effect(learner.objective, one.micro, one.now), batch, one)
+    rollouts = joined(batch)
+    if rollouts.batch is batch:
+        return batch, watched, metrics
+    assert batch.rollout is not None
+    assert rollouts.batch.rollout is not None
+    first = [(batch.rollout == number).nonzero()[0, 0] for number in rollouts.batch.rollout]
+    tokens = {name: rollouts.join(v) for name, v in watched.items() if v.ndim == 2}
+    watched = {**tokens, "number": watched["number"][torch.stack(first)]}
+    return rollouts.batch, watched, metrics
+
+
+def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
+    """Copy the token values of one micro-batch into the tensors of the batch."""
+    watched["number"][seen.rows] = seen.number
+    now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
+    for name, value in {**now, **found._asdict()}.items():
+        if value is not None and name != "loss":
+            dtype = torch.int64 if name == "clipped" else torch.float64
+            blank = torch.zeros_like(batch.mask, dtype=dtype)
+            watched.setdefault(name, blank)[seen.rows, : value.shape[1]] = value.to(dtype)

@@ -1,0 +1,349 @@
+"""Measures the log-prob differences between engine and trainer, separately for each cause.
+
+    total        trainer's logp                     - sampler_logp
+    precision    trainer                            - the same in float32
+    micro_batch  trainer, in micro-batches          - each completion alone
+    slots        engine, one slot                   - many slots
+    float8       engine, in the model's precision   - with float8 numbers, if it has any
+    truncation   log-prob of the whole distribution - of the truncated one
+    kernel       trainer, alone                     - engine, one slot, not truncated, no float8
+    staleness    trainer, after optimizer steps     - before
+
+Except for the total, each line of the report compares two computations that differ in only one
+aspect. The differences in the lines do not add up to the total, because rounding errors partly
+cancel and because the total excludes staleness.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from covey.config import Config
+from covey.engines.protocol import Engine
+from covey.lab.numerics.gap import ClipRange, Gap, gap_of
+from covey.lab.numerics.logp_variants import (
+    alone_logp,
+    common_prefix,
+    log_kept,
+    paired,
+    trainer_logp,
+    wide_logp,
+)
+from covey.objective.compose import function_of
+from covey.objective.ratio import one, token
+from covey.objective.surrogate import geometric_clipped, trust_mask
+from covey.policy.schedule import Budget
+from covey.records.trackers import Tracker
+from covey.rollout.episode import encode_prompts, generate
+from covey.rollout.source import SynchronousSource
+from covey.training.build import Parts
+from covey.training.collate import collate
+from covey.training.make_engine import native_engine
+from covey.training.state import State
+from covey.training.step import Learner, filled_batch, optimize
+from covey.types import Group
+
+ALONE = 16
+"""The number of completions that are also generated and evaluated one at a time."""
+CLIP = 0.2
+"""The assumed `clip_low` and `clip_high` of an objective without a clip range."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All measurements of `covey numerics`."""
+
+    model: str
+    device: str
+    dtype: str
+    completions: int
+    alone: int
+    """The number of completions that were also generated one at a time."""
+    diverged: int
+    """The number of completions whose tokens changed when they were generated one at a time."""
+    clip: ClipRange
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data."""
+        row = {name: getattr(self, name) for name in self.__slots__}
+        lines = [cause.row() for cause in self.causes]
+        return row | {"clip": self.clip.row(), "causes": lines, "notes": list(self.notes)}
+
+
+def measure(
+    parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
+) -> Report:
+    """Measure the log-prob differences for each cause, on the rollouts of the next step.
+
+    The measurements change the weights of the policy.
+    """
+    budget = Budget(settings=parts.config.train)
+    used = state.used(parts.policy)
+    source = SynchronousSource(parts, reporter)
+    rollouts = source.groups(state.step + 1, share=budget.spent(used))
+    groups = rollouts.selected.groups or rollouts.collected.groups
+    clip = clip_range(parts)
+    few = _first(groups, alone)
+    solo = _generated_alone(parts, parts.engine, few, state.step + 1)
+    found = {**_over_all(parts, groups, few, clip), "slots": _prefix_gap(parts, solo, few, clip)}
+    plain = solo
+    if parts.config.engine.rounds:
+        plain = _generated_alone(parts, native_engine(parts.policy), few, state.step + 1)
+        found["float8"] = _prefix_gap(parts, plain, solo, clip)
+    found["kernel"] = _kernel_gap(parts, plain, clip)
+    stale, notes = _stale(parts, groups, state, updates, clip)
+    if not _clips_ratios(parts):
+        name = parts.config.objective.name
+        notes = (*notes, f"outside: {name} has no clip range of ratios; grpo's is used")
+    weight = parts.policy.model.head.linear.weight
+    return Report(
+        model=parts.config.model.path,
+        device=str(weight.device),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        completions=sum(len(group.rollouts) for group in groups),
+        alone=sum(len(group.rollouts) for group in few),
+        diverged=sum(a.tokens != b.tokens for a, b in paired(few, solo)),
+        clip=clip,
+        causes=(*(Cause(name=n, gap=found[n]) for n in CAUSES if n in found), *stale),
+        notes=notes,
+    )
+
+
+def clip_range(parts: Parts) -> ClipRange:
+    """Return the clip range of the objective."""
+    options = parts.config.objective.options if _clips_ratios(parts) else {}
+    low, high = (float(options.get(name, CLIP)) for name in ("clip_low", "clip_high"))
+    bounds, objective = (1.0 - low, 1.0 + high), parts.learner.objective
+    if function_of(objective.surrogate) is geometric_clipped:  # it clips the logarithm of ratios
+        bounds = math.exp(-low), math.exp(high)
+    # An objective that assumes ratios of 1 is wrong if token ratios differ from 1.
+    ratio = token if objective.ratio is one else objective.ratio
+    return ClipRange(low=bounds[0], high=bounds[1], ratio=ratio)
+
+
+def _clips_ratios(parts: Parts) -> bool:
+    """Whether `clip_low` and `clip_high` limit ratios, and not probabilities as in `trust_mask`."""
+    bounded = "clip_low" in parts.config.objective.options
+    return bounded and function_of(parts.learner.objective.surrogate) is not trust_mask
+
+
+def default_updates(config: Config) -> int:
+    """Return the default number of optimizer steps before the measurement of staleness."""
+    return max(1, config.train.optimizer_steps - 1)
+
+
+def _first(groups: Sequence[Group], completions: int) -> list[Group]:
+    """Return the first groups of rollouts, with about `completions` rollouts in total."""
+    most = max(1, completions // len(groups[0].rollouts))
+    return [replace(g, rollouts=g.rollouts[:completions]) for g in groups[:most]]
+
+
+def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: int) -> list[Group]:
+    """Generate the completions in `few` again, one at a time, with unchanged random numbers."""
+    model = parts.policy.model
+    return generate(
+        encode_prompts(model, [group.prompt for group in few]),
+        engine=engine,
+        model=model,
+        sampling=replace(parts.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
+        step=step,
+    )
+
+
+def _over_all(
+    parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
+) -> dict[str, Gap]:
+    """Measure the total difference, and the effects of precision, micro-batches and truncation.
+
+    The effect of micro-batches is measured only on the completions in `few`.
+    """
+    policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
+    batch = collate(groups, policy.model.device)
+    now = trainer_logp(policy, batch, budget)
+    exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
+    wide = now if exact else wide_logp(policy, batch, budget)
+    kept = log_kept(policy, batch, parts.sampling.distribution, budget)
+    rows = torch.cat([
+        torch.arange(len(group.rollouts), device=now.device)
+        + sum(len(g.rollouts) for g in groups[:number])
+        for number, group in enumerate(few)
+    ])  # fmt: skip
+    some = batch.rows(rows)
+    together = now[rows, : some.tokens.shape[1]]
+    return {
+        TOTAL: gap_of(now - batch.sampler_logp, batch.mask, clip),
+        "precision": gap_of(now - wide, batch.mask, clip),
+        "micro_batch": gap_of(together - alone_logp(policy, some), some.mask, clip),
+        "truncation": gap_of(kept, batch.mask, clip),
+    }
+
+
+def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
+    """Compare the engine's log-probs of pairs of rollouts, up to the first different token."""
+    first, second = (collate(groups, parts.policy.model.device) for groups in (one, other))
+    width = min(first.tokens.shape[1], second.tokens.shape[1])
+    same = common_prefix(one, other, first)[:, :width]
+    return gap_of(first.sampler_logp[:, :width] - second.sampler_logp[:, :width], same, clip)
+
+
+def _kernel_gap(parts: Parts, solo: Sequence[Group], clip: ClipRange) -> Gap:
+    """Compare the log-probs of trainer and engine on completions generated one at a time."""
+    policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
+    single = collate(solo, policy.model.device)
+    kept = log_kept(policy, single, parts.sampling.distribution, budget)
+    return gap_of(alone_logp(policy, single) - (single.sampler_logp + kept), single.mask, clip)
+
+
+def _stale(
+    parts: Parts,
+    groups: Sequence[Group],
+    state: State,
+    updates: int,
+    clip: ClipRange,
+) -> tuple[list[Cause], tuple[str, ...]]:
+    """Take optimizer steps on the rollouts, and measure the log-prob change after each step."""
+    policy = parts.policy
+    once, notes = _learning(parts, parts.learner.at(state))
+    twice = replace(once, settings=replace(once.settings, epochs=2))
+    batch = filled_batch(twice, groups, state.step)
+    tokens = once.settings.micro_batch_tokens
+    before = trainer_logp(policy, batch, tokens)
+    found = []
+    for number in range(updates + 1):
+        if number:
+            optimize(once, batch, state.step + 1)
+        after = trainer_logp(policy, batch, tokens)
+        gap = gap_of(after - before, batch.mask, clip)
+        found.append(Cause(name="staleness", gap=gap, updates=number))
+    # A penalty or an entropy bonus may still move the policy.
+    still = once.objective.only_surrogate or found[-1].gap.max == 0
+    assert batch.advantage is not None, "set with the batch"
+    if still and not bool(((batch.advantage != 0) & batch.mask).any()):
+        notes += (
+            "staleness: no trained token has an advantage, so these steps changed nothing; "
+            "other rollouts change more",
+        )
+    return (found[1:] or found), notes if updates else ()
+
+
+def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
+    """Return a learner that takes one optimizer step for each training step.
+
+    If the learning rate has already decayed to 0, the learner uses the peak learning rate, because
+    otherwise no weight would change.
+    """
+    peak = parts.config.optimizer.learning_rate
+    once = replace(learner.settings, mini_batches=1, epochs=1)
+    if peak == 0 or learner.learning_rate > 0:
+        return replace(learner, settings=once), ()
+    note = f"staleness: the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
+    at_peak = replace(once, learning_rate=lambda version, start: peak)
+    return replace(learner, settings=at_peak), (note,)
+
+
+# Causes of differences between the log-probs of engine and trainer, and their remedies.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """Title, description and advice for one cause of log-prob differences in the report."""
+
+    title: str
+    what: str
+    advice: str
+
+
+TOTAL = "total"
+CAUSES: Mapping[str, Words] = MappingProxyType(
+    {
+        TOTAL: Words(
+            title="engine against trainer",
+            what="the trainer's logp minus sampler_logp, before any optimizer step: a run logs "
+            "it as debug/sampler_logp_diff_* and debug/rho_*",
+            advice="see the causes below; objective.correction corrects for all causes at once",
+        ),
+        "precision": Words(
+            title="precision",
+            what="the trainer's forward pass, against the same weights in float32",
+            advice='model.dtype = "float32" removes this difference, at twice the memory of '
+            "weights and activations",
+        ),
+        "micro_batch": Words(
+            title="batch shape, trainer",
+            what="completions in their micro-batch, against each alone: matrix products of other "
+            "shapes sum in another order",
+            advice="this is rounding without bias; train.micro_batch_tokens changes it, and "
+            'model.dtype = "float32" reduces it to about 1e-6',
+        ),
+        "slots": Words(
+            title="batch shape, engine",
+            what="completions generated one at a time, against engine.max_concurrent at a time; up "
+            "to the token where rounding makes them diverge",
+            advice="this is rounding without bias; many slots do no harm",
+        ),
+        "float8": Words(
+            title="float8",
+            what="the engine in the model's precision, against the engine with float8 numbers; up "
+            "to the token where rounding makes them diverge",
+            advice='objective.correction corrects for this difference; engine.dtype = "model" '
+            "removes it",
+        ),
+        "truncation": Words(
+            title="truncation",
+            what="the distribution truncated by top-k, top-p and min-p, against the full "
+            "distribution",
+            advice="rollout.top_p = 1, top_k = 0 and min_p = 0 remove this difference; higher "
+            "precision does not. It is a bias: the engine never generates the truncated tokens",
+        ),
+        "kernel": Words(
+            title="kernel",
+            what="the engine's decoder against the trainer's forward pass: one completion, the "
+            "same precision, no truncation",
+            advice="in bfloat16, this difference is about as large as that of precision, because "
+            'engine and trainer round at different places; model.dtype = "float32" reduces it to '
+            "about 1e-6. If it is above 1e-4 in float32, please report a bug",
+        ),
+        "staleness": Words(
+            title="staleness",
+            what="log-probs after optimizer steps on these completions, against before",
+            advice="the effect of training, which the clip limits; fewer train.mini_batches and "
+            "train.epochs or a lower optimizer.learning_rate reduce it",
+        ),
+    }
+)
+"""The causes of log-prob differences, in the order of the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """A line of the report: a cause of log-prob differences, and the size of the differences."""
+
+    name: str
+    gap: Gap
+    updates: int = 0
+    """For staleness, the number of optimizer steps before the measurement; otherwise 0."""
+
+    @property
+    def title(self) -> str:
+        """The title that the report gives to this cause of a log-prob gap."""
+        words = CAUSES[self.name].title
+        if self.name != "staleness":
+            return words
+        return f"{words}, {self.updates} optimizer step{'' if self.updates == 1 else 's'}"
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data."""
+        numbers = {name: getattr(self.gap, name) for name in Gap.__slots__}
+        words = CAUSES[self.name]
+        return {
+            "cause": self.name, "title": self.title, "updates": self.updates, **numbers,
+            "severity": self.gap.severity, "what": words.what, "advice": words.advice,
+        }  # fmt: skip

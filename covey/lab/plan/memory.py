@@ -1,0 +1,435 @@
+"""Forecasts a run's peak memory, part by part, without loading the model.
+
+A training step has phases that do not overlap: generation, log-probs without gradient, forward and
+backward passes, and the optimizer step. Each part of the memory is allocated in one or more phases.
+The phase that needs the most memory determines the peak. The forecast assumes the worst case: all
+completions have `rollout.max_tokens` tokens, and all prompts are as long as the longest prompt of a
+sample.
+"""
+
+from __future__ import annotations
+
+from covey.accel.sizes import CHUNK_STEP, LIVE_COPIES, chunk_rows, padded_tokens
+from covey.config import Config
+from covey.config.schema import Adapter
+from covey.lab.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
+from covey.lab.plan.engine_memory import engine_parts
+from covey.lab.plan.forecast import (
+    ALWAYS,
+    FRAMEWORK,
+    MICRO_BATCH_STEP,
+    Device,
+    Forecast,
+    Part,
+    RunFacts,
+)
+from covey.lab.plan.largest_micro_batch import largest_micro_batch
+from covey.lab.plan.model_shape import Shape, shape_of
+from covey.lab.plan.task_facts import TaskFacts, task_facts
+from covey.models.model_path import adapter_base
+from covey.training.resolve import objective_of, resolve
+
+MARGIN = 0.1
+"""The fraction of a device's memory that suggested settings leave free."""
+FRAGMENTATION = 0.1
+"""The assumed memory that fragmentation wastes on a CPU, as a fraction of activation memory.
+Fragmentation occurs because malloc cannot always reuse the memory of freed tensors. In
+measurements, fragmentation wasted 0 to 0.7 times the activation memory."""
+
+
+def forecast(
+    config: Config,
+    device: Device | None = None,
+    facts: TaskFacts | None = None,
+    shape: Shape | None = None,
+    ranks: int = 1,
+) -> Forecast:
+    """Forecast the peak memory of a run on a device.
+
+    If `device` is None, the forecast is for the run's device on this machine. With several ranks,
+    the forecast is for one rank on its own device. If `facts` or `shape` is None, compute it from
+    `config`.
+    """
+    config = resolve(config)
+    run = RunFacts(
+        config=config,
+        device=Device.here(config.model.device) if device is None else device,
+        shape=shape_of(config) if shape is None else shape,
+        facts=task_facts(config) if facts is None else facts,
+        objective=objective_of(config),
+        ranks=ranks,
+    )
+    tokens = config.train.micro_batch_tokens
+    return Forecast(
+        device=run.device,
+        parts=_parts(run, tokens),
+        micro_batch_tokens=tokens,
+        suggested_micro_batch_tokens=_suggest(run),
+        notes=_notes(run),
+    )
+
+
+def _suggest(run: RunFacts) -> int | None:
+    """Return the largest `train.micro_batch_tokens` that leaves 10 % of memory free, or None."""
+    room = (1 - MARGIN) * run.device.memory
+
+    def fits(steps: int) -> bool:
+        parts = _parts(run, steps * MICRO_BATCH_STEP)
+        return max(sum(p.bytes for p in parts if phase in p.phases) for phase in ALWAYS) <= room
+
+    all_at_once = -(-run.rows * run.row_tokens // MICRO_BATCH_STEP)
+    # One micro-batch may fit even if two smaller micro-batches do not fit, because a single
+    # micro-batch needs no accumulated gradients besides its activations.
+    if fits(all_at_once):
+        return max(all_at_once * MICRO_BATCH_STEP, run.config.train.micro_batch_tokens)
+    low, high = 0, all_at_once - 1
+    while low < high:  # fits(low) holds, or low is 0
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * MICRO_BATCH_STEP or None
+
+
+def _micro_batch(run: RunFacts, micro_batch_tokens: int) -> Pass:
+    """Return the size of the largest micro-batch if all sequences have full length."""
+    completion, group_size = run.completion, run.config.rollout.group_size
+    if run.on_gpu:
+        rows, prompts = largest_micro_batch(
+            run.rows, group_size, run.prompt, completion, micro_batch_tokens
+        )
+    else:
+        rows = min(run.rows, max(1, micro_batch_tokens // run.row_tokens))
+        # Packed rows share a group's prompt, and the model does not read the last tokens.
+        prompts = min(rows, -(-rows // group_size))
+    packed = run.shape.fused_attention
+    tokens = rows * run.row_tokens
+    if packed:
+        tokens = prompts * run.prompt + rows * (completion - 1)
+    chosen = rows * completion
+    return Pass(
+        rows=rows,
+        columns=run.row_tokens - (1 if packed else 0),
+        tokens=padded_tokens(tokens) if run.captured else tokens,
+        chosen=padded_tokens(chosen) if run.captured else chosen,
+        packed=packed,
+    )
+
+
+def _parts(run: RunFacts, micro_batch_tokens: int) -> tuple[Part, ...]:
+    """Return all parts of the run's memory."""
+    batch = _micro_batch(run, micro_batch_tokens)
+    framework, why = FRAMEWORK[run.device.kind]
+    elsewhere = run.config.engine.kind == "vllm" or run.config.cluster.engine_actors
+    return (
+        Part("framework", framework, ALWAYS, why),
+        *_model_parts(run),
+        *([] if elsewhere else engine_parts(run)),
+        *_pass_parts(run, batch),
+        *([] if run.sharded else _gradient_parts(run, batch)),
+    )
+
+
+def _model_parts(run: RunFacts) -> list[Part]:
+    """Return the memory of weights and optimizer state and, with FSDP, of gradients."""
+    shape, size = run.shape, run.size
+    weights = shape.parameters + shape.added
+    state = run.config.optimizer.state
+    master, moments = STATE_BYTES[state]
+    others = [_reference_part(run, weights), *_teacher_parts(run)]
+    if "values" in run.objective.needs:
+        others += _critic_parts(run, master, moments)
+    if run.sharded:
+        return [*_sharded_parts(run, moments), *others]
+    return [
+        Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
+        Part(
+            "master weights",
+            shape.trained * master if size < FLOAT else 0,
+            ALWAYS,
+            "trained parameters in float32" + ", lower half" * (state == "compact"),
+        ),
+        Part(
+            "moments",
+            shape.trained * moments,
+            ALWAYS,
+            f"AdamW's two moments of {shape.trained:,} trained parameters",
+        ),
+        *others,
+        *_engine_copies(run, weights),
+    ]
+
+
+def _engine_copies(run: RunFacts, weights: int) -> list[Part]:
+    """Return the memory of the engine's own weight copies on the training device."""
+    overlap, engine = run.config.overlap, run.config.engine
+    if engine.kind == "native" or engine.device not in ("auto", run.config.model.device):
+        return []
+    waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
+    held = weights + run.shape.trained * (1 + waiting)
+    why = f"a copy, 1 to hand over, {waiting} waiting"
+    return [Part("weights of the engine", held * run.size, ALWAYS, why)]
+
+
+def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
+    """Return the memory of forward passes with and without gradients."""
+    shape, size, config, device = run.shape, run.size, run.config, run.device.kind
+    checkpointing = config.model.gradient_checkpointing
+    layout = "packed" if batch.packed else "padded"
+    layout += ", recomputed" if checkpointing else ""
+    offload = checkpointing and config.model.offload_activations
+    layout += ", layer inputs in main memory" if offload else ""
+    graph = " in a CUDA graph, which keeps its memory" if run.captured else ""
+    logits = _logits(run, batch)
+    kept = training_bytes(
+        shape, size, batch, device=device, checkpointing=checkpointing,
+        head=logits + _head_gradient(run), offload=offload,
+    )  # fmt: skip
+    # A pass that is not fused took twice the counted bytes in measurements.
+    passing = (1 if run.on_gpu and shape.fuses else 2) * passing_bytes(shape, size, batch, device)
+    return [
+        Part(
+            "activations",
+            kept,
+            ALWAYS if run.captured else ("update",),
+            f"{batch.tokens:,} tokens {layout}, in {batch.rows} rows{graph}",
+        ),
+        Part(
+            "fragmentation",
+            int(FRAGMENTATION * kept) if device == "cpu" else 0,
+            ("update",),
+            "holes that malloc leaves between activations",
+        ),
+        Part(
+            "no-grad pass",
+            passing if _passes_without_gradient(run) else 0,
+            ("prepare",),
+            "the same tokens without gradient, for the reference or old_logp",
+        ),
+        Part(
+            "logits",
+            logits,
+            ALWAYS if run.captured else ("prepare", "update"),
+            f"chunk by chunk, within {config.train.logits_megabytes:g} MiB",
+        ),
+    ]
+
+
+def _passes_without_gradient(run: RunFacts) -> bool:
+    """Whether a model on this device computes log-probs outside of the training pass."""
+    needs, config = run.objective.needs, run.config
+    by_reference = "reference" in needs and config.reference.kind != "server"
+    by_teacher = "teacher" in needs and (config.teacher.path or config.teacher.policy)
+    old_policy = (
+        needs & {"old_logp", "old_entropy"} or config.train.optimizer_steps > 1 or config.stale
+    )
+    # A CUDA graph of the policy computes log-probs in the memory of its own activations.
+    return bool(by_reference or by_teacher or (old_policy and not run.captured))
+
+
+def _gradient_parts(run: RunFacts, batch: Pass) -> list[Part]:
+    """Return the memory of the gradients of an optimizer step."""
+    shape = run.shape
+    several = batch.rows < run.rows
+    head = shape.head * run.size if shape.head_trained else 0
+    embedding = head + (shape.head * FLOAT if head and run.size < FLOAT else 0)
+    how = ", accumulated over micro-batches" if several else ""
+    # With one micro-batch, gradients reuse the memory of the activations.
+    phases = ALWAYS[2:] if several else ALWAYS[3:]
+    if run.gradient_sinks or (run.size < FLOAT and run.config.optimizer.state == "compact"):
+        phases, how = ALWAYS, ", kept until the next optimizer step"
+        embedding = 0 if run.gradient_sinks and shape.fuses else head
+    return [
+        Part("gradients", shape.trained * FLOAT, phases, f"float32{how}"),
+        Part(
+            "head gradient",
+            _head_gradient(run),
+            ("update", "step"),
+            "of the output layer, before it is added",
+        ),
+        Part("embedding grad", embedding, ("step",), "of the embedding, before it is added"),
+    ]
+
+
+def _head_gradient(run: RunFacts) -> int:
+    """Return the bytes of a separate gradient of the output layer, or 0 if there is none."""
+    if run.gradient_sinks or run.sharded:
+        return 0
+    return run.shape.head * run.size * run.shape.head_trained
+
+
+def _logits(run: RunFacts, batch: Pass) -> int:
+    vocabulary, megabytes = run.shape.vocabulary, run.config.train.logits_megabytes
+    if run.on_gpu:  # the logits, and a rounded copy as their gradient in 16-bit precision
+        token = vocabulary * (FLOAT + run.size if run.size < FLOAT else FLOAT)
+        rows = max(1, int(megabytes * 2**20 / token))
+        rows -= rows % CHUNK_STEP if rows > CHUNK_STEP else 0
+        return min(rows, batch.chosen) * token
+    rows = min(chunk_rows(vocabulary, megabytes), batch.chosen)
+    # In float32, the logits need no rounded copy.
+    copies = LIVE_COPIES if run.size < FLOAT else LIVE_COPIES - 1
+    return rows * vocabulary * FLOAT * copies
+
+
+def _notes(run: RunFacts) -> tuple[str, ...]:
+    """Return the assumptions of the forecast as sentences."""
+    prompts = f"prompts of {run.prompt} tokens"
+    if run.facts.longest_prompt is None:
+        prompts += f", which could not be measured ({run.facts.problem})"
+    else:
+        prompts += f", the longest of {run.facts.measured}"
+    assumed = f"assumed: {prompts}; all completions of {run.completion} tokens"
+    if run.ranks == 1:
+        return (assumed,)
+    how = f"{run.shards} of them share one model" if run.sharded else "each has the model"
+    return (f"for each of {run.ranks} ranks ({run.config.parallel.strategy}: {how})", assumed)
+
+
+# Memory of the models besides the policy: the reference, a teacher and a critic.
+
+STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
+"""Maps each value of `optimizer.state` to two numbers of bytes per trained parameter: one for the
+master weight of a bfloat16 weight, and one for AdamW's two moments."""
+ONLY_WHILE_USED = "on the device only while it is used"
+
+
+def _teacher_parts(run: RunFacts) -> list[Part]:
+    """Return the memory of a teacher's weights on this device."""
+    teacher = run.config.teacher
+    if "teacher" not in run.objective.needs or not (teacher.policy or teacher.path):
+        return []
+    under = run.shape.rank and not adapter_base(run.config.model.path)
+    if teacher.policy == "current" or (teacher.policy and under):
+        return [Part("teacher", 0, ALWAYS, f"{teacher.policy}: the policy's own weights")]
+    if teacher.policy:  # computed like a reference of the same kind
+        shape, why = run.shape, f"{teacher.policy}: a second copy of the weights"
+    else:
+        model = run.config.model.model_copy(update={"path": teacher.path})
+        alone = run.config.model_copy(update={"model": model, "adapter": Adapter()})
+        shape, why = shape_of(alone), f"{teacher.path}: its weights"
+    weights = shape.parameters + shape.added
+    held, why = _held(run, weights, why, averaged=teacher.policy == "moving")
+    if teacher.offload and run.on_gpu:
+        return [Part("teacher", held, ("prepare",), f"{why}, {ONLY_WHILE_USED}")]
+    return [Part("teacher", held, ALWAYS, why)]
+
+
+def _reference_part(run: RunFacts, weights: int) -> Part:
+    """Return the memory of the reference policy's weights on this device."""
+    kind = run.config.reference.kind
+    under = run.shape.rank and kind == "frozen" and not adapter_base(run.config.model.path)
+    if "reference" not in run.objective.needs:
+        return Part("reference", 0, ALWAYS, "none: the objective has no penalty")
+    if kind in ("server", "adapter_off") or under:
+        return Part("reference", 0, ALWAYS, f"{kind}: no copy on this device")
+    if kind == "offloaded" and run.on_gpu:
+        if run.sharded:
+            what = "offloaded: in main memory, gathered block by block"
+            return Part("reference", 0, ALWAYS, what)
+        what = f"offloaded: a copy, {ONLY_WHILE_USED}"
+        return Part("reference", weights * run.size, ("prepare",), what)
+    averaged = kind in ("moving", "renewed")
+    held, why = _held(run, weights, f"{kind}: a second copy of the weights", averaged=averaged)
+    return Part("reference", held, ALWAYS, why)
+
+
+def _held(run: RunFacts, weights: int, why: str, *, averaged: bool) -> tuple[int, str]:
+    """Return the bytes of a second model on this rank, and the text `why` with details appended."""
+    held = weights * run.size
+    if averaged and run.size < FLOAT:
+        held, why = held + weights * FLOAT, f"{why}, also in float32"
+    if run.sharded:
+        held, why = -(-held // run.shards), f"{why}, 1 of {run.shards} parts"
+    return held, why
+
+
+def _critic_parts(run: RunFacts, master: int, moments: int) -> list[Part]:
+    """Return the memory of a critic's weights, optimizer state and gradients.
+
+    The critic's activations do not count, because critic and policy are never active at the same
+    time. `master` and `moments` are the bytes of a parameter's master weight and of its moments.
+    """
+    config, path = run.config, run.config.critic.path
+    model = config.model.model_copy(update={"path": path})
+    shape = shape_of(config.model_copy(update={"model": model})) if path else run.shape
+    kept = (shape.parameters + shape.added) * run.size
+    kept += shape.trained * (moments + (master if run.size < FLOAT else 0))
+    return [
+        Part("critic", kept, ALWAYS, "a second model with master weights and moments"),
+        Part("critic gradients", shape.trained * FLOAT, ("update", "step"), "float32"),
+    ]
+
+
+# Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
+#
+# A rank stores its shard of the float32 weights, moments and gradients, and the engine's full copy
+# of the weights. During a forward or backward pass it also has the complete weights of the current
+# and the next block, the embedding, the head and the last norm. With only one rank, fused passes
+# use weights that are gathered once per optimizer step.
+
+BLOCKS = 2
+"""The number of transformer blocks that FSDP gathers at once: the current block, and either the
+next block or the gradients of the previous block."""
+
+
+def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:
+    """Return the memory of weights, gradients and optimizer state on one FSDP rank.
+
+    `moments` is the number of bytes per trained parameter for AdamW's two moments.
+    """
+    shape, size, shards = run.shape, run.size, run.shards
+    # With one rank, all weights are gathered once per optimizer step, instead of block by block.
+    stays_gathered = shards == 1 and run.on_gpu and shape.fuses
+    weights = shape.parameters + shape.added
+    own = shape.trained * FLOAT + (weights - shape.trained) * size
+    what = f"1 of {shards} parts"
+    return [
+        Part("weights", weights * size, ALWAYS, "the engine's whole copy"),
+        Part("sharded weights", -(-own // shards), ALWAYS, f"{what}, trained ones in float32"),
+        Part(
+            "moments",
+            -(-shape.trained * moments // shards),
+            ALWAYS,
+            f"{what} of AdamW's two moments of {shape.trained:,} trained parameters",
+        ),
+        Part(
+            "gradients",
+            -(-shape.trained * FLOAT // shards),
+            ALWAYS if stays_gathered else ("update", "step"),
+            f"{what}, float32" + ", kept until the next optimizer step" * stays_gathered,
+        ),
+        *(_gathered_once(shape, size) if stays_gathered else _gathered_by_block(shape, size)),
+    ]
+
+
+def _gathered_once(shape: Shape, size: int) -> list[Part]:
+    """Return the memory of weights that are gathered once per optimizer step."""
+    weights = shape.parameters + shape.added
+    joined = 0 if shape.rank else shape.layers * shape.hidden * (
+        shape.query + 2 * shape.key + 2 * shape.inner
+    )  # fmt: skip
+    return [
+        Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
+        Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
+    ]
+
+
+def _gathered_by_block(shape: Shape, size: int) -> list[Part]:
+    """Return the memory of weights and gradients that are gathered block by block."""
+    if shape.fuses:
+        block = 2 * shape.hidden * (shape.query + shape.key) + shape.hidden * (3 * shape.inner + 2)
+        block += shape.added // shape.layers
+    else:
+        block = (shape.parameters + shape.added - shape.head) // shape.layers
+    ends = max(shape.head, shape.parameters + shape.added - shape.layers * block)
+    trained = shape.trained // shape.layers if shape.rank else block
+    # With bfloat16 weights, the reduce-scatter also needs a float32 copy of a block's gradients.
+    gradients = trained * (size + (FLOAT if size < FLOAT else 0))
+    gradients += shape.head * size * shape.head_trained
+    return [
+        Part(
+            "gathered",
+            (BLOCKS * block + ends) * size,
+            ("prepare", "update"),
+            f"whole weights of {BLOCKS} blocks, embedding and head",
+        ),
+        Part("gathered grad", gradients, ("update",), "of one block, whole"),
+    ]

@@ -1,0 +1,248 @@
+"""Builds the API responses with the groups, rollouts and tokens of a training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from covey.embedded import MODELS
+from covey.errors import RunError
+from covey.lab.ui.find_runs import settings_cached
+from covey.lab.ui.processes import covey_json
+from covey.lab.ui.views import (
+    LONGEST,
+    READ_SECONDS,
+    SEARCHED_SECONDS,
+    Query,
+    Site,
+    rollouts_file,
+)
+from covey.records.folder import RunFolder
+from covey.records.rollout_index import Entry, rollout_index
+
+PAGE = 40
+"""The number of groups in one response of the server."""
+SHOWN = 64
+"""The maximum number of a group's rollouts that the server sends with their texts."""
+SORTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "reward": lambda row: (row["mean"] is None, row["mean"] or 0.0),
+    "spread": lambda row: -(row["spread"] or 0.0),
+    "length": lambda row: -row["length"],
+}
+"""Maps each way to sort groups, such as by mean reward, to the function that returns a sort key."""
+TOKEN_FIELDS = ("advantage", "ratio", "entropy", "kl", "clipped", "gradient", "logp", "old_logp")
+"""Fields of tokens that are unknown until `covey explain` repeats the training step."""
+
+
+def groups(site: Site, query: Query) -> dict[str, Any]:
+    """Filter and sort the groups of a step, and return one page of groups."""
+    index = rollout_index(rollouts_file(site, query))
+    index.update(READ_SECONDS)
+    words = query.get("search", "").strip()
+    lines, searched = index.search(words, SEARCHED_SECONDS) if words else (None, True)
+    kept = [
+        group
+        for group in list(index.groups.values())
+        if _kept(group, query.get("filter", "all"))
+        and (lines is None or any(entry.line in lines for entry in group))
+    ]
+    if order := SORTS.get(query.get("sort", "")):
+        kept.sort(key=lambda group: order(summary(group)))
+    start = max(0, int(query.get("start") or 0))
+    return {
+        "groups": [summary(group) for group in kept[start : start + PAGE]],
+        "start": start,
+        "page": PAGE,
+        "total": len(kept),
+        "all": len(index.groups),
+        "rollouts": len(index.entries),
+        "read": index.share,
+        "partial": not index.done,
+        "searched": searched,
+        "notes": index.notes,
+    }
+
+
+def summary(group: Sequence[Entry]) -> dict[str, Any]:
+    """Return a group's row in the list of groups, with prompt, rewards and length."""
+    rewards = [entry.reward for entry in group if entry.reward is not None]
+    # Plain sums are used for speed, because a step may have thousands of groups.
+    mean = sum(rewards) / len(rewards) if rewards else None
+    spread = None
+    if mean is not None:
+        spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    return {
+        "prompt_id": group[0].prompt_id,
+        "prompt": group[0].prompt,
+        "target": group[0].target,
+        "line": group[0].line,
+        "size": len(group),
+        "correct": sum(entry.success is True for entry in group),
+        "mean": mean,
+        "spread": spread,
+        "rewards": [entry.reward for entry in group][:SHOWN],
+        "length": sum(entry.tokens for entry in group) / len(group),
+        "cut": sum(entry.finish == "length" for entry in group),
+    }
+
+
+def _kept(group: Sequence[Entry], name: str) -> bool:
+    if name == "all":
+        return True
+    correct = sum(entry.success is True for entry in group)
+    values = {entry.reward for entry in group}
+    return {
+        "mixed": len(values) > 1,
+        "flat": len(values) == 1,
+        "correct": correct == len(group),
+        "wrong": correct == 0,
+        "cut": any(entry.finish == "length" for entry in group),
+        "unscored": None in values,
+    }.get(name, True)
+
+
+def group(site: Site, query: Query) -> dict[str, Any]:
+    """Return the rollouts of one group, with their texts."""
+    index = rollout_index(rollouts_file(site, query))
+    index.update(READ_SECONDS)
+    while not index.done and query.get("prompt_id") not in index.groups:
+        index.update(READ_SECONDS)
+    mine = list(index.groups.get(query.get("prompt_id", ""), ()))
+    if not mine:
+        raise RunError("this step has no group for the requested prompt")
+    rows = []
+    for entry in mine[:SHOWN]:
+        with suppress(RunError):  # a field that lists do not need is damaged
+            rows.append((entry.line, index.row(entry.line)))
+    if not rows:
+        raise RunError("the rollouts of this group cannot be read")
+    return {
+        "prompt_id": mine[0].prompt_id,
+        "prompt": cut(rows[0][1]["prompt"]),
+        "target": cut(rows[0][1]["target"]),
+        "rollouts": [_shown(line, row) for line, row in rows],
+        "left_out": len(mine) - len(rows),
+    }
+
+
+def cut(text: str, most: int = LONGEST) -> dict[str, Any]:
+    """Return the beginning of a text, and the number of omitted characters."""
+    return {"text": text[:most], "more": max(0, len(text) - most)}
+
+
+def _shown(line: int, row: Mapping[str, Any], most: int = LONGEST) -> dict[str, Any]:
+    kept = ("sample", "reward", "success", "advantage", "finish", "policy_version")
+    return {
+        "line": line,
+        **{name: row.get(name) for name in kept},
+        "parts": row.get("parts", {}),
+        "tokens": len(row.get("tokens", ())),
+        "text": cut(row["text"], most),
+        "turns": [_turn(turn, most) for turn in row.get("turns", ())],
+        "error": row.get("episode", {}).get("error"),
+    }
+
+
+def _turn(turn: Mapping[str, Any], most: int) -> dict[str, Any]:
+    calls = [_call(call) for call in turn["tool_calls"]]
+    kept = ("role", "segment", "start", "stop", "reward")
+    return {**{name: turn[name] for name in kept}, "text": cut(turn["text"], most), "calls": calls}
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return f"call that cannot be read: {call.get('error', '')}"
+    return f"{function.get('name')}({function.get('arguments')})"
+
+
+def rollout(site: Site, query: Query) -> dict[str, Any]:
+    """Return one rollout with its whole text and all known data of each token."""
+    place, line = site.place(query), int(query.get("line") or 0)
+    index = rollout_index(rollouts_file(site, query))
+    while not index.done and (not index.entries or index.entries[-1].line < line):
+        index.update(READ_SECONDS)
+    row = index.row(line)
+    tokens, run = row.get("tokens", []), RunFolder(place.path)
+    texts = token_texts(run, settings_cached(run), tokens)
+    trained = row.get("trained", True)
+    missing = [] if texts else ["the texts of tokens (no tokenizer.json in a checkpoint)"]
+    logp = row.get("sampler_logp", [])
+    if len(logp) != len(tokens):
+        logp, missing = [], [*missing, "log-probabilities of the engine"]
+    explained = site.jobs.status(_explain_key(site, query))
+    return {
+        **_shown(line, row, most=4 * 2**20),
+        "prompt": cut(row["prompt"]),
+        "target": cut(row["target"]),
+        "ids": tokens,
+        "texts": texts or [f"[{token}]" for token in tokens],
+        "trained": [True] * len(tokens) if trained is True else trained,
+        "sampler_logp": logp,
+        "missing": missing,
+        "explain": {name: value for name, value in explained.items() if name != "result"},
+        "explained": explained.get("result", {}).get(str(line)),
+    }
+
+
+def _explain_key(site: Site, query: Query) -> tuple[str, ...]:
+    return ("explain", site.place(query).id, str(int(query.get("step") or 0)))
+
+
+def start_explain(site: Site, query: Query) -> dict[str, Any]:
+    """Start `covey explain` in another process, to compute the token data of a step."""
+    place, step = site.place(query), rollouts_file(site, query).stem
+    work = partial(_explain, str(place.path), int(step))
+    key = _explain_key(site, query)
+    site.jobs.start(key, work)
+    found = site.jobs.status(key)
+    return {name: value for name, value in found.items() if name != "result"}
+
+
+def _explain(path: str, step: int) -> dict[str, Any]:
+    """Run `covey explain`, and map each line of the rollout file to the fields of its tokens."""
+    found = covey_json("explain", path, "--step", str(step))
+    return {
+        str(rollout["line"]): {
+            name: [token.get(name) for token in rollout["tokens"]] for name in TOKEN_FIELDS
+        }
+        for rollout in found["rollouts"]
+    }
+
+
+# The text of each token of a rollout, from the tokenizer that a run saved with its checkpoints.
+
+FILE = "tokenizer.json"
+
+
+def token_texts(
+    run: RunFolder, settings: dict[str, Any], tokens: Sequence[int]
+) -> list[str] | None:
+    """Return the text of each token; None if the run has no readable tokenizer."""
+    for path in _tokenizers(run, settings):
+        tokenizer = _loaded(str(path), path.stat().st_mtime_ns)
+        if tokenizer is not None:
+            return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    return None
+
+
+def _tokenizers(run: RunFolder, settings: dict[str, Any]) -> Iterator[Path]:
+    named = settings.get("model", {}).get("path")
+    folders = [folder for _, folder in reversed(run.checkpoints())]
+    if isinstance(named, str) and named:
+        folders.append(MODELS.get(named, Path(named)))
+    yield from (folder / FILE for folder in folders if (folder / FILE).is_file())
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: str, changed: int) -> Any:
+    try:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(path)
+    except Exception:  # the library raises plain Exception for a file that it cannot read
+        return None

@@ -1,0 +1,247 @@
+"""Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
+
+FSDP2 gathers the weights of a transformer block when a pass reaches the block. In the backward
+pass, FSDP2 sums the gradients of each block over ranks, and shards the sums. The sharded parameters
+are the optimizer's float32 masters, even if the model computes in bfloat16.
+
+Embedding, head and final norm belong to the root module. FSDP2 gathers the weights of the root
+module when one of its methods is called, and keeps them until the method ends. Each pass is
+therefore a single method call, which runs `batch_logp`. If each rank has a complete copy of the
+model, `GatheredSteps` gathers the weights for passes with fused kernels only once per optimizer
+step.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from covey.accel.fused_parameters import (
+    GradHolder,
+    attach_grad_sinks,
+    fuse_parameters,
+    grad_holder,
+)
+from covey.config.schema import Parallel
+from covey.errors import ConfigError, ModelError
+from covey.models.language_model import LanguageModel
+from covey.models.logp import ENTRY, LogProbs, batch_logp, entry_method
+from covey.models.sharded_tensors import local_part, sharded_like
+from covey.parallel.world import World
+from covey.types import Batch
+
+
+def shard_model(
+    model: LanguageModel, settings: Parallel, world: World, *, offload: bool = False
+) -> LanguageModel:
+    """Return a sharded copy of a model; the original model keeps its full tensors.
+
+    If `offload` is true, the shards stay in CPU memory until a pass needs them.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    # A copy of the modules, which shares the tensors of the original.
+    shared = [*model.model.parameters(), *model.model.buffers()]
+    root: Any = copy.deepcopy(model.model, {id(tensor): tensor for tensor in shared})
+    dtype = model.head.linear.weight.dtype
+    rounds = dtype not in (torch.float32, torch.float64)
+    mesh = device_mesh(settings, world, model.device.type)
+    options: dict[str, Any] = {"mesh": mesh}
+    if rounds:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    masters: dict[int, nn.Parameter] = {}
+    for module in [*_blocks(root), root]:
+        _make_masters(module, masters)
+        fully_shard(module, **options)
+    for part in _sharded_parts(root) if world.size > 1 else ():
+        part.set_gradient_divide_factor(1.0)  # gradients are summed over ranks, not averaged
+        if model.device.type == "cpu":  # gloo has no operation that scales and sums
+            part.set_force_sum_reduction_for_comms(True)
+    linear = next(n for n, each in model.model.named_modules() if each is model.head.linear)
+    head = replace(model.head, linear=root.get_submodule(linear))
+    found = replace(model, model=root, head=head, sharded=True)
+    if not _stays_gathered(found):
+        _add_entries(found)
+    return found
+
+
+def _add_entries(model: LanguageModel) -> None:
+    """Add methods to the model and to its blocks; the methods gather the weights before a pass."""
+    root = model.model
+    _add_entry(root, ENTRY, entry_method)
+    enter = getattr(root, ENTRY)
+
+    def logp(*arguments: Any) -> LogProbs:
+        found: LogProbs = enter(*arguments)
+        if not torch.is_grad_enabled():  # otherwise the backward pass reshards
+            root.reshard()
+        return found
+
+    setattr(root, ENTRY, logp)
+    if model.fused:
+        from covey.accel.fused_forward import LAYER_ENTRY, fused_layer  # needs Triton
+
+        for layer in _blocks(root):
+            _add_entry(layer, LAYER_ENTRY, fused_layer)
+
+
+def _add_entry(module: Any, name: str, method: Callable[..., Any]) -> None:
+    """Give a sharded module a method that first gathers its weights, as `forward` does."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    setattr(module, name, types.MethodType(method, module))
+    register_fsdp_forward_method(module, name)
+
+
+def _stays_gathered(model: LanguageModel) -> bool:
+    """Return whether the weights of a trained model stay gathered for a whole optimizer step.
+
+    The weights stay gathered if each rank has a complete copy of the model (a single shard). With a
+    single shard, the gradients of gathered weights take no more memory than sharded gradients, so
+    only the gathered weights need additional memory.
+    """
+    parameters = list(model.model.parameters())
+    mesh = parameters[0].device_mesh
+    trained = any(parameter.requires_grad for parameter in parameters)
+    return model.fused and trained and mesh.size(mesh.ndim - 1) == 1
+
+
+class GatheredSteps:
+    """Gathers the weights and sums the gradients once per optimizer step, not once per pass.
+
+    Passes run on the gathered weights without FSDP2's hooks, and add the gradients of bfloat16
+    weights to float32 sums, as in an unsharded model.
+    """
+
+    def __init__(self, model: LanguageModel, world: World) -> None:
+        self.model, self.world = model, world
+        self.parts = _sharded_parts(model.model)
+        self.shards = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
+        self.whole: dict[str, nn.Parameter] = {}
+        """The gathered weights by name; empty before the first pass."""
+        self.fused: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Pairs of tensors (fused, gathered). FSDP2 fills the gathered tensor, which is then copied
+        into the fused tensor.
+        """
+        self.sums: dict[str, torch.Tensor] = {}
+        """Sharded gradients by name; they share memory with the float32 gradient sums."""
+        setattr(model.model, ENTRY, self.logp)
+
+    def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
+        """Compute `batch_logp` on gathered weights."""
+        if hasattr(self.model.head.linear.weight, "full_tensor"):
+            self._gather()
+        return batch_logp(replace(model, sharded=False), batch, **options)
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        for part in self.parts:
+            part.unshard()
+        if not self.whole:
+            self._prepare()
+        if self.fused:
+            torch._foreach_copy_([new for new, _ in self.fused], [old for _, old in self.fused])
+
+    def _prepare(self) -> None:
+        """Before the first pass, fuse the gathered weights and prepare their gradient sums."""
+        every = dict(self.model.model.named_parameters())
+        before = {name: parameter.data for name, parameter in every.items()}
+        fuse_parameters(self.model.backbone)
+        moved = [n for n, p in every.items() if p.data_ptr() != before[n].data_ptr()]
+        self.fused = [(every[name].data, before[name]) for name in moved]
+        self.whole = {name: every[name] for name in self.shards}
+        rounded = [p for p in self.whole.values() if p.dtype == torch.bfloat16]
+        attach_grad_sinks((parameter, GradHolder(parameter)) for parameter in rounded)
+
+    def expect(self) -> None:
+        """Do nothing, because gradients are summed after the last pass."""
+
+    def finish(self) -> None:
+        """Sum the gradients over ranks, and free the gathered weights."""
+        for name, parameter in self.whole.items():
+            holder = grad_holder(parameter)
+            if holder.grad is not None:
+                if self.world.size > 1:
+                    self.world.sum_in_place(holder.grad)
+                self.shards[name].grad = self._as_shard(name, holder)
+            holder.grad = None
+        for part in self.parts:
+            part.reshard()
+
+    def _as_shard(self, name: str, holder: Any) -> torch.Tensor:
+        """Return a gradient as a sharded tensor that shares the gradient's memory."""
+        grad: torch.Tensor = holder.grad
+        if not isinstance(holder, GradHolder):
+            return sharded_like(grad, self.shards[name])
+        if name not in self.sums:
+            self.sums[name] = sharded_like(grad, self.shards[name])
+        assert local_part(self.sums[name]).data_ptr() == grad.data_ptr()
+        return self.sums[name]
+
+
+def _sharded_parts(root: Any) -> list[Any]:
+    """Return the blocks of a sharded model, and the model itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in root.modules() if isinstance(part, FSDPModule)]
+
+
+def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
+    """Return GatheredSteps if the weights stay gathered for a whole optimizer step, else None."""
+    return GatheredSteps(model, world) if _stays_gathered(model) else None
+
+
+def device_mesh(settings: Parallel, world: World, device: str) -> Any:
+    """Return the device mesh of a sharded model.
+
+    Each copy of the model is divided among `shard_ranks` ranks. If `shard_ranks` is 0 or exceeds
+    the number of ranks, each copy is divided among all ranks.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = min(settings.shard_ranks or world.size, world.size)
+    if world.size % size:
+        raise ConfigError(
+            f"config: parallel.shard_ranks = {size} must be a divisor of the number of ranks, "
+            f"{world.size}"
+        )
+    if size == world.size:
+        return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
+    shape = (world.size // size, size)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _blocks(root: Any) -> list[nn.Module]:
+    """Return the transformer blocks of a model: its largest list of modules of the same class."""
+    lists = [m for m in root.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    alike = [m for m in lists if len({type(block) for block in m}) == 1]
+    if not alike:
+        raise ModelError(
+            "model: parallel.strategy = 'fsdp' needs a model with a list of identical blocks, but "
+            "this model has no such list; set parallel.strategy = 'ddp'"
+        )
+    largest: nn.ModuleList = max(alike, key=lambda m: sum(p.numel() for p in m.parameters()))
+    return list(largest)
+
+
+def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
+    """Convert trained 16-bit parameters to float32; tied parameters stay tied."""
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is None or parameter.dtype in (torch.float32, torch.float64):
+                continue
+            if not parameter.requires_grad or hasattr(parameter, "full_tensor"):
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.detach().float())
+            part._parameters[name] = made[id(parameter)]

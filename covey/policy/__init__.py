@@ -1,0 +1,1 @@
+"""The trained model: weights, optimizer, schedule, critic and checkpoints."""

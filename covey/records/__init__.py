@@ -1,0 +1,1 @@
+"""Run folders, metrics, health checks, trackers. No module of `covey.records` imports torch."""

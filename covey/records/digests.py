@@ -1,0 +1,95 @@
+"""SHA-256 digests of checkpoints and records, to detect damage.
+
+digests.jsonl contains a digest of every line of steps.jsonl and eval.jsonl, and of every file in
+rollouts/ and evaluations/. `covey runs verify` compares the records with their digests. A
+checkpoint has the digests of its files in SHA256SUMS, which `sha256sum -c SHA256SUMS` can check.
+Checkpoints of older Covey versions have no SHA256SUMS and are not checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from covey.errors import reason
+from covey.records.files import append_line, sync
+
+DIGESTS_FILE = "SHA256SUMS"
+RECORDS_FILE = "digests.jsonl"
+LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+
+
+def write_digests(folder: Path) -> None:
+    """Write the digests of all files in a folder, and wait until the files are on disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor() as pool:  # the system writes to disk while the digests are computed
+        synced = [pool.submit(sync, file) for file in files]
+        digests = list(pool.map(_sha256, files))
+        for each in synced:
+            each.result()
+    lines = [f"{d}  {f.relative_to(folder)}\n" for f, d in zip(files, digests, strict=True)]
+    (folder / DIGESTS_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def add_digest(run: Path, step: int, record: str, data: bytes) -> None:
+    """Append the digest of a record to the run's digests.jsonl.
+
+    The digest is written before the record, so that every record has a digest even if the run is
+    killed.
+    """
+    row = {"step": step, "record": record, "sha256": hashlib.sha256(data).hexdigest()}
+    append_line(run / RECORDS_FILE, row)
+
+
+def damage(folder: Path, but: Collection[str] = ()) -> str | None:
+    """Return a message about a damaged file of a checkpoint, or None if no file is damaged.
+
+    The files in `but` are not checked.
+    """
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    listed = folder / DIGESTS_FILE
+    if not listed.exists() and not listed.is_symlink():
+        return None
+    try:
+        saved = _read(listed)
+    except (OSError, ValueError) as error:
+        return f"{listed} is damaged: {reason(error)}"
+    checked = [(folder / name, digest) for name, digest in saved.items() if name not in but]
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda pair: _difference(*pair), checked)
+        return next((problem for problem in found if problem is not None), None)
+
+
+def _read(listed: Path) -> dict[str, str]:
+    if not listed.is_file():
+        raise ValueError("it is not a file")
+    saved = {}
+    for number, line in enumerate(listed.read_text(encoding="utf-8").splitlines(), start=1):
+        match = LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(f"line {number} is not a digest")
+        saved[match[2]] = match[1]
+    if not saved:
+        raise ValueError("it is empty")
+    return saved
+
+
+def _difference(file: Path, saved: str) -> str | None:
+    if not file.exists():
+        return f"{file} is missing"
+    try:
+        if not file.is_file():
+            return f"{file} is damaged: it is not a file"
+        same = _sha256(file) == saved
+    except OSError as error:
+        return f"{file} is damaged: {reason(error)}"
+    return None if same else f"{file} is damaged: its digest differs from the saved one"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,141 @@
+"""Writes the model card (README.md) of an exported model, without importing torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.escape import printable
+from covey.records.estimate_text import estimate_text
+from covey.records.folder import RunFolder
+
+HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Maps a model's short name in Covey to its name on the Hugging Face Hub."""
+UNKNOWN = "unknown"
+"""The text that the model card shows for a setting that the configuration lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """An exported model: its source, its dtype, and whether an adapter was merged."""
+
+    name: str
+    source: str
+    """The folder or the name from which the model was loaded."""
+    step: int | None
+    """The training step of the checkpoint; None if the model is not a checkpoint of a run."""
+    dtype: str
+    stop_ids: Sequence[int]
+    merged: bool = False
+    """Whether an adapter was merged into the weights."""
+
+
+def model_card(exported: Exported, run: RunFolder | None) -> str:
+    """Return a model's README.md as text, which describes the run that trained the model, if
+    any."""
+    merged = " Its adapter is merged into the weights." if exported.merged else ""
+    if run is None:
+        origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
+        parts = [_front_matter(exported.source), f"# {exported.name}", origin, _use(exported, {})]
+        return printable("\n\n".join(parts)) + "\n"
+    settings = run.config_file.read_text(encoding="utf-8").strip()
+    config, environment = tomllib.loads(settings), run.environment()
+    base = config.get("model", {}).get("path", exported.source)
+    training, tags = _training(config, sft=run.is_sft)
+    parts = [
+        _front_matter(base, tags),
+        f"# {exported.name}",
+        f"`{base}` after {exported.step} {training}. The weights are {exported.dtype}.{merged}",
+        _use(exported, config.get("model", {})),
+        _results(run.evaluations(), exported.step),
+        _data(config.get("task", {})),
+        _made_with(environment),
+        f"## Configuration\n\n```toml\n{settings}\n```",
+    ]
+    return printable("\n\n".join(parts)) + "\n"
+
+
+def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
+    """Return a description of the training run, and the tags of the model card."""
+    named = (config.get(part, {}) for part in ("objective", "task", "reward"))
+    algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
+    if sft:
+        file = config.get("sft", config.get("warmup", {})).get("file")
+        solutions = f"the completions in `{file}`" if file else f"worked solutions of task `{task}`"
+        return f"steps of supervised fine-tuning with Covey, on {solutions}", ["sft"]
+    steps = config.get("train", {}).get("steps", UNKNOWN)
+    return (
+        f"of {steps} steps of reinforcement learning with Covey: "
+        f"algorithm `{algorithm}`, task `{task}`, reward `{reward}`",
+        ["reinforcement-learning", *([algorithm] if re.fullmatch(r"\w+", algorithm) else [])],
+    )
+
+
+def _front_matter(base: str, tags: Sequence[str] = ()) -> str:
+    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
+    hub = HUB_NAMES.get(base, base)
+    # A name with one slash is a hub name, unless it is a local folder.
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", hub) and not Path(base).exists():
+        lines.append(f"base_model: {hub}")
+    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in ("covey", *tags)), "---"])
+
+
+def _use(exported: Exported, model: Mapping[str, Any]) -> str:
+    form, prefill = model.get("template", "auto"), model.get("prefill", "")
+    rendered = {
+        "auto": "with the tokenizer's chat template, or joined by line ends if it has none",
+        "chat": "with the tokenizer's chat template",
+        "plain": "as plain text, with messages joined by line ends and no chat template",
+    }.get(form, f"as the text {form!r}, without the chat template")
+    stops = ", ".join(str(stop) for stop in exported.stop_ids)
+    lines = [
+        f"Prompts were rendered {rendered}.",
+        *([f"Every completion began with {prefill!r}; end prompts with it."] if prefill else []),
+        f"Tokens that end a completion: {stops}.",
+    ]
+    return "## Use\n\n" + " ".join(lines)
+
+
+def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
+    """Return a table of the evaluations at the first, best, last and exported step."""
+    if not evaluations:
+        return "## Results\n\nThe run was not evaluated."
+    best = max(evaluations, key=lambda row: row["greedy"]["value"])
+    labelled = [("first", evaluations[0]), ("best", best), ("last", evaluations[-1])]
+    labelled += [("exported", row) for row in evaluations if row["step"] == step]
+    names = [n for n, v in evaluations[-1].items() if isinstance(v, dict) and "low" in v]
+    table = ["| | step | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for label, row in labelled:
+        cells = [estimate_text(name, row[name]) if name in row else "-" for name in names]
+        table.append(f"| {label} | {row['step']} | " + " | ".join(cells) + " |")
+    return (
+        f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals. The "
+        "best checkpoint was chosen on the same prompts, so its value is biased upwards.\n\n"
+        + "\n".join(table)
+    )
+
+
+def _data(task: Mapping[str, Any]) -> str:
+    lines = [f"- {option}: `{value}`" for option, value in task.items() if option != "name"]
+    name = task.get("name", UNKNOWN)
+    return f"## Data\n\nTask `{name}`\n\n" + "\n".join(lines or ["- no options"])
+
+
+def _made_with(environment: Mapping[str, Any]) -> str:
+    packages = environment.get("packages", {})
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    commit = environment.get("git", {}).get("commit")
+    lines = [
+        f"- command: `{shlex.join(environment.get('command', []))}`",
+        f"- versions: python {environment.get('python')}, {versions}",
+        f"- machine: {environment.get('platform')}, on {environment.get('device')}",
+        f"- seed: {environment.get('seed')}",
+        *([f"- git commit of the working folder: {commit}"] if commit else []),
+        *([f"- reward: {environment['reward']}"] if environment.get("reward") else []),
+    ]
+    return "## Made with\n\n" + "\n".join(lines)
