@@ -27,7 +27,7 @@ from covey.models.logp import LogProbs, packed_hidden, scatter_logp
 from covey.objective import ALGORITHMS, with_advantage
 from covey.policy.optimizer import MasterAdamW
 from covey.policy.policy import Policy
-from covey.training import train_graph as graph
+from covey.accel import train_graph as graph
 from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch, HostRows
 from tests.accel.test_fused_forward import CPU, SETTINGS, per_row, shared_batch
