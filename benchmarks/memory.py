@@ -181,15 +181,15 @@ def config_of(setting: Setting, device: str, folder: Path) -> Any:
 
 def run_setting(config: Any) -> None:
     """Train for two steps in a temporary folder."""
+    from covey.loop import train
     from covey.parallel.join import joined_world
     from covey.policy import checkpoint
     from covey.records.folder import RunFolder
+    from covey.run import Run
     from covey.stopping import StopSignal
-    from covey.training.build import assemble
-    from covey.training.rl import train
 
     with tempfile.TemporaryDirectory() as runs, joined_world(config) as world:
-        parts = assemble(config, world=world)
+        parts = Run.build(config, world=world)
         run = RunFolder.create(Path(runs) / "run", "", {})
         with closing(parts.scorer), mock.patch.object(checkpoint, "save"):
             train(parts, run, [], StopSignal())
@@ -229,8 +229,8 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
     """Note the peaks while completions are sampled, and while the policy is trained on them."""
     import torch
 
-    from covey.rollout.source import SynchronousSource
-    from covey.training.step import training_step
+    from covey.rollout.collect import collect_steps
+    from covey.step import train_on
 
     def watching(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -244,10 +244,8 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
         return run
 
     with (
-        mock.patch.object(
-            SynchronousSource, "groups", watching("sample", SynchronousSource.groups)
-        ),
-        mock.patch("covey.training.rl.training_step", watching("update", training_step)),
+        mock.patch("covey.rollout.queue.collect_steps", watching("sample", collect_steps)),
+        mock.patch("covey.loop.train_on", watching("update", train_on)),
     ):
         yield
 

@@ -143,7 +143,8 @@ def step_seconds(repeat: int, device: str, tokens: int) -> dict[str, float]:
     from covey.config import load_config
     from covey.objective import ALGORITHMS, with_advantage
     from covey.parallel.join import joined_world
-    from covey.training.step import Learner, StepSettings, optimize
+    from covey.run import Run
+    from covey.step import StepSettings, optimize
 
     shape = (shapes() if device == "cuda" else tiny_shapes())["qwen2.5"]
     objective = ALGORITHMS["grpo"](beta=0.0)
@@ -157,7 +158,7 @@ def step_seconds(repeat: int, device: str, tokens: int) -> dict[str, float]:
     with joined_world(config) as world:
         for kind in KINDS:
             forget(device)
-            learner = Learner(
+            learner = Run(
                 policy=policy_of(kind, shape, device, world), objective=objective,
                 settings=settings, world=world,
             )  # fmt: skip

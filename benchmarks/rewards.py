@@ -24,9 +24,9 @@ from covey.rewards.code import CodeTests
 from covey.rewards.math_answer import MathAnswer
 from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
+from covey.run import Run
 from covey.scoring import InlineScorer, Job, Pool
 from covey.tasks import Code
-from covey.training.build import assemble
 from covey.training.resolve import resolve
 from covey.types import Prompt
 
@@ -134,8 +134,8 @@ class Slow:
 def beside_sampling() -> dict[str, float]:
     """Time sampling with an instant reward and with a slow one."""
     config = resolve(load_config("arithmetic", ["rollout.prompts_per_step=32", "evaluate.every=0"]))
-    parts = assemble(config)
-    prompts = encode_prompts(parts.policy.model, parts.train_prompts[:32])
+    parts = Run.build(config)
+    prompts = encode_prompts(parts.policy.model, parts.prompts[:32])
     seconds: dict[str, float] = {}
     slow = Pool(_importable_slow(), "slow", workers=2, timeout=60.0)
     with closing(slow):

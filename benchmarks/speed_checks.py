@@ -19,6 +19,7 @@ from speed_shapes import encoded_prompts, random_model, rollouts_of, tiny_shapes
 from speed_sizes import Sizes
 from update_gpu import Setting, policy_for
 
+from covey.collate import collate
 from covey.engines.draw import Distribution
 from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.engine import NativeEngine
@@ -26,8 +27,8 @@ from covey.engines.protocol import Sampling
 from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.policy.policy import Policy
-from covey.training.collate import collate
-from covey.training.step import Learner, Seen, StepSettings, optimize
+from covey.run import Run
+from covey.step import Seen, StepSettings, optimize
 from covey.types import Batch, Group
 
 SHARP = 3.0
@@ -155,7 +156,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
         differences.clear()
         entropies.clear()
         optimize(
-            Learner(policy=policy, objective=objective, settings=settings),
+            Run(policy=policy, objective=objective, settings=settings),
             batch,
             step=0,
             observer=watch,

@@ -23,7 +23,7 @@ from covey.lab.plan.task_facts import TaskFacts
 
 RECIPES = {"LoRA": "seven-b-lora", "full": "seven-b-full"}
 ENGINE = ("KV cache", "prompt KV cache", "decode graph", "prefill", "sampling", "fused weights")
-"""Parts of a forecast that an update without an engine does not allocate."""
+"""Run of a forecast that an update without an engine does not allocate."""
 
 
 def forecast_of(config: Config, shape: Shape, prompt: int) -> Forecast:

@@ -140,12 +140,12 @@ def run_config(
 def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
     """Train random weights with covey's own loop; the first steps are not timed."""
     from covey.accel.activation_offload import checkpoint_layers
+    from covey.loop import train
     from covey.models.load_model import wrap
     from covey.policy import checkpoint
     from covey.records.folder import RunFolder
+    from covey.run import Run
     from covey.stopping import StopSignal
-    from covey.training.build import assemble
-    from covey.training.rl import train
 
     shape = sizes.shapes[name]
 
@@ -164,7 +164,7 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
         mock.patch("covey.policy.models.load_language_model", load),
         mock.patch.object(checkpoint, "save"),
     ):
-        parts = assemble(config, EvenWords())
+        parts = Run.build(config, EvenWords())
         with closing(parts.scorer):
             run = RunFolder.create(Path(folder) / "run", "", {})
             train(parts, run, [watch], StopSignal())

@@ -74,17 +74,17 @@ class Steps:
 def time_covey(warmup: int, steps: int) -> Steps:
     """Train with covey and time its steps."""
     from covey.config import load_config, to_toml
+    from covey.loop import train
     from covey.records.folder import RunFolder
+    from covey.run import Run
     from covey.stopping import StopSignal
-    from covey.training.build import assemble
     from covey.training.resolve import resolve
-    from covey.training.rl import train
 
     config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", to_toml(config), {})
-        train(assemble(config), run, [watch], StopSignal())
+        train(Run.build(config), run, [watch], StopSignal())
     timed = watch.rows[warmup:]
     assert len(timed) == steps
     return Steps(

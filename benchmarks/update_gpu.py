@@ -1,4 +1,4 @@
-"""Speed and memory of an update on a GPU: covey/training/step.py on synthetic rollouts.
+"""Speed and memory of an update on a GPU: covey/step.py on synthetic rollouts.
 
     python benchmarks/update_gpu.py --out update.json            # both shapes, all settings
     python benchmarks/update_gpu.py --shape smollm2 --profile    # and where the time goes
@@ -38,7 +38,8 @@ from covey.objective import ALGORITHMS, with_advantage
 from covey.policy.compact_adamw import CompactAdamW
 from covey.policy.optimizer import MasterAdamW
 from covey.policy.policy import Policy
-from covey.training.step import Learner, StepSettings, optimize
+from covey.run import Run
+from covey.step import StepSettings, optimize
 from covey.types import Batch
 
 
@@ -157,7 +158,7 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     def once() -> float:
         return seconds_of(
             lambda: optimize(
-                Learner(policy=policy, objective=objective, settings=settings), batch, step=0
+                Run(policy=policy, objective=objective, settings=settings), batch, step=0
             ),
             device,
         )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
     from covey.lab.compare.design import Request
     from covey.parallel.world import World
-    from covey.training.build import Parts
+    from covey.run import Run
 
 Source = Config | Mapping[str, Any] | str | Path | None
 """The `config` argument: a Config, a dict of settings, a TOML file, the name of a recipe, or None
@@ -191,8 +191,8 @@ def evaluate(
     run. If `model` is the path of a checkpoint, Covey does not use the settings of the run. Without
     `quiet`, Covey prints notes about prompts that are too long.
     """
+    from covey.evaluation.of_model import evaluate_model
     from covey.records.checkpoint_choice import run_around, weights_of
-    from covey.training.model_evaluation import evaluate_model
     from covey.training.resolve import resolve
 
     check_types(config=config, dataset=dataset, samples=samples)
@@ -353,10 +353,10 @@ def _train(
     quiet: bool,
 ) -> TrainResult:
     from covey.lab.start_notes import console_with_notes
+    from covey.loop import train as train_run
+    from covey.run import Run
     from covey.tasks.dataset import with_share
-    from covey.training.build import assemble
     from covey.training.resolve import resolve
-    from covey.training.rl import train as run_rl
     from covey.training.run_start import opened_run
     from covey.training.run_start import resumed_config as resumed
 
@@ -369,25 +369,26 @@ def _train(
         config, changed = resolve(load_config(source), passed=passed), {}
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
 
-    def build(config: Config, world: World) -> Parts:
+    def build(config: Config, world: World) -> Run:
         task = with_share(objects.get("task"), config.task.options)
         reward, environment = objects.get("reward"), objects.get("environment")
-        return assemble(config, reward, task, world, environment)
+        return Run.build(config, reward, task, world, environment)
 
-    with opened_run(config, build, target or name, changed=changed) as run:
-        if trackers is None and not quiet and run.parts.world.is_main:
-            trackers = [console_with_notes(run)]
-        follow = [*(trackers or ()), _Callbacks(callbacks, run.stop)]
-        done = run_rl(run.parts, run.folder, follow, run.stop, run.start)
+    with opened_run(config, build, target or name, changed=changed) as opened:
+        run, stop = opened.run, opened.stop
+        if trackers is None and not quiet and run.world.is_main:
+            trackers = [console_with_notes(opened)]
+        follow = [*(trackers or ()), _Callbacks(callbacks, stop)]
+        done = train_run(run, run.folder, follow, stop, opened.start)
     evaluations = run.folder.evaluations()
     return TrainResult(
         folder=run.folder.path,
         step=done,
         metrics=run.folder.steps(),
         evaluation=evaluations[-1] if evaluations else None,
-        model=run.parts.policy.model.model,
-        tokenizer=run.parts.policy.model.tokenizer,
-        interrupted=run.stop.by_signal,
-        stopped=None if run.stop.by_signal else run.stop.received,
+        model=run.policy.model.model,
+        tokenizer=run.policy.model.tokenizer,
+        interrupted=stop.by_signal,
+        stopped=None if stop.by_signal else stop.received,
         best=best_checkpoint(run.folder),
     )

@@ -528,7 +528,7 @@ def test_given_trackers_replace_those_of_the_settings(
     used: list[list[str]] = []
     monkeypatch.setattr("covey.records.trackers.registry.find_spec", lambda package: True)
     monkeypatch.setattr(
-        "covey.training.loop.make_trackers", lambda names, *rest: used.append(list(names)) or []
+        "covey.loop.make_trackers", lambda names, *rest: used.append(list(names)) or []
     )
     small(
         tmp_path,

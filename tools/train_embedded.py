@@ -33,8 +33,8 @@ from covey.models.load_model import wrap
 from covey.policy.optimizer import MasterAdamW
 from covey.policy.policy import Policy
 from covey.policy.schedule import Schedule
+from covey.sft import learn, policy_run, stack
 from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
-from covey.training.sft import learn, sft_learner, stack
 from covey.training.sft_data import encode_example
 from covey.types import Batch
 
@@ -208,10 +208,10 @@ def train_stage(
         warmup_steps=stage.warmup_steps,
         total_steps=stage.steps,
     )
-    learner = sft_learner(policy, schedule, micro_batch_tokens=MICRO_BATCH_TOKENS)
+    run = policy_run(policy, schedule, micro_batch_tokens=MICRO_BATCH_TOKENS)
     start = time.monotonic()
     for step in range(stage.steps):
-        learned = learn(learner, draw(model, stage, random))
+        learned = learn(run, draw(model, stage, random))
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start
             loss = learned["loss/cross_entropy"]

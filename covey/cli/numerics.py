@@ -99,22 +99,17 @@ def numerics_command(
     _show(report, wide_console())
 
 
-def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
+def _measured(config: Config, folder: RunFolder | None, updates: int | None, say: Say) -> Report:
     from covey.lab.numerics.measure_gaps import default_updates, measure
-    from covey.policy.checkpoint import restore
-    from covey.training.build import assemble
-    from covey.training.state import State
+    from covey.run import Run
 
     say(f"loading {config.model.path}")
-    parts = assemble(config)
-    with closing(parts):
-        found = Start() if run is None else last_good(run, note=notice)
-        fresh = State(beta=parts.learner.objective.beta)
-        state = restore(parts.policy, parts.others, found, fresh)
-        parts.learner.apply_settings(state)
+    run = Run.build(config)
+    with closing(run):
+        run.restore(Start() if folder is None else last_good(folder, note=notice))
         wanted = default_updates(config) if updates is None else updates
         completions = config.rollout.prompts_per_step * config.rollout.group_size
-        return measure(parts, state, _Notes(say, completions), updates=wanted)
+        return measure(run, _Notes(say, completions), updates=wanted)
 
 
 class _Notes(Tracker):

@@ -17,9 +17,8 @@ from covey.screen import echo
 
 if TYPE_CHECKING:
     from covey.parallel.world import World
-    from covey.training.build import Parts
+    from covey.run import Run
     from covey.training.run_start import Change
-    from covey.training.sft import SftParts
 
 NewRun = Annotated[
     Path | None,
@@ -67,30 +66,26 @@ def train_run(
     """
     _start_ranks(config, arguments)
     from covey.lab.start_notes import console_with_notes
-    from covey.training.build import assemble
-    from covey.training.rl import train
+    from covey.loop import train
+    from covey.run import Run
+    from covey.sft import build_sft
     from covey.training.run_start import changes_note, opened_run
-    from covey.training.sft import SftParts, build_sft, run_sft
 
-    def build(config: Config, world: World) -> Parts | SftParts:
+    def build(config: Config, world: World) -> Run:
         with waiting(f"loading {config.model.path}"):
-            return build_sft(config, world) if sft else assemble(config, world=world)
+            return build_sft(config, world) if sft else Run.build(config, world=world)
 
     say = partial(echo, err=True)
     opened = opened_run(config, build, target, step=step, changed=changed, say=say)
-    with opened as run:
-        parts, stop, main = run.parts, run.stop, run.parts.world.is_main
+    with opened as ready:
+        run, stop, main = ready.run, ready.stop, ready.run.world.is_main
         if main and changed:
             echo(changes_note(changed))
         if main and not isinstance(target, RunFolder):
             tell_defaults(source, config)
-        reporter = console_with_notes(run, quiet=not main, not_own=not_own)
-        if isinstance(parts, SftParts):
-            done = run_sft(parts, run.folder, [reporter], stop, run.start)
-            command, steps = "sft", parts.steps
-        else:
-            done = train(parts, run.folder, [reporter], stop, run.start)
-            command, steps = "train", parts.config.train.steps
+        reporter = console_with_notes(ready, quiet=not main, not_own=not_own)
+        done = train(run, run.folder, [reporter], stop, ready.start)
+        command, steps = "sft" if sft else "train", run.budget.settings.steps
         # A budget of tokens or optimizer steps may end before train.steps, so only a signal leaves
         # steps undone.
         steps = steps if stop.by_signal else done

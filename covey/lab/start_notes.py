@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 
@@ -15,34 +14,35 @@ from covey.records.settings import edited_settings
 from covey.records.trackers import Tracker
 from covey.records.trackers.console import ConsoleTracker, console_tracker
 from covey.rollout.prompts import prompt_notes
+from covey.run import Run
 from covey.screen import Screen
-from covey.training.build import Components, Parts
-from covey.training.run_start import OpenRun
+from covey.training.run_start import Opened
 
 
 def console_with_notes(
-    run: OpenRun[Any], *, quiet: bool = False, not_own: Collection[str] = ()
+    opened: Opened, *, quiet: bool = False, not_own: Collection[str] = ()
 ) -> ConsoleTracker:
     """Return a console tracker that has already printed notes about the run.
 
     `not_own` contains the settings that --smoke changed.
     """
+    run = opened.run
     reporter = console_tracker(run.folder, Screen(soft_wrap=True, quiet=quiet))
-    tell_notes(reporter, run.folder, run.parts)
-    if isinstance(run.parts, Parts):
-        tell_start(reporter, run.parts, new=run.start.checkpoint is None, not_own=not_own)
+    tell_notes(reporter, run.folder, run)
+    if run.solutions is None:
+        tell_start(reporter, run, new=opened.start.checkpoint is None, not_own=not_own)
     return reporter
 
 
-def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
+def tell_notes(reporter: Tracker, folder: RunFolder, run: Run) -> None:
     """Print the engine's backend, changes since the run started, and skipped data rows."""
-    reporter.note(f"sampling: {parts.engine.info.backend}")
-    model = parts.policy.model
+    reporter.note(f"sampling: {run.engine.info.backend}")
+    model = run.policy.model
     if model.flash:
         from covey.accel.attention_kernels import description
 
         shape = (model.model.config, model.device, model.head.linear.weight.dtype)
-        reporter.note(f"training: {description(*shape, parts.config.rollout.max_tokens)}")
+        reporter.note(f"training: {description(*shape, run.config.rollout.max_tokens)}")
     environment = folder.environment()
     changed = edited_settings(folder, environment)
     if changed is not None:
@@ -53,15 +53,13 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
             f"this run was started with {threads} threads and resumes with {now} threads: results "
             "may differ in the last bits"
         )
-    if parts.bad_rows:
-        reporter.note(
-            f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
-        )
+    if run.bad_rows:
+        reporter.note(f"{len(run.bad_rows)} bad rows skipped; the first error: {run.bad_rows[0]}")
     change = read_change(folder)
     if change is not None:
         why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
         reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
-    reward, now_reward = environment.get("reward"), parts.scorer.identity
+    reward, now_reward = environment.get("reward"), run.scorer.identity
     if reward and reward != now_reward:
         reporter.note(
             f"the reward has changed since this run was started: it was {reward} and is now "
@@ -69,22 +67,22 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
         )
 
 
-def tell_start(reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str]) -> None:
+def tell_start(reporter: Tracker, run: Run, *, new: bool, not_own: Collection[str]) -> None:
     """Print notes about the prompts and, for a new run, about useless or risky settings.
 
     Do not print notes about settings in `not_own`. Do not print notes about equivalent algorithms,
     because `covey plan` prints them.
     """
-    for note in prompt_notes(parts.policy.model, parts.train_prompts):
+    for note in prompt_notes(run.policy.model, run.prompts):
         reporter.note(note)
-    if not new or not parts.world.is_main:
+    if not new or not run.world.is_main:
         return
     facts = facts_of(
-        parts.config,
-        parts.train_prompts,
-        parts.held_out_prompts,
-        parts.policy.model.tokenizer.encode,
+        run.config,
+        run.prompts,
+        run.held_out,
+        run.policy.model.tokenizer.encode,
     )
-    for finding in findings(parts.config, facts):
+    for finding in findings(run.config, facts):
         if finding.kind != "same" and not finding.depends_on(not_own):
             reporter.note(finding.line())

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints, and resumes runs. A checkpoint is an ordinary Hugging Face folder:
+"""Writes and reads the models of a checkpoint, which is an ordinary Hugging Face folder:
 
     config.json, model.safetensors, tokenizer...   for AutoModelForCausalLM; float32 masters
     optimizer.safetensors                          AdamW's moments
@@ -17,12 +17,10 @@ import copy
 import json
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -34,98 +32,9 @@ from covey.models.from_pretrained import read_pretrained
 from covey.models.sharded_tensors import placed_like, whole_tensors
 from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy
-from covey.records.best import best_step
-from covey.records.folder import RunFolder
-from covey.records.records import Note
-from covey.records.resume import Start, offer, put_aside_after
-from covey.training.state import State
-
-if TYPE_CHECKING:
-    from covey.training.loop import Trainer
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
-
-
-class Saved(Protocol):
-    """A model that a checkpoint saves in addition to the policy, such as a critic."""
-
-    def save(self, folder: Path, *, writes: bool = True) -> None:
-        """Add files to a checkpoint; all ranks must call this method, but only one rank writes."""
-
-    def load(self, folder: Path) -> None:
-        """Restore the model's state from a checkpoint."""
-
-
-def save(run: RunFolder, trainer: Trainer, state: State) -> None:
-    """Write the checkpoint of a step atomically, and delete old checkpoints.
-
-    The best checkpoint and the newest `save.keep` checkpoints are kept. Rank 0 writes the
-    checkpoint. If parameters are sharded, each rank writes its own shards into the same folder.
-    """
-    parts, policy, world = trainer.parts, trainer.parts.policy, trainer.parts.world
-    with ExitStack() as stack:
-        folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
-        if policy.whole is not None:
-            save_state(policy.optimizer, folder)
-        if world.is_main or policy.whole is not None:
-            save_policy(policy, folder, asdict(state), writes=world.is_main)
-        for other in parts.others:
-            other.save(folder, writes=world.is_main)
-        trainer.save(folder, state.step)
-        world.barrier()
-    if world.is_main:
-        run.prune_checkpoints(parts.config.save.keep, best_step(run))
-    world.barrier()
-
-
-def restore(policy: Policy, others: Sequence[Saved], start: Start, fresh: State) -> State:
-    """Load the checkpoint of `start` into the models, and return the saved progress of the run.
-
-    If `start` has no checkpoint, leave the models unchanged, and return `fresh`.
-    """
-    if start.checkpoint is None:
-        return fresh
-    folder, step = start.checkpoint, start.step
-    saved = load_policy(policy, folder)
-    if saved["step"] != step:
-        raise RunError(
-            f"{folder} contains the checkpoint of step {saved['step']}, not of step {step}"
-        )
-    for other in others:
-        other.load(folder)
-    if saved.keys() == {"step", "version"}:  # older versions of SFT saved only these fields
-        return State(step=step)
-    try:
-        return State(
-            step=step,
-            episode=int(saved["episode"]),
-            tokens=int(saved.get("tokens", 0)),
-            beta=float(saved["beta"]),
-            beta_setting=saved.get("beta_setting"),
-            evaluation_due=bool(saved.get("evaluation_due", False)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"checkpoint {folder} cannot be read, because {STATE_FILE} is invalid: {error!r}"
-        ) from None
-
-
-def resume(run: RunFolder, trainer: Trainer, start: Start, note: Note) -> State:
-    """Restore a run's models and progress, and set aside the records of steps after the checkpoint.
-
-    The resumed run computes the steps after the checkpoint again.
-    """
-    parts = trainer.parts
-    try:
-        state = restore(parts.policy, parts.others, start, trainer.fresh)
-    except RunError as error:
-        raise RunError(f"{error}; {offer(run, before=start.step)}") from None
-    trainer.apply_settings(state)
-    aside = parts.world.from_main(lambda: put_aside_after(run, start))
-    if aside is not None:
-        note(f"steps after {start.step} are computed again; their old records are in {aside}")
-    return state
 
 
 def save_policy(

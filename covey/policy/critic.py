@@ -36,7 +36,7 @@ from covey.reference.fingerprint import tokenizer_digest
 from covey.types import Batch, Totals
 
 if TYPE_CHECKING:
-    from covey.training.step import Learner
+    from covey.run import Run
 
 WEIGHTS_FILE = "critic.safetensors"
 OPTIMIZER_FILE = "critic_optimizer.safetensors"
@@ -126,15 +126,13 @@ def critic_of(
     )
 
 
-def critic_step(
-    learner: Learner, critic: Critic, mini: Batch, totals: Totals, meter: Meter
-) -> None:
+def critic_step(run: Run, critic: Critic, mini: Batch, totals: Totals, meter: Meter) -> None:
     """Take one optimizer step of the critic on a mini-batch."""
     critic.model.model.train()
-    world, losses = learner.world, []
-    for rows, counts in rank_passes(mini, learner.settings.micro_batch_tokens, world):
+    world, losses = run.world, []
+    for rows, counts in rank_passes(mini, run.settings.micro_batch_tokens, world):
         micro = mini.rows(rows)
-        output = value_loss(learner.objective, micro, critic.values(micro), totals)
+        output = value_loss(run.objective, micro, critic.values(micro), totals)
         (output.loss * counts).backward()
         if counts:
             observe_values(meter, micro, output)

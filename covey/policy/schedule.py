@@ -22,9 +22,18 @@ from typing import Literal
 from covey.config import Config
 from covey.config.schema import Train
 from covey.errors import RunError
-from covey.training.state import Used
 
 Shape = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """The numbers of training steps, tokens and optimizer steps that a run has used so far."""
+
+    steps: int = 0
+    tokens: int = 0
+    updates: int = 0
+    """Number of optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

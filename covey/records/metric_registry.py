@@ -2,7 +2,7 @@
 
 Health checks, the web page and tests use this registry, and docs/metrics.md is generated from it.
 Metrics of the forward and backward passes are computed in `covey/objective/diagnostics.py` and
-`covey/training/step.py`.
+`covey/step.py`.
 
 Metrics that open-instruct also has are logged under open-instruct's names too. A name with `*`
 stands for several metrics. A mean over tokens is the sum over all trained tokens of a training

@@ -1,19 +1,32 @@
-"""Collects groups of rollouts: generates completions, and scores them at the same time."""
+"""Collects the rollouts of training steps: generate, score, penalize, filter, refill.
+
+`collect_steps` does it for one or several steps at once. `Collector` generates completions and
+scores them at the same time, for training and for evaluations.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
 from covey.parallel.world import ALONE, World
-from covey.rollout.episode import EncodedPrompt, Interaction, generate, step_of
+from covey.rollout.episode import EncodedPrompt, Interaction, encode_prompts, generate, step_of
+from covey.rollout.filter import Selected, select
+from covey.rollout.prompts import refill_prompts, step_prompts
 from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
-from covey.types import Group, Rollout
+from covey.types import Group, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from covey.records.trackers import Tracker
+    from covey.rewards import LengthPenalty
+    from covey.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,3 +263,185 @@ def check_failures(collected: Collected, limit: float) -> None:
         )
         error.details = collected.trace
         raise error
+
+
+# The rollouts of training steps, with dynamic sampling.
+
+
+class Ticket(NamedTuple):
+    """A request for the rollouts of one training step."""
+
+    step: int
+    """Number of the step, from 1."""
+    version: int
+    """Version of the weights that generate the rollouts, counted in optimizer steps."""
+    share: float
+    """The completed fraction of the run, from 0 to 1. Reward weights may depend on `share`."""
+    picks: tuple[int, ...] = ()
+    """Indices of the prompts that a curriculum drew; empty without a curriculum. The prompts of
+    refill rounds come last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """The rollouts of a training step."""
+
+    ticket: Ticket
+    collected: Collected = field(default_factory=Collected)
+    """All sampled rollouts."""
+    selected: Selected = field(default_factory=Selected)
+    """The groups to train on."""
+    rounds: int = 0
+    """Number of sampling rounds; dynamic sampling may need more than one round."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user, shown when the training step begins."""
+    engine_waited: float = 0.0
+    """Seconds that the engine waited for the trainer before it generated the rollouts."""
+
+    @property
+    def used_picks(self) -> tuple[int, ...]:
+        """The indices of the prompts that a curriculum drew, in the order of the groups."""
+        return self.ticket.picks[: len(self.collected.groups)]
+
+
+def collect_steps(run: Run, log: Tracker, tickets: Sequence[Ticket]) -> list[StepRollouts]:
+    """Sample, score and filter the groups of the given steps, and apply the length penalty.
+
+    One engine call generates the completions for the prompts of all steps. With dynamic sampling,
+    each refill round is one engine call for all steps that still need groups.
+    """
+    steps = [StepRollouts(ticket=ticket) for ticket in tickets]
+    while asked := {
+        place: prompts for place, one in enumerate(steps) if (prompts := _next_prompts(run, one))
+    }:
+        found = _round(run, log, [(steps[n].ticket, p) for n, p in asked.items()])
+        for place, collected in zip(asked, found, strict=True):
+            steps[place] = _with_round(run, steps[place], collected)
+    return [_checked(one) for one in steps]
+
+
+def _next_prompts(run: Run, rollouts: StepRollouts) -> list[Prompt]:
+    """Return the prompts of a step's next sampling round; [] if the step needs no further round.
+
+    The prompts of a refill round depend only on the seed, the step and the round number. Refill
+    rounds do not change the prompts of later steps.
+    """
+    config, prompts, ticket = run.config, run.prompts, rollouts.ticket
+    count = wanted = config.rollout.prompts_per_step
+    done, rounds = rollouts.collected.groups, rollouts.rounds
+    if rounds:
+        usable = len(rollouts.selected.groups)
+        if usable == wanted or rounds >= config.filter.rounds:
+            return []
+        if usable:  # as if the same fraction of the new groups will be usable
+            count = min(wanted, math.ceil((wanted - usable) / (usable / len(done))))
+    if ticket.picks:
+        return [prompts[pick] for pick in ticket.picks[len(done) : len(done) + count]]
+    if not rounds:
+        return step_prompts(prompts, seed=config.seed, step=ticket.step - 1, count=count)
+    return refill_prompts(
+        prompts,
+        used={group.prompt.id for group in done},
+        seed=config.seed,
+        step=ticket.step,
+        round_number=rounds,
+        count=count,
+    )
+
+
+def _round(
+    run: Run, log: Tracker, asked: Sequence[tuple[Ticket, Sequence[Prompt]]]
+) -> list[Collected]:
+    """Sample and score one round of groups for each step, and apply the length penalty."""
+    model, train = run.policy.model, run.config.train
+    collector = Collector(
+        engine=run.engine,
+        model=model,
+        scorer=run.scorer,
+        progress=log.sampled,
+        ranks=run.world,
+        interaction=run.interaction,
+        updates=train.optimizer_steps,
+        max_steps=train.total_optimizer_steps,
+    )
+    encoded = [
+        replace(prompt, step=ticket.step)
+        for ticket, prompts in asked
+        for prompt in encode_prompts(model, prompts, run.interaction)
+    ]
+    first = asked[0][0]
+    collected = collector.collect(
+        encoded, sampling=run.sampling, step=first.step, share=first.share
+    )
+    groups = collected.groups
+    if run.config.length_penalty.name != "none":
+        groups = tuple(penalized(group, run.length_penalty) for group in groups)
+    if run.privileged is not None:
+        groups = tuple(run.privileged.extended(group) for group in groups)
+    return replace(collected, groups=groups).split([len(prompts) for _, prompts in asked])
+
+
+def _with_round(run: Run, rollouts: StepRollouts, found: Collected) -> StepRollouts:
+    """Add a sampling round's groups to a step, and select the groups to train on."""
+    config, ticket = run.config, rollouts.ticket
+    notes = run.interaction.notes(found.rollouts) if run.interaction else []
+    if found.failures:
+        notes = [*notes, f"{len(found.failures)} unscored, {found.failures[0]}"]
+    collected = rollouts.collected.joined(found)
+    check_failures(collected, config.scoring.max_unscored)
+    selected = select(
+        collected.groups,
+        dynamic=config.filter.dynamic_sampling,
+        drop_flat=config.filter.drop_flat,
+        most=config.rollout.prompts_per_step,
+        fewest=min(2, config.rollout.group_size),
+    )
+    return StepRollouts(
+        ticket=ticket,
+        collected=collected,
+        selected=selected,
+        rounds=rollouts.rounds + 1,
+        notes=(*rollouts.notes, *(f"step {ticket.step}: {note}" for note in notes)),
+    )
+
+
+def _checked(rollouts: StepRollouts) -> StepRollouts:
+    """Add a note if a step has no group to train on; raise RewardError if no group was scored."""
+    selected, step = rollouts.selected, rollouts.ticket.step
+    if selected.groups:
+        return rollouts
+    if not selected.uniform:
+        raise RewardError(
+            f"step {step}: no group has two scored completions, so there is no group to train on; "
+            "check the errors of the reward function"
+        )
+    note = (
+        f"step {step}: no group to train on after {rollouts.rounds} sampling rounds: "
+        f"{selected.uniform} groups have equal results"
+    )
+    return replace(rollouts, notes=(*rollouts.notes, note))
+
+
+def penalized(group: Group, penalty: LengthPenalty) -> Group:
+    """Add a length penalty to the rewards of a group, as a separate part of the reward."""
+    rollouts = [
+        rollout
+        if rollout.reward is None
+        else replace(
+            rollout,
+            reward=rollout.reward + amount,
+            parts={**rollout.parts, "length_penalty": amount},
+        )
+        for rollout, amount in zip(group.rollouts, penalty(group.rollouts), strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def collect_step(run: Run, step: int, log: Tracker, share: float | None = None) -> StepRollouts:
+    """Load the current weights into the engine, collect a step's groups, and log its notes."""
+    share = (step - 1) / run.config.train.steps if share is None else share
+    run.engine.load_weights(run.policy.weights, run.policy.version)
+    (found,) = collect_steps(run, log, [Ticket(step, run.policy.version, share)])
+    for note in found.notes:
+        log.note(note)
+    return found

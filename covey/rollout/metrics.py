@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from covey.objective.advantage import zero_variance
-from covey.rollout.collect import Collected
-from covey.rollout.source import StepRollouts
+from covey.rollout.collect import Collected, StepRollouts
 from covey.types import Group, Rollout
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,25 +22,22 @@ from covey.records.provenance import describe_environment
 from covey.records.resume import Start, resume_command, start_of
 from covey.records.reward_changes import record_change
 from covey.records.settings import changed_settings
+from covey.run import Run
 from covey.stopping import StopSignal, stop_signal
-from covey.training.build import Components
 from covey.training.passed_objects import OBJECTS
 from covey.training.resolve import resolve
 
 REPEATS_SECONDS = 2.0
 """Number of seconds in which a second signal is ignored. A rank receives Ctrl-C twice: directly,
 and from torchrun."""
-P = TypeVar("P", bound=Components)
 Change = tuple[Any, Any]
 """The old and the new value of a setting."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRun(Generic[P]):
-    """A run that is ready to train: its components are built, and its folder is locked."""
+class Opened(NamedTuple):
+    """A run that is ready to train: it is built, and its folder is locked."""
 
-    parts: P
-    folder: RunFolder
+    run: Run
     start: Start
     stop: StopSignal
 
@@ -49,13 +45,13 @@ class OpenRun(Generic[P]):
 @contextmanager
 def opened_run(
     config: Config,
-    build: Callable[[Config, World], P],
+    build: Callable[[Config, World], Run],
     target: RunFolder | Path | str,
     *,
     step: int | None = None,
     changed: Mapping[str, Change] | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Iterator[OpenRun[P]]:
+) -> Iterator[Opened]:
     """Join the other ranks, build the components of a run, and create or lock its folder.
 
     `target` is the run to resume, or the path of a new run's folder. If `target` is a string and
@@ -71,16 +67,17 @@ def opened_run(
             stack.enter_context(locked_by_main(folder, world))
             start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
             check_length(config, start.step, sft=folder.is_sft)
-        parts = stack.enter_context(closing(build(config, world)))
+        run = stack.enter_context(closing(build(config, world)))
         if isinstance(target, RunFolder):
             if world.is_main:
-                record_changes(folder, parts, start.step, changed or {})
+                record_changes(folder, run, start.step, changed or {})
         else:  # building may fail, so the folder is created only now
             path = next_run_path(Path("runs"), target) if isinstance(target, str) else target
-            folder = created_run(parts, path)
+            folder = created_run(run, path)
             stack.enter_context(locked_by_main(folder, world))
         stop = stack.enter_context(_signals(several=world.size > 1))
-        yield OpenRun(parts=parts, folder=folder, start=start, stop=stop)
+        run.folder = folder
+        yield Opened(run, start, stop)
 
 
 def _signals(*, several: bool) -> AbstractContextManager[StopSignal]:
@@ -90,27 +87,27 @@ def _signals(*, several: bool) -> AbstractContextManager[StopSignal]:
     return stop_signal(repeats=REPEATS_SECONDS if several else 0.0)
 
 
-def created_run(parts: Components, path: Path) -> RunFolder:
+def created_run(run: Run, path: Path) -> RunFolder:
     """Create the run folder on rank 0, and return it on every rank."""
 
     def create() -> RunFolder:
-        device, threads = str(parts.policy.model.device), torch.get_num_threads()
+        device, threads = str(run.policy.model.device), torch.get_num_threads()
         environment = {
-            **describe_environment(parts.config.seed, device, threads),
-            "ranks": parts.world.size,
-            "reward": parts.scorer.identity,
-            "evaluation_reward": parts.eval_scorer.identity,
-            "notes": list(parts.notes),
-            **parts.facts,
+            **describe_environment(run.config.seed, device, threads),
+            "ranks": run.world.size,
+            "reward": run.scorer.identity,
+            "evaluation_reward": run.eval_scorer.identity,
+            "notes": list(run.notes),
+            **run.facts,
         }
         if note := set_aside_failed(path):
             notice(note)
-        run = RunFolder.create(path, to_toml(parts.config), environment)
-        if not run.is_sft:
-            record_change(run, **parts.config.reward_change.model_dump())
-        return run
+        folder = RunFolder.create(path, to_toml(run.config), environment)
+        if not folder.is_sft:
+            record_change(folder, **run.config.reward_change.model_dump())
+        return folder
 
-    return parts.world.from_main(create)
+    return run.world.from_main(create)
 
 
 def resume_hint(run: RunFolder, config: Config) -> str:
@@ -196,14 +193,12 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
         )
 
 
-def record_changes(
-    run: RunFolder, parts: Components, step: int, changed: Mapping[str, Change]
-) -> None:
+def record_changes(folder: RunFolder, run: Run, step: int, changed: Mapping[str, Change]) -> None:
     """Write the new settings to config.toml, and append the changes to changes.jsonl."""
     if changed:
         plain = json.loads(json.dumps(changed, default=str))
-        append_line(run.path / CHANGES, {"step": step, "settings": plain, **parts.facts})
-        write_text(run.config_file, to_toml(parts.config))
+        append_line(folder.path / CHANGES, {"step": step, "settings": plain, **run.facts})
+        write_text(folder.config_file, to_toml(run.config))
 
 
 def changes_note(changed: Mapping[str, Change]) -> str:

@@ -33,7 +33,8 @@ from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
 from covey.policy.compact_adamw import CompactAdamW
 from covey.policy.optimizer import MasterAdamW
 from covey.policy.policy import Policy
-from covey.training.step import Learner, StepSettings, optimize
+from covey.run import Run
+from covey.step import StepSettings, optimize
 from covey.types import Batch
 from tests.accel.test_fused_forward import per_row
 from tests.conftest import make_batch
@@ -278,9 +279,7 @@ def test_an_update_learns_and_measures() -> None:
     )  # fmt: skip
     batch = with_advantage(objective, shared_batch())
     before = batch_logp(model, batch).logp.detach()
-    metrics = optimize(
-        Learner(policy=policy, objective=objective, settings=settings), batch, step=0
-    )
+    metrics = optimize(Run(policy=policy, objective=objective, settings=settings), batch, step=0)
     after = batch_logp(model, batch).logp.detach()
     gain = ((after - before) * batch.advantage).where(batch.mask, 0.0).sum()
     assert float(gain) > 0

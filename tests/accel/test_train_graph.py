@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from covey.accel import fused_forward as fused
 from covey.accel import head, sizes
 from covey.accel import static_buffers as static
+from covey.accel import train_graph as graph
 from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.fused_parameters import attach_grad_sinks, fuse_parameters
 from covey.accel.head import token_logp
@@ -27,8 +28,8 @@ from covey.models.logp import LogProbs, packed_hidden, scatter_logp
 from covey.objective import ALGORITHMS, with_advantage
 from covey.policy.optimizer import MasterAdamW
 from covey.policy.policy import Policy
-from covey.accel import train_graph as graph
-from covey.training.step import Learner, StepSettings, optimize
+from covey.run import Run
+from covey.step import StepSettings, optimize
 from covey.types import Batch, HostRows
 from tests.accel.test_fused_forward import CPU, SETTINGS, per_row, shared_batch
 from tests.conftest import build
@@ -377,7 +378,7 @@ def test_an_update_with_graphs_equals_the_eager_update() -> None:
             passes=passes_of(model) if by_passes else None,
         )
         metrics.append(
-            optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0)
+            optimize(Run(policy=policy, objective=objective, settings=settings), batch, step=0)
         )
         weights.append([p.detach() for p in model.model.parameters()])
         if by_passes:

@@ -19,16 +19,16 @@ from covey.engines.process.engine import MOST_DEATHS, ProcessEngine
 from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Completion, Request, Sampling
 from covey.errors import DataError, ModelError
+from covey.loop import train
 from covey.models.language_model import LanguageModel
 from covey.policy.models import load_model
 from covey.records.folder import RunFolder
 from covey.records.trackers import Tracker
 from covey.rollout.episode import SingleTurnEpisodes, encode_prompts, generate
+from covey.run import Run
 from covey.stopping import StopSignal
 from covey.tasks.arithmetic import Arithmetic
-from covey.training.build import Parts, assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from covey.types import Group
 from tests.trackers import Notes
 
@@ -44,9 +44,9 @@ FORKED = pytest.mark.usefixtures("_forked_workers")
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[Parts]:
+def parts() -> Iterator[Run]:
     """A run whose engine has a process of its own."""
-    made = assemble(resolve(load_config("arithmetic", SETTINGS)))
+    made = Run.build(resolve(load_config("arithmetic", SETTINGS)))
     yield made
     made.engine.close()
 
@@ -66,7 +66,7 @@ def halved(model: LanguageModel) -> Mapping[str, torch.Tensor]:
     return {name: weight.detach() * 0.5 for name, weight in model.model.named_parameters()}
 
 
-def test_a_process_generates_the_same_bits(parts: Parts) -> None:
+def test_a_process_generates_the_same_bits(parts: Run) -> None:
     model, engine = parts.policy.model, parts.engine
     assert not engine.info.shares_weights
     assert engine.info.loads_in_flight
@@ -81,7 +81,7 @@ def test_a_process_generates_the_same_bits(parts: Parts) -> None:
     assert {rollout.policy_version for group in there for rollout in group.rollouts} == {7}
 
 
-def test_an_error_in_the_process_is_the_trainers(parts: Parts) -> None:
+def test_an_error_in_the_process_is_the_trainers(parts: Run) -> None:
     model = parts.policy.model
     long = replace(SAMPLING, max_tokens=model.context)
     prompts = encode_prompts(model, Arithmetic().train()[:1])
@@ -91,7 +91,7 @@ def test_an_error_in_the_process_is_the_trainers(parts: Parts) -> None:
 
 
 @FORKED
-def test_requests_of_a_process_that_is_killed_are_generated_again(parts: Parts) -> None:
+def test_requests_of_a_process_that_is_killed_are_generated_again(parts: Run) -> None:
     model, engine = parts.policy.model, parts.engine
     assert isinstance(engine, ProcessEngine)
     other = halved(model)
@@ -130,7 +130,7 @@ def _ends_with_the_trainer(engine: ProcessEngine) -> None:
 
 
 @FORKED
-def test_deaths_are_counted_from_the_last_success(parts: Parts) -> None:
+def test_deaths_are_counted_from_the_last_success(parts: Run) -> None:
     model, engine = parts.policy.model, parts.engine
     expected = generated(engine, model)
     for _ in range(MOST_DEATHS + 1):
@@ -140,7 +140,7 @@ def test_deaths_are_counted_from_the_last_success(parts: Parts) -> None:
 
 
 @FORKED
-def test_a_process_that_always_dies_at_the_same_completion_ends_the_run(parts: Parts) -> None:
+def test_a_process_that_always_dies_at_the_same_completion_ends_the_run(parts: Run) -> None:
     model, engine = parts.policy.model, parts.engine
 
     class Killing(SingleTurnEpisodes):
@@ -161,7 +161,7 @@ def test_a_process_that_always_dies_at_the_same_completion_ends_the_run(parts: P
 
 @FORKED
 @pytest.mark.slow
-def test_a_run_goes_on_when_its_engine_is_killed(parts: Parts, tmp_path: Path) -> None:
+def test_a_run_goes_on_when_its_engine_is_killed(parts: Run, tmp_path: Path) -> None:
     class Killer(Tracker):
         def step(self, metrics: Mapping[str, Any]) -> None:
             if metrics["step"] == 2:
@@ -173,7 +173,7 @@ def test_a_run_goes_on_when_its_engine_is_killed(parts: Parts, tmp_path: Path) -
         fresh = parts
         if number:  # the same by an engine that cannot die
             native = config.model_copy(update={"engine": Engine()})
-            fresh = replace(assemble(native), config=config, engine=NativeCopy(load_model(config)))
+            fresh = replace(Run.build(native), config=config, engine=NativeCopy(load_model(config)))
         folder = RunFolder.create(tmp_path / str(number), "", {})
         train(fresh, folder, trackers, StopSignal())
         weights = dict(fresh.policy.weights())
@@ -192,7 +192,7 @@ def test_a_run_goes_on_when_its_engine_is_killed(parts: Parts, tmp_path: Path) -
 
 @FORKED
 @pytest.mark.slow
-def test_weights_may_change_while_completions_are_generated(parts: Parts, tmp_path: Path) -> None:
+def test_weights_may_change_while_completions_are_generated(parts: Run, tmp_path: Path) -> None:
     overlap = parts.config.overlap.model_copy(update={"in_flight": True, "staleness": 2})
     config = parts.config.model_copy(update={"overlap": overlap})
     folder = RunFolder.create(tmp_path / "run", "", {})

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from covey.collate import collate
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Completion, Limits, Request, RequestSource, Sampling
 from covey.environments import InlineHost, Step
@@ -24,7 +25,6 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.objective import build, with_advantage, with_weight
 from covey.rollout.episode import Interaction, encode_prompts, generate
-from covey.training.collate import collate
 from covey.types import Group, Message, Prompt, Rollout
 from tests.environments.chat_templates import FAMILIES, Family, tokenizer_of
 

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from covey.collate import collate
 from covey.environments.adapters import as_environment
 from covey.environments.calculator import Calculator
 from covey.environments.drive import Reply
@@ -20,7 +21,6 @@ from covey.environments.pool import ProcessHost
 from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
-from covey.training.collate import collate
 from covey.types import Group, Rollout
 from tests.environments import worlds
 from tests.environments.chat_templates import FAMILIES

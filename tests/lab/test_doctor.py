@@ -29,10 +29,10 @@ from covey.lab.plan.task_facts import task_facts
 from covey.policy.optimizer import MasterAdamW
 from covey.records.trackers import Tracker
 from covey.rollout import episode
-from covey.rollout.source import SynchronousSource
+from covey.rollout.collect import collect_step
+from covey.run import Run
 from covey.sandbox import program
 from covey.training import step
-from covey.training.build import Parts, assemble
 from covey.training.resolve import resolve
 from covey.types import Group
 
@@ -45,13 +45,13 @@ def config_of(*settings: str) -> Config:
 
 
 @pytest.fixture
-def parts() -> Iterator[Parts]:
-    with closing(assemble(config_of())) as made:
+def parts() -> Iterator[Run]:
+    with closing(Run.build(config_of())) as made:
         yield made
 
 
-def groups_of(parts: Parts) -> Sequence[Group]:
-    return SynchronousSource(parts, Tracker()).groups(1, share=0.0).collected.groups
+def groups_of(parts: Run) -> Sequence[Group]:
+    return collect_step(parts, 1, Tracker(), 0.0).collected.groups
 
 
 def failed(results: Iterator[Result]) -> list[str]:
@@ -74,7 +74,7 @@ def test_a_healthy_configuration_passes(tmp_path: Path, capsys: pytest.CaptureFi
     ]  # fmt: skip
 
 
-def test_a_wrong_denominator(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_denominator(parts: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean over the rows of a micro-batch, where the mean is over the optimizer step."""
     groups, own = groups_of(parts), step.policy_loss
 
@@ -87,7 +87,7 @@ def test_a_wrong_denominator(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> N
     assert "gradient: micro-batches" in failed(gradient_checks(parts, groups, Clock()))
 
 
-def test_shifted_log_probs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shifted_log_probs(parts: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     own = episode.SingleTurnEpisodes.done
 
     def shifted(source: Any, completions: Any) -> None:
@@ -97,7 +97,7 @@ def test_shifted_log_probs(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> Non
     assert failed(engine_checks(parts, groups_of(parts), Clock())) == ["engine: log-probs"]
 
 
-def test_stale_weights(parts: Parts) -> None:
+def test_stale_weights(parts: Run) -> None:
     """An engine with a copy of the weights that new ones never reach."""
     stale = replace(parts, engine=NativeEngine(upcast(parts.policy.model)))
     groups = groups_of(stale)
@@ -143,7 +143,7 @@ def test_a_checkup_without_time_says_what_it_skips() -> None:
     assert {"reward: determinism", *sandbox} <= {r.name for r in found if r.passed}
 
 
-def test_slow_gradients_are_skipped_one_by_one(parts: Parts) -> None:
+def test_slow_gradients_are_skipped_one_by_one(parts: Run) -> None:
     """The first gradient is measured; the others are as slow, so the time is not enough."""
     said: list[str] = []
 
@@ -170,7 +170,7 @@ def test_less_time_gives_smaller_steps() -> None:
     assert tokens(1e-9) == 2 * 2 * 8
 
 
-def test_progress_names_every_slow_check(tmp_path: Path, parts: Parts) -> None:
+def test_progress_names_every_slow_check(tmp_path: Path, parts: Run) -> None:
     said: list[str] = []
     clock = Clock(say=said.append)
     groups = groups_of(parts)

@@ -12,7 +12,7 @@ from covey.engines.vllm.engine import Replica, VllmEngine
 from covey.engines.vllm.sync import FileSync
 from covey.lab.exact_logp import expected_exact_logp
 from covey.models.load_model import load_language_model
-from covey.training.build import assemble
+from covey.run import Run
 from covey.training.make_engine import native_copy
 from covey.training.resolve import resolve
 
@@ -26,7 +26,7 @@ def config_of(*settings: str) -> Config:
 )
 def test_native_engines_declare_what_is_expected(dtype: str, exact: bool) -> None:
     config = config_of(f"model.dtype={dtype}")
-    engines = [assemble(config).engine, native_copy(config.model_dump())]
+    engines = [Run.build(config).engine, native_copy(config.model_dump())]
     assert [engine.info.exact_logp for engine in engines] == [exact, exact]
     assert expected_exact_logp(config) is exact
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from covey.collate import collate
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
@@ -17,7 +18,6 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
 from covey.rollout.episode import EncodedPrompt
-from covey.training.collate import collate
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import ARCHITECTURES, build, rollouts_of
 

@@ -18,7 +18,7 @@ from covey.objective import (
 )
 from covey.objective.diagnostics import Meter, observe_reference, summary
 from covey.objective.masked import joined
-from covey.training.step import RowFacts
+from covey.step import RowFacts
 from covey.types import Batch, Totals
 from tests.conftest import make_batch
 from tests.objective.laws import OF_PAIRS

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from covey.cli.main import run as covey
+from covey.collate import collate
 from covey.config import load_config
 from covey.errors import ModelError
+from covey.loop import train
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.policy.policy import LogProbs
 from covey.records.folder import RunFolder
 from covey.reference.frozen import FrozenReference
 from covey.reference.wire import SLACK, encode_reply, reply_bytes
+from covey.run import Run
+from covey.step import check_finite
 from covey.stopping import StopSignal
-from covey.training.build import assemble
-from covey.training.collate import collate
 from covey.training.resolve import resolve
-from covey.training.rl import train
-from covey.training.step import check_finite
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.reference.servers import HEALTH, connect, fork_server
@@ -107,9 +107,9 @@ def test_a_run_with_a_nan_reference_stops_before_it_learns(
     value: float, where: str, tmp_path: Path
 ) -> None:
     settings = [*SETTINGS, f"objective.kl_in={where}"]
-    parts = assemble(resolve(load_config(None, settings)))
-    assert isinstance(parts.learner.reference, FrozenReference)
-    spoil(parts.learner.reference.model, value)
+    parts = Run.build(resolve(load_config(None, settings)))
+    assert isinstance(parts.reference, FrozenReference)
+    spoil(parts.reference.model, value)
     folder = RunFolder.create(tmp_path / "run", "", {})
     words = "log-probs of the reference are not finite for [0-9]+ of [0-9]+ tok"
     with closing(parts.scorer), pytest.raises(ModelError, match=words) as raised:
@@ -167,7 +167,7 @@ def test_a_samplers_log_probability_must_be_finite(value: float) -> None:
 
 
 def test_an_optimizer_step_that_is_left_out_is_noted(tmp_path: Path) -> None:
-    parts = assemble(resolve(load_config(None, [*SETTINGS, "objective.beta=0", "train.steps=1"])))
+    parts = Run.build(resolve(load_config(None, [*SETTINGS, "objective.beta=0", "train.steps=1"])))
     policy = parts.policy
     name = next(n for n in policy.optimizer.parameters if n.endswith("norm.weight"))
     # The forward pass is sound, and one gradient is not.

@@ -25,7 +25,7 @@ from covey.policy.policy import Policy
 from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
-from covey.training.build import assemble
+from covey.run import Run
 from covey.training.resolve import resolve
 from covey.types import Batch
 from tests.conftest import make_batch
@@ -231,8 +231,8 @@ def test_a_run_renews_its_reference_and_the_kl_starts_again_at_nothing(tmp_path:
 )
 def test_without_a_penalty_nothing_is_loaded_or_asked(options: list[str]) -> None:
     overrides = ["objective.beta=0.0", *(f"reference.{o}" for o in options)]
-    parts = assemble(resolve(load_config(None, overrides)))
-    assert parts.learner.reference is None
+    parts = Run.build(resolve(load_config(None, overrides)))
+    assert parts.reference is None
     parts.scorer.close()
 
 

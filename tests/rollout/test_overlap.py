@@ -18,15 +18,15 @@ from covey.config import load_config
 from covey.engines.native.engine import NativeCopy
 from covey.engines.protocol import RequestSource, WeightSource
 from covey.errors import ConfigError, RunError
+from covey.loop import train
 from covey.policy.models import load_model
 from covey.records.folder import RunFolder
 from covey.records.resume import start_of
 from covey.records.trackers import Tracker
-from covey.rollout.overlap import FILE, read_in_flight, write_in_flight
+from covey.rollout.queue import FILE, read_in_flight, write_in_flight
+from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from tests.trackers import Notes
 
 STEPS = 5
@@ -56,9 +56,9 @@ class Unsteady(NativeCopy):
         NativeCopy.run(self, requests)
 
 
-def parts_of(*overrides: str, mode: str = "ahead") -> Parts:
+def parts_of(*overrides: str, mode: str = "ahead") -> Run:
     """Return the parts of a run; in mode "copy" with an engine in this process."""
-    parts = assemble(resolve(load_config("arithmetic", [*QUICK, *overrides])))
+    parts = Run.build(resolve(load_config("arithmetic", [*QUICK, *overrides])))
     if mode == "ahead":
         return parts
     overlap = parts.config.overlap.model_copy(update={"mode": mode})
@@ -66,13 +66,13 @@ def parts_of(*overrides: str, mode: str = "ahead") -> Parts:
     return replace(parts, config=config, engine=Unsteady(load_model(config)))
 
 
-def trained(parts: Parts, path: Path, *trackers: Tracker) -> RunFolder:
+def trained(parts: Run, path: Path, *trackers: Tracker) -> RunFolder:
     folder = RunFolder.create(path, "", {})
     train(parts, folder, trackers, StopSignal())
     return folder
 
 
-def bits(parts: Parts, folder: RunFolder) -> Mapping[str, Any]:
+def bits(parts: Run, folder: RunFolder) -> Mapping[str, Any]:
     """Return all numbers that must be the same."""
     rollouts = [
         [[row[k] for k in ("prompt_id", "tokens", "sampler_logp", "reward", "advantage")] for row in
@@ -134,7 +134,7 @@ def test_a_stale_run_repeats_and_resumes(mode: str, tmp_path: Path) -> None:
 def test_a_checkpoint_holds_what_is_in_flight(tmp_path: Path) -> None:
     parts = parts_of("overlap.staleness=2", "evaluate.every=0", *CASES["dynamic"])
     folder = trained(parts, tmp_path / "run")
-    read = partial(read_in_flight, prompts=parts.train_prompts, seed=parts.config.seed, count=3)
+    read = partial(read_in_flight, prompts=parts.prompts, seed=parts.config.seed, count=3)
     for step, ahead in ((1, [2, 3]), (2, [3]), (3, []), (4, [5]), (5, [])):
         held = read(folder.path / f"checkpoints/{step:06d}")
         assert [one.ticket.step for one in held] == ahead
@@ -151,7 +151,7 @@ def test_a_checkpoint_holds_what_is_in_flight(tmp_path: Path) -> None:
     with pytest.raises(
         RunError, match=r"no prompt 'arithmetic/.*', so the data or the seed have changed"
     ):
-        read_in_flight(tmp_path, parts.train_prompts[:9], seed=1, count=3)
+        read_in_flight(tmp_path, parts.prompts[:9], seed=1, count=3)
     (tmp_path / FILE).write_text(json.dumps({"ticket": [1, 2]}))
     with pytest.raises(RunError, match=r"cannot be read, because in_flight.jsonl"):
         read(tmp_path)
@@ -256,9 +256,9 @@ def test_without_a_correction_the_ratio_is_to_the_engines_log_probs(tmp_path: Pa
 def test_the_training_pass_computes_old_logp_as_an_extra_pass_does(tmp_path: Path) -> None:
     settings = ["overlap.staleness=1", "evaluate.every=0", "save.every=0"]
     in_pass, before = parts_of(*settings), parts_of(*settings, "train.old_logp=recompute")
-    assert in_pass.learner.settings.old_logp_in_pass
-    assert not before.learner.settings.old_logp_in_pass
-    assert not parts_of(*settings, "train.mini_batches=2").learner.settings.old_logp_in_pass
+    assert in_pass.settings.old_logp_in_pass
+    assert not before.settings.old_logp_in_pass
+    assert not parts_of(*settings, "train.mini_batches=2").settings.old_logp_in_pass
     one, two = (
         trained(parts, tmp_path / f"{number}").steps()
         for number, parts in enumerate((in_pass, before))

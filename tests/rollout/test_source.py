@@ -12,6 +12,7 @@ from rich.console import Console
 
 from covey.config import load_config
 from covey.errors import RewardError
+from covey.loop import train
 from covey.objective import build as build_objective
 from covey.objective import with_advantage, with_weight
 from covey.objective.advantage import group_centered
@@ -20,6 +21,7 @@ from covey.policy.policy import Policy
 from covey.records.folder import RunFolder
 from covey.records.trackers.console import ConsoleTracker
 from covey.rewards import Score, ThinkAnswer, as_reward
+from covey.rollout.collect import StepRollouts, collect_step, penalized
 from covey.rollout.filter import (
     Selected,
     is_mixed,
@@ -27,14 +29,11 @@ from covey.rollout.filter import (
     without_stale,
     without_truncated,
 )
-from covey.rollout.source import StepRollouts, SynchronousSource, penalized
+from covey.run import Run
 from covey.scoring import InlineScorer
+from covey.step import optimize, train_on
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
-from covey.training.state import State
-from covey.training.step import Learner, optimize, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.trackers import Notes
@@ -43,12 +42,12 @@ from tests.training.test_step import make_policy, settings
 QUICK = ["train.steps=2", "rollout.prompts_per_step=6", "rollout.group_size=4", "evaluate.every=0"]
 
 
-def parts_with(*overrides: str) -> Parts:
-    return assemble(resolve(load_config("arithmetic", [*QUICK, *overrides])))
+def parts_with(*overrides: str) -> Run:
+    return Run.build(resolve(load_config("arithmetic", [*QUICK, *overrides])))
 
 
-def groups_of(parts: Parts, step: int = 1) -> StepRollouts:
-    return SynchronousSource(parts, Notes()).groups(step)
+def groups_of(parts: Run, step: int = 1) -> StepRollouts:
+    return collect_step(parts, step, Notes())
 
 
 def group(name: str, *right: bool | None, age: int = 0, tokens: int = 3) -> Group:
@@ -137,14 +136,14 @@ class FailsAt:
 
 def test_unscored_completions_are_a_share_of_the_step_and_not_of_a_refill() -> None:
     config = resolve(load_config("arithmetic", [*QUICK, "filter.dynamic_sampling=true"]))
-    whole = groups_of(assemble(config, FailsAt()))
+    whole = groups_of(Run.build(config, FailsAt()))
     assert whole.rounds > 1
     count = len(whole.collected.rollouts)
     # The last two rollouts may be more than a tenth of a small refill.
-    found = groups_of(assemble(config, FailsAt(count - 1, count)))
+    found = groups_of(Run.build(config, FailsAt(count - 1, count)))
     assert len(found.collected.failures) == 2 < 0.1 * len(found.collected.rollouts)
     with pytest.raises(RewardError, match="3 of 24 completions could not be scored"):
-        groups_of(assemble(config, FailsAt(1, 2, 3)))
+        groups_of(Run.build(config, FailsAt(1, 2, 3)))
 
 
 def test_refills_stop_at_the_cap_and_leave_the_first_round_as_it_was() -> None:
@@ -250,7 +249,7 @@ def test_skipping_rows_without_gradient_changes_only_rounding(name: str) -> None
         policy.model.backbone.forward = lambda *a, _t=taken, _f=forward, **k: (
             _t.append(1) or _f(*a, **k)
         )
-        learner = Learner(
+        learner = Run(
             policy=policy, objective=objective,
             settings=settings(skip_zero_gradient=skip, micro_batch_tokens=1),
         )  # fmt: skip
@@ -271,9 +270,8 @@ def test_a_custom_advantage_may_read_old_and_reference_logp(beta: float) -> None
         return group_centered(batch)
 
     parts = parts_with(f"objective.beta={beta}", "train.mini_batches=2")
-    learner = parts.learner.at(State(beta=beta))
-    learner = replace(learner, objective=replace(learner.objective, advantage=advantage))
-    training_step(learner, [differing("odd", True, False, False, True)], 0)
+    parts.objective = replace(parts.objective, advantage=advantage)
+    train_on([differing("odd", True, False, False, True)], parts, 0)
     assert seen == [(True, beta > 0)]
 
 
@@ -286,10 +284,10 @@ def test_beta_is_the_same_without_the_rows_of_zero_advantage() -> None:
             "objective.kl_in=reward", "objective.kl_target=0.05", "objective.kl_horizon=10",
             "optimizer.learning_rate=1e-2", f"filter.skip_zero_gradient={skip}",
         )  # fmt: skip
-        state, groups = State(beta=0.1), [differing("odd", True, False, False, True)]
+        groups = [differing("odd", True, False, False, True)]
         for _ in range(3):
-            state.beta = training_step(parts.learner.at(state), groups, 0).beta
-        betas.append(state.beta)
+            parts.beta = train_on(groups, parts, 0).beta
+        betas.append(parts.beta)
     assert betas[0] != 0.1
     assert betas[1] == pytest.approx(betas[0], rel=1e-4)
 
@@ -298,18 +296,18 @@ def test_one_pass_that_is_not_finite_leaves_an_adaptive_beta_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = parts_with("objective.beta=0.1", "objective.kl_target=1e-6", "train.mini_batches=1")
-    groups, state = [differing("odd", True, False, False, True)], State(beta=0.1)
+    groups = [differing("odd", True, False, False, True)]
     right = Policy.logp
     broken = lambda self, batch: right(self, batch)._replace(  # noqa: E731
         logp=right(self, batch).logp * math.nan
     )
     with monkeypatch.context() as patch:
         patch.setattr(Policy, "logp", broken)
-        _, metrics, state.beta = training_step(parts.learner.at(state), groups, 0)
+        _, metrics, parts.beta = train_on(groups, parts, 0)
     assert metrics["optim/skipped"] == 1
     assert math.isnan(metrics["objective/kl_avg"])
-    assert state.beta == 0.1
-    _, metrics, _ = training_step(parts.learner.at(state), groups, 0)
+    assert parts.beta == 0.1
+    _, metrics, _ = train_on(groups, parts, 0)
     assert metrics["optim/skipped"] == 0
 
 
@@ -339,7 +337,7 @@ def test_old_logp_is_taken_of_rows_with_gradient_alone(name: str, rows: int) -> 
         )  # fmt: skip
         taken, backbone = [], parts.policy.model.backbone
         backbone.register_forward_hook(lambda *_, _t=taken: _t.append(torch.is_grad_enabled()))
-        training_step(parts.learner.at(State(beta=0.0)), groups, 0)
+        train_on(groups, parts, 0)
         assert taken.count(False) == (rows if skip else 8)  # a pass for every row
         weights.append([p.detach().clone() for p in parts.policy.model.model.parameters()])
     for a, b in zip(*weights, strict=True):
@@ -350,7 +348,7 @@ def test_a_batch_without_any_gradient_still_takes_its_optimizer_steps() -> None:
     objective = build_objective("dapo")
     policy = make_policy()
     flat = replace(make_batch(rows=8), rewards=torch.ones(8, dtype=torch.float64))
-    learner = Learner(
+    learner = Run(
         policy=policy, objective=objective,
         settings=settings(skip_zero_gradient=True, mini_batches=2),
     )  # fmt: skip
@@ -364,7 +362,7 @@ def test_a_batch_of_truncated_rollouts_alone_has_a_gradient_of_zero() -> None:
     policy = make_policy()
     batch = replace(make_batch(rows=4), truncated=torch.ones(4, dtype=torch.bool))
     batch = without_truncated(with_advantage(objective, batch))
-    learner = Learner(policy=policy, objective=objective, settings=settings())
+    learner = Run(policy=policy, objective=objective, settings=settings())
     metrics = optimize(learner, batch, step=1)
     assert metrics["optim/grad_norm"] == 0.0
     assert metrics["loss/policy_avg"] == 0.0

@@ -21,6 +21,7 @@ import pytest
 from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import RewardError
+from covey.loop import train
 from covey.records.folder import RunFolder
 from covey.records.resume import start_of
 from covey.rewards import as_reward
@@ -28,11 +29,10 @@ from covey.rewards.format import ThinkAnswerForm
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
 from covey.rewards.registry import make_reward
+from covey.run import Run
 from covey.scoring import Job, Pool, ScoreResult, make_scorer
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from covey.types import Prompt
 from tests.processes import wait_until
 from tests.trackers import Notes
@@ -155,8 +155,8 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     del sys.modules["judged"]
 
 
-def parts_with(*settings: str) -> Parts:
-    return assemble(resolve(load_config("arithmetic", [*QUICK, *settings])))
+def parts_with(*settings: str) -> Run:
+    return Run.build(resolve(load_config("arithmetic", [*QUICK, *settings])))
 
 
 def trained(
@@ -258,7 +258,7 @@ def test_the_number_of_processes_makes_no_difference(judged: ModuleType, tmp_pat
 class KillsAWorker(Notes):
     """Kills a scoring process after the first step."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Run) -> None:
         super().__init__()
         self.parts = parts
 

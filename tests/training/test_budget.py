@@ -16,8 +16,7 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.config.schema import StopAfter, Train
 from covey.errors import ConfigError, RunError
-from covey.policy.schedule import PATIENCE, Budget, schedule_of
-from covey.training.state import Used
+from covey.policy.schedule import PATIENCE, Budget, Used, schedule_of
 
 
 def used(steps: int = 0, tokens: int = 0, updates: int = 0) -> Used:

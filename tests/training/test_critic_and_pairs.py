@@ -13,18 +13,18 @@ import torch
 
 from covey.config import Config, load_config
 from covey.errors import ConfigError, DataError, RunError
+from covey.loop import train
 from covey.objective import build as build_objective
 from covey.objective import with_advantage
 from covey.policy.critic import OPTIMIZER_FILE, WEIGHTS_FILE, critic_of
 from covey.policy.preferences import read_pairs
 from covey.records.folder import RunFolder
 from covey.reference import FrozenReference
+from covey.run import Run
+from covey.step import RowFacts, optimize, prepare
 from covey.stopping import StopSignal
 from covey.training import step as training
-from covey.training.build import assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
-from covey.training.step import RowFacts, optimize, prepare
 from tests.conftest import build, make_batch
 from tests.trackers import Notes
 from tests.training.test_step import learner, make_policy, settings
@@ -44,7 +44,7 @@ def config_of(*given: str) -> Config:
 
 
 def run_of(folder: Path, *given: str) -> tuple[Any, RunFolder]:
-    parts = assemble(config_of(*given))
+    parts = Run.build(config_of(*given))
     run = RunFolder(folder) if folder.exists() else RunFolder.create(folder, "", {})
     train(parts, run, [Notes()], StopSignal())
     return parts, run
@@ -60,20 +60,18 @@ def test_a_resumed_run_has_the_same_critic_to_the_bit(tmp_path: Path) -> None:
     run_of(tmp_path / "parts", *PPO, "train.steps=4", "train.stop_after={steps=2}")
     again, resumed = run_of(tmp_path / "parts", *PPO, "train.steps=4")
     assert numbers(resumed) == numbers(at_once)
-    for one, other in zip(whole.learner.critic.optimizer.masters.values(), again.learner.critic.optimizer.masters.values(), strict=True):  # fmt: skip
+    for one, other in zip(whole.critic.optimizer.masters.values(), again.critic.optimizer.masters.values(), strict=True):  # fmt: skip
         assert torch.equal(one, other)
-    moments = whole.learner.critic.optimizer.state()
-    assert moments.keys() == again.learner.critic.optimizer.state().keys()
-    assert all(
-        torch.equal(moments[k], v) for k, v in again.learner.critic.optimizer.state().items()
-    )
+    moments = whole.critic.optimizer.state()
+    assert moments.keys() == again.critic.optimizer.state().keys()
+    assert all(torch.equal(moments[k], v) for k, v in again.critic.optimizer.state().items())
     for row in numbers(at_once):
         assert row["loss/value"] > 0
         assert row["critic/grad_norm"] > 0
     folder = at_once.checkpoints()[-1][1]
     (folder / WEIGHTS_FILE).unlink()
     with pytest.raises(RunError, match="cannot be read"):
-        again.learner.critic.load(folder)
+        again.critic.load(folder)
     assert (folder / OPTIMIZER_FILE).exists()
 
 
@@ -101,9 +99,9 @@ def test_a_checkpoint_never_has_half_a_step_of_the_critic(
 
 def test_the_policy_stays_as_it_is_while_the_critic_warms_up(tmp_path: Path) -> None:
     settings_ = [*PPO, "critic.warmup_steps=2", "train.steps=3", "critic.initial_value=0.25"]
-    parts = assemble(config_of(*settings_))
+    parts = Run.build(config_of(*settings_))
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
-    head = parts.learner.critic.head.bias.item()
+    head = parts.critic.head.bias.item()
     run = RunFolder.create(tmp_path / "run", "", {})
     train(parts, run, [Notes()], StopSignal())
     rows = run.steps()
@@ -120,7 +118,7 @@ def test_a_critic_learns_what_to_expect() -> None:
     """Rewards that depend on the prompt alone: values come to explain their variance."""
     config = config_of(*PPO, "critic.learning_rate=3e-3", "model.path=embedded")
     policy, objective = make_policy(), build_objective("ppo", beta=0.0, value_clip=0.0)
-    critic = critic_of(config, assemble(config).policy.model, objective)
+    critic = critic_of(config, Run.build(config).policy.model, objective)
     assert critic is not None
     batch = make_batch(rows=8, groups=2, seed=1)
     learns = learner(policy, objective, old_logp_from_sampler=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from covey.config import load_config
+from covey.loop import train
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import balanced_parts
 from covey.objective import build as build_objective
@@ -16,12 +17,11 @@ from covey.objective import with_advantage
 from covey.parallel import passes
 from covey.policy.optimizer import Stepped
 from covey.records.folder import RunFolder
+from covey.run import Run
+from covey.step import RowFacts, optimize, prepare
 from covey.stopping import StopSignal
 from covey.training import garbage
-from covey.training.build import assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
-from covey.training.step import Learner, RowFacts, optimize, prepare
 from covey.types import Batch, HostRows, Totals
 from tests.conftest import make_batch
 from tests.lab.plan.runs import SHORT
@@ -92,7 +92,7 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, mini_batches: int) -> Co
         micro_batch_tokens=100,
     )  # fmt: skip
     objective = build_objective("grpo", beta=0.0)
-    learner = Learner(policy=policy, objective=objective, settings=asked)
+    learner = Run(policy=policy, objective=objective, settings=asked)
     batch = with_advantage(objective, prepare(learner, batch))
     OnDevice.waits.clear()
     metrics = optimize(learner, batch, step=1)
@@ -149,7 +149,7 @@ def test_a_run_keeps_the_collector_off_what_was_there_before(
     counts, before = Counts(), gc.get_freeze_count()
     monkeypatch.setattr(garbage, "_frozen", False)
     gc.unfreeze()
-    parts = assemble(resolve(load_config("arithmetic", [*SHORT, "train.steps=1"])))
+    parts = Run.build(resolve(load_config("arithmetic", [*SHORT, "train.steps=1"])))
     train(parts, RunFolder.create(tmp_path / "run", "", {}), [counts], StopSignal())
     assert counts.frozen > 10_000
     assert gc.get_freeze_count() == 0

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
 from covey.errors import RewardError
+from covey.loop import train
 from covey.records.folder import RunFolder
 from covey.records.trackers import Tracker
 from covey.rewards import Score, ThinkAnswer
+from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.build import assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from covey.types import Prompt
 from tests.trackers import Notes
 
@@ -61,7 +61,7 @@ def trained(path: Path, reward: Breaks, *more: Tracker) -> list[str]:
     """Train, or resume what is there; return the notes."""
     run = RunFolder(path) if path.exists() else RunFolder.create(path, to_toml(CONFIG), {})
     notes = Notes()
-    with closing(assemble(CONFIG, reward)) as parts:
+    with closing(Run.build(CONFIG, reward)) as parts:
         try:
             train(parts, run, [notes, *more], StopSignal())
         finally:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from covey.config import load_config
+from covey.loop import train
 from covey.objective import ALGORITHMS
 from covey.records.folder import RunFolder
 from covey.records.metric_registry import meaning
+from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.build import assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from tests.trackers import Notes
 
 QUICK = [
@@ -52,7 +52,7 @@ def test_an_algorithm_trains(name: str, more: list[str], tmp_path: Path) -> None
     more = [s for s in more if not s.startswith(REFUSED.get(name, ("?",)))]
     settings = [f"objective.name={name}", *QUICK, *NEEDED.get(name, []), *more]
     config = resolve(load_config("arithmetic", settings))
-    parts = assemble(config)
+    parts = Run.build(config)
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
     run = RunFolder.create(tmp_path / "run", "", {})
     train(parts, run, [Notes()], StopSignal())
@@ -64,7 +64,7 @@ def test_an_algorithm_trains(name: str, more: list[str], tmp_path: Path) -> None
         assert all(meaning(key) for key in row)
         assert row["optim/grad_norm"] > 0
         assert row["optim/skipped"] == 0
-        assert ("objective/beta" in row) == (parts.learner.objective.beta > 0)
+        assert ("objective/beta" in row) == (parts.objective.beta > 0)
     assert parts.policy.version == config.train.steps * config.train.optimizer_steps
     moved = [
         float((a - b.detach()).abs().max())

@@ -11,13 +11,12 @@ import torch
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.lab.numerics.measure_gaps import measure
+from covey.loop import lost_note, train
 from covey.records.folder import RunFolder
+from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.build import assemble
 from covey.training.make_engine import check_float8
 from covey.training.resolve import resolve
-from covey.training.rl import lost_note, train
-from covey.training.state import State
 from tests.conftest import build
 from tests.trackers import Notes
 
@@ -104,11 +103,10 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_anywhere")
 def test_a_run_measures_and_corrects_what_float8_rounds(tmp_path: Path) -> None:
-    parts, notes = assemble(resolve(load_config("arithmetic", SMALL))), Notes()
+    parts, notes = Run.build(resolve(load_config("arithmetic", SMALL))), Notes()
     assert not parts.engine.info.exact_logp
-    assert not parts.learner.settings.old_logp_from_sampler
-    state = State(beta=parts.learner.objective.beta)
-    report = measure(parts, state, notes, updates=0, alone=1)
+    assert not parts.settings.old_logp_from_sampler
+    report = measure(parts, notes, updates=0, alone=1)
     gaps = {cause.name: cause.gap.mean for cause in report.causes}
     assert list(gaps).index("float8") == list(gaps).index("slots") + 1
     assert gaps["kernel"] < 1e-5

@@ -6,8 +6,7 @@ from torch import nn
 
 from covey.config.schema import StopAfter, Train
 from covey.policy.optimizer import MasterAdamW
-from covey.policy.schedule import Budget, Schedule
-from covey.training.state import Used
+from covey.policy.schedule import Budget, Schedule, Used
 
 SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1e9}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from covey.collate import collate
 from covey.config import Config, load_config
 from covey.errors import ConfigError, ModelError
 from covey.models.logp import batch_logp
@@ -17,9 +18,8 @@ from covey.objective import with_advantage
 from covey.reference import FrozenReference
 from covey.reference.build import make_teacher
 from covey.rollout.filter import Selected, select
-from covey.training.collate import collate
+from covey.step import check_finite, optimize, prepare
 from covey.training.resolve import resolve
-from covey.training.step import check_finite, optimize, prepare
 from covey.types import Group
 from tests.conftest import build, make_batch
 from tests.training.test_step import PROMPT, learner, make_policy, rollout

@@ -14,14 +14,14 @@ from covey.errors import ConfigError, DataError
 from covey.lab.plan.findings import findings
 from covey.lab.plan.summary import summarize
 from covey.lab.plan.task_facts import task_facts, usable_prompt
+from covey.loop import train
 from covey.models.language_model import LanguageModel
 from covey.records.folder import RunFolder
+from covey.run import Run
 from covey.stopping import StopSignal
 from covey.tasks.task import Generated
-from covey.training.build import Parts, assemble
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from covey.types import Prompt
 from tests.trackers import Notes
 
@@ -43,8 +43,8 @@ def config_of(tmp_path: Path, *settings: str) -> Config:
 
 
 @contextmanager
-def parts_of(config: Config) -> Iterator[Parts]:
-    parts = assemble(config)
+def parts_of(config: Config) -> Iterator[Run]:
+    parts = Run.build(config)
     try:
         yield parts
     finally:
@@ -53,15 +53,15 @@ def parts_of(config: Config) -> Iterator[Parts]:
 
 def test_a_long_prompt_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 200 training prompts.*508.*jsonl/train/98.*12013"):
-        assemble(config_of(tmp_path))
+        Run.build(config_of(tmp_path))
 
 
 def test_long_prompts_are_left_out_counted_and_shown(tmp_path: Path) -> None:
     with parts_of(config_of(tmp_path, "rollout.long_prompts=skip")) as parts:
-        ids = [prompt.id for prompt in parts.train_prompts]
+        ids = [prompt.id for prompt in parts.prompts]
         assert len(ids) == 199
         assert "jsonl/train/98" not in ids
-        assert len(parts.held_out_prompts) == 9
+        assert len(parts.held_out) == 9
         assert [note.split(" have")[0] for note in parts.notes] == [
             "1 of 200 training prompts", "1 of 10 held-out prompts",
         ]  # fmt: skip
@@ -73,8 +73,8 @@ def test_a_run_with_a_long_prompt_cut_off_ends(tmp_path: Path) -> None:
     run, notes = RunFolder.create(tmp_path / "run", "", {}), Notes()
     with parts_of(config) as parts:
         assert train(parts, run, [notes], StopSignal()) == 13
-        whole = parts.policy.model.renderer.tokens(parts.train_prompts[97].messages)
-        cut = parts.policy.model.encode(parts.train_prompts[97].messages)
+        whole = parts.policy.model.renderer.tokens(parts.prompts[97].messages)
+        cut = parts.policy.model.encode(parts.prompts[97].messages)
     assert len(whole) == 12_013
     assert len(cut) == 40
     assert cut[-39:] == whole[-39:]

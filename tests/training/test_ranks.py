@@ -27,9 +27,9 @@ from covey.policy.policy import Policy
 from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rollout.episode import encode_prompts, generate
-from covey.training.build import reference_of, step_settings_of, teacher_of
+from covey.run import Run, reference_of, step_settings_of, teacher_of
+from covey.step import train_on
 from covey.training.resolve import objective_of, resolve, sampling_of, task_of
-from covey.training.step import Learner, training_step
 from covey.types import Group, Rollout
 from tests.conftest import build
 from tests.training.ranks import run_ranks
@@ -204,7 +204,7 @@ class Trainer:
         kind = (config.adapter.rank, config.reference.kind if objective.beta else "none")
         if kind not in self.references:
             self.references[kind] = reference_of(config, policy.model, objective, self.world)
-        learner = Learner(
+        learner = Run(
             policy=policy,
             objective=objective,
             settings=step_settings_of(config, objective, exact_logp=True),
@@ -217,7 +217,7 @@ class Trainer:
         if critic is not None:
             watched: Any = Caught(critic.optimizer, policy.caught)
             learner = replace(learner, critic=replace(critic, optimizer=watched))
-        return Outcome(*training_step(learner, groups, 1)[1:2], policy.caught)
+        return Outcome(*train_on(groups, learner, 1)[1:2], policy.caught)
 
 
 def size_of(gradients: dict[str, torch.Tensor]) -> float:
@@ -326,12 +326,12 @@ def updated(world: World, config: Config, groups: Sequence[Group], dtype: torch.
     reference = FrozenReference(
         model=changed(build("gpt2", dtype), 0.01), temperature=1.0, logits_megabytes=8.0
     )
-    learner = Learner(
+    learner = Run(
         policy=policy, objective=objective, reference=reference, world=world,
         settings=replace(settings, learning_rate=lambda *_: 1e-3),
     )  # fmt: skip
     while policy.version < 20:
-        training_step(learner, groups, 1)
+        train_on(groups, learner, 1)
     return {name: whole_tensor(w.detach()).clone() for name, w in policy.optimizer.masters.items()}
 
 

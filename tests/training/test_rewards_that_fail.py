@@ -10,12 +10,12 @@ import pytest
 
 from covey.config import load_config
 from covey.errors import RewardError
+from covey.loop import train
 from covey.records.folder import RunFolder
 from covey.rewards import Score, ThinkAnswer
+from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from covey.types import Prompt
 from tests.trackers import Notes
 
@@ -41,9 +41,9 @@ class Fails:
         return Score(reward=math.nan if self.how == "nan" else math.inf, success=True)
 
 
-def parts_with(reward: Fails, *settings: str) -> Parts:
+def parts_with(reward: Fails, *settings: str) -> Run:
     config = resolve(load_config("arithmetic", [*QUICK, *settings]))
-    return assemble(config, reward)
+    return Run.build(config, reward)
 
 
 @pytest.mark.parametrize("how", ["raises", "nan", "inf"])

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
+from covey.collate import collate
 from covey.config import Config, load_config
 from covey.errors import ConfigError
 from covey.lab.plan.findings import findings
@@ -25,10 +26,10 @@ from covey.records.folder import RunFolder
 from covey.reference.frozen import CurrentPolicy
 from covey.rewards import Score
 from covey.rollout.privileged import Privileged, check_context
+from covey.run import Run
 from covey.scoring.job import checked
-from covey.training.collate import collate
+from covey.step import filled_batch, train_on
 from covey.training.resolve import resolve
-from covey.training.step import Learner, filled_batch, training_step
 from covey.types import Group, Rollout
 from tests.conftest import build
 from tests.training.test_step import PROMPT, learner, make_policy, rollout
@@ -53,7 +54,7 @@ def groups_of(*prompts: tuple[int, ...]) -> list[Group]:
     return [Group(prompt=PROMPT, rollouts=tuple(made))]
 
 
-def self_taught(task: float = 0.0, **settings: object) -> Learner:
+def self_taught(task: float = 0.0, **settings: object) -> Run:
     policy = make_policy()
     teacher = CurrentPolicy(model=policy.model, temperature=1.0, logits_megabytes=64.0)
     objective = build_objective("sdpo", task=task)
@@ -91,14 +92,14 @@ def test_a_completion_without_text_is_left_out_and_counted() -> None:
     learns = self_taught()
     batch = filled_batch(learns, groups, 1)
     assert batch.mask.sum(dim=1).tolist() == [3, 0, 5]
-    assert training_step(learns, groups, 1).metrics["objective/taught"] == pytest.approx(2 / 3)
+    assert train_on(groups, learns, 1).metrics["objective/taught"] == pytest.approx(2 / 3)
     # The other rows have the gradient that they would have alone: T counts their tokens only.
     both = replace(groups[0], rollouts=(groups[0].rollouts[0], groups[0].rollouts[2]))
     assert loss_of(groups) == pytest.approx(loss_of([both]), rel=1e-6)
 
 
 def loss_of(groups: list[Group]) -> float:
-    return training_step(self_taught(), groups, 1).metrics["loss/policy_avg"]
+    return train_on(groups, self_taught(), 1).metrics["loss/policy_avg"]
 
 
 def test_beside_a_task_reward_it_keeps_the_advantage_of_its_group() -> None:
@@ -110,7 +111,7 @@ def test_beside_a_task_reward_it_keeps_the_advantage_of_its_group() -> None:
 def test_nothing_to_teach_moves_nothing() -> None:
     learns = self_taught()
     before = [p.detach().clone() for p in learns.policy.model.model.parameters()]
-    metrics = training_step(learns, groups_of((), ()), 1).metrics
+    metrics = train_on(groups_of((), ()), learns, 1).metrics
     assert metrics["objective/taught"] == 0.0
     after = learns.policy.model.model.parameters()
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, after, strict=True))
@@ -137,7 +138,7 @@ def gradient(groups: list[Group], tokens: int) -> dict[str, torch.Tensor]:
         return step(rate)
 
     learns.policy.optimizer.step = watched  # type: ignore[method-assign]
-    training_step(learns, groups, 1)
+    train_on(groups, learns, 1)
     return kept
 
 

@@ -36,19 +36,19 @@ from covey.rewards.score import Reward
 from covey.rng import sft_indices
 from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer, Job
-from covey.stopping import StopSignal
-from covey.tasks import Arithmetic, Countdown
-from covey.training.resolve import resolve
-from covey.training.sft import (
+from covey.sft import (
     SftParts,
     build_sft,
     encode_example,
     learn,
+    policy_run,
     run_sft,
-    sft_learner,
     stack,
     step_examples,
 )
+from covey.stopping import StopSignal
+from covey.tasks import Arithmetic, Countdown
+from covey.training.resolve import resolve
 from covey.training.sft_data import Solutions, solutions_of, write_solution
 from covey.types import Prompt, Rollout
 from tests.conftest import build, rollouts_of
@@ -85,8 +85,8 @@ def gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     kept = Kept(model)
     schedule = Schedule(peak=0.0, shape="constant", warmup_steps=0, total_steps=1)
-    learner = sft_learner(policy_with(model, kept), schedule, micro_batch_tokens=micro_batch_tokens)
-    learned = learn(learner, stack(examples))
+    run = policy_run(policy_with(model, kept), schedule, micro_batch_tokens=micro_batch_tokens)
+    learned = learn(run, stack(examples))
     return learned["loss/cross_entropy"], kept.gradients
 
 
@@ -169,8 +169,8 @@ def test_the_end_is_learned_also_where_it_is_the_padding() -> None:
     )  # fmt: skip
     policy = policy_with(model, optimizer)
     schedule = Schedule(peak=0.01, shape="constant", warmup_steps=0, total_steps=40)
-    learner = sft_learner(policy, schedule, micro_batch_tokens=4096)
-    losses = [learn(learner, batch)["loss/cross_entropy"] for _ in range(40)]
+    run = policy_run(policy, schedule, micro_batch_tokens=4096)
+    losses = [learn(run, batch)["loss/cross_entropy"] for _ in range(40)]
     assert losses[-1] < 0.05 < losses[0]
     assert policy.version == 40
     sampling = Sampling(group_size=1, max_tokens=30, distribution=Distribution(temperature=0.0))

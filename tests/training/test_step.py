@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey.collate import collate
 from covey.models.logp import batch_logp
 from covey.objective import Objective, with_advantage
 from covey.objective import build as build_objective
@@ -12,8 +13,8 @@ from covey.policy.optimizer import MasterAdamW
 from covey.policy.policy import Policy
 from covey.reference import FrozenReference
 from covey.rollout.filter import Selected, age, select
-from covey.training.collate import collate
-from covey.training.step import Learner, RowFacts, StepSettings, optimize, prepare
+from covey.run import Run
+from covey.step import RowFacts, StepSettings, optimize, prepare
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import build, make_batch
 
@@ -36,8 +37,8 @@ def settings(**changes: object) -> StepSettings:
     return replace(base, **changes)
 
 
-def learner(policy: Policy, objective: Objective, **changes: object) -> Learner:
-    return Learner(policy=policy, objective=objective, settings=settings(**changes))
+def learner(policy: Policy, objective: Objective, **changes: object) -> Run:
+    return Run(policy=policy, objective=objective, settings=settings(**changes))
 
 
 def make_policy(name: str = "llama") -> Policy:

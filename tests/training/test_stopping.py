@@ -13,12 +13,12 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
+from covey.loop import train
 from covey.records.folder import RunFolder
+from covey.run import Run
 from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import GivenUp, may_be_given_up, stop_signal
-from covey.training.build import assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from tests.processes import forked, wait_until
 from tests.trackers import Notes
 from tests.training.test_resume import wait
@@ -66,7 +66,7 @@ def test_a_run_whose_server_is_away_ends_soon_with_its_last_step_saved(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     config = resolve(load_config("arithmetic", SETTINGS))
-    parts = assemble(config)
+    parts = Run.build(config)
     path = tmp_path / "run"
     folder = RunFolder.create(path, to_toml(config), {})
 
@@ -112,7 +112,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes_up_for(tmp_path: Path) -> None:
     settings = ["evaluate.every=2", "evaluate.prompts=4", "train.steps=2"]
     config = resolve(load_config("arithmetic", [*SETTINGS, *settings]))
-    parts = assemble(config)
+    parts = Run.build(config)
     path = tmp_path / "run"
     folder = RunFolder.create(path, to_toml(config), {})
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from covey.training.rl import usage_metrics
+from covey.loop import usage_metrics
 from covey.types import Group, Prompt, Rollout
 
 

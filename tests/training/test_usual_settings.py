@@ -13,11 +13,10 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.policy.models import load_model
-from covey.policy.schedule import schedule_of
+from covey.policy.schedule import Used, schedule_of
 from covey.records.folder import RunFolder
-from covey.training.build import assemble
+from covey.run import Run
 from covey.training.resolve import resolve
-from covey.training.state import Used
 
 LORA = ("adapter.rank=2", "model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4",
         "evaluate.every=0", "rollout.max_tokens=40", "train.mini_batches=1")  # fmt: skip
@@ -31,7 +30,7 @@ def test_epochs_over_the_data_give_the_number_of_steps() -> None:
             ["train.stop_after.epochs=2.5", "task.train_size=33", "rollout.prompts_per_step=8"],
         )
     )
-    with closing(assemble(config)) as parts:
+    with closing(Run.build(config)) as parts:
         assert parts.config.train.steps == 10
         assert parts.config.train.budget == "steps"
         # What is saved with the run gives the same again.

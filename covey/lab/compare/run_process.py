@@ -18,7 +18,6 @@ import time
 import tomllib
 import traceback
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,12 +31,12 @@ from covey.lab.compare.comparison import RunOutcome
 from covey.lab.compare.comparison_folder import FIRST_ROLLOUTS_FILE, write_outcome
 from covey.lab.compare.launch import Job
 from covey.lab.compare.shared_rollouts import SharedEngine
+from covey.loop import train
 from covey.records.folder import RunFolder
 from covey.records.provenance import describe_environment
 from covey.records.trackers import Tracker
+from covey.run import Run
 from covey.stopping import stop_signal
-from covey.training.build import Parts, assemble
-from covey.training.rl import train
 from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3
@@ -100,18 +99,18 @@ def run_job(job: Job) -> int:
     torch.set_num_threads(job.threads)
     config = parse_config(tomllib.loads(job.config_toml))
     common = parse_config(tomllib.loads(job.common_toml))
-    parts = assemble(config)
+    run = Run.build(config)
     with ExitStack() as stack:
-        stack.enter_context(closing(parts))
+        stack.enter_context(closing(run))
         # The common reward scores evaluations, whatever reward the arm is trained on.
         apart = bool(common.evaluate.reward.name)  # all arms have it, because [evaluate] is common
         if not apart and (config.reward, config.scoring) != (common.reward, common.scoring):
             scorer = stack.enter_context(closing(scorer_of(common)))
-            known = baselines_of(common, scorer, parts.held_out_prompts)
-            parts = replace(parts, eval_scorer=scorer, baselines=known)
-        folder = _run_folder(job, config, parts)
+            known = baselines_of(common, scorer, run.held_out)
+            run.eval_scorer, run.baselines = scorer, known
+        folder = _run_folder(job, config, run)
         engine = SharedEngine(
-            engine=parts.engine,
+            engine=run.engine,
             folder=Path(job.shared),
             start=job.start,
             names_file=folder.path / FIRST_ROLLOUTS_FILE,
@@ -119,7 +118,8 @@ def run_job(job: Job) -> int:
         log = LogTracker()
         log.note(f"generation: {engine.info.backend}")
         with folder.locked(), stop_signal() as stop:
-            train(replace(parts, engine=engine), folder, [log], stop)
+            run.engine = engine
+            train(run, folder, [log], stop)
     if stop.by_signal:
         return STOPPED
     write_outcome(
@@ -129,7 +129,7 @@ def run_job(job: Job) -> int:
             state="done",
             weights=checkpoint_digest(folder.checkpoints()[-1][1]),
             first_rollouts=" ".join(json.loads((folder.path / FIRST_ROLLOUTS_FILE).read_text())),
-            memory_gib=peak_memory(parts.policy.model.device) / 2**30,
+            memory_gib=peak_memory(run.policy.model.device) / 2**30,
             cpu_seconds=time.process_time(),
         ),
     )
@@ -144,16 +144,16 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
+def _run_folder(job: Job, config: Config, run: Run) -> RunFolder:
     if (job.path / "config.toml").is_file():
         return RunFolder.open(job.path)
     environment = describe_environment(
-        config.seed, str(parts.policy.model.device), torch.get_num_threads()
+        config.seed, str(run.policy.model.device), torch.get_num_threads()
     )
     environment |= {
-        "reward": parts.scorer.identity,
-        "evaluation_reward": parts.eval_scorer.identity,
-        **parts.facts,
+        "reward": run.scorer.identity,
+        "evaluation_reward": run.eval_scorer.identity,
+        **run.facts,
         "arm": job.arm,
         "key": job.key,
     }

@@ -25,8 +25,8 @@ from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.models.gguf import find_gguf, import_gguf
 from covey.records.provenance import describe_environment
 from covey.records.trackers import Tracker
-from covey.rollout.source import SynchronousSource
-from covey.training.build import assemble
+from covey.rollout.collect import collect_step
+from covey.run import Run
 
 SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
 """The possible sizes of the small training step, from largest to smallest. A size consists of the
@@ -104,18 +104,18 @@ def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:
         return
     clock.say("loading the model")
     with clock.pace.measures("load"):
-        parts = assemble(config)
-    with closing(parts):
+        run = Run.build(config)
+    with closing(run):
         clock.say("generating completions")
         with clock.pace.measures("rollout"):
-            collected = SynchronousSource(parts, Tracker()).groups(1, share=0.0).collected
+            collected = collect_step(run, 1, Tracker(), 0.0).collected
             groups = list(collected.groups)
         try:
-            yield from results_of("engine", lambda: engine_checks(parts, groups, clock))
-            yield from results_of("gradient", lambda: gradient_checks(parts, groups, clock))
-            yield from results_of(ARRIVES, lambda: weights_check(parts, groups, clock))
+            yield from results_of("engine", lambda: engine_checks(run, groups, clock))
+            yield from results_of("gradient", lambda: gradient_checks(run, groups, clock))
+            yield from results_of(ARRIVES, lambda: weights_check(run, groups, clock))
         finally:
-            parts.engine.close()
+            run.engine.close()
 
 
 def _versions(config: Config) -> Result:

@@ -18,8 +18,8 @@ import torch
 from covey.lab.doctor.result import Clock, Result
 from covey.objective import with_weight
 from covey.parallel.world import World
-from covey.training.build import Parts
-from covey.training.step import Learner, backward_passes, filled_batch, marked
+from covey.run import Run
+from covey.step import backward_passes, filled_batch, marked
 from covey.types import Batch, Group, Rollout
 
 TOLERANCE, ROUNDED = 1e-3, 0.1
@@ -43,35 +43,35 @@ class _OfTwo(World):
         self.rank = rank
 
 
-def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
+def gradient_checks(whole: Run, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
     """Compare the gradient of an optimizer step with the sum of its completions' gradients."""
-    settings = replace(parts.learner.settings, mini_batches=1, epochs=1)
-    policy = replace(parts.learner.policy, graphs=False, passes=None)
-    learner = replace(parts.learner, settings=settings, policy=policy)
+    settings = replace(whole.settings, mini_batches=1, epochs=1)
+    policy = replace(whole.policy, graphs=False, passes=None)
+    run = replace(whole, settings=settings, policy=policy)
     if skipped := clock.skips("gradient", 2 * clock.pace.update):
         yield skipped
         return
     invented = [_invented(group) for group in groups]
-    batch = _filled(learner, invented)
+    batch = _filled(run, invented)
     with clock.pace.measures("update"):
-        alone = _gradient([_with_tokens(learner, 1)], batch)
+        alone = _gradient([_with_tokens(run, 1)], batch)
     # Copy the gradient, because the next gradient overwrites the same tensors.
     alone = {name: each.detach().clone() for name, each in alone.items()}
     # With half of the padded batch's tokens as the limit, there are at least two micro-batches.
     half = max(1, int((batch.prompt_lengths + batch.lengths).max()) * len(batch) // 2)
-    halves = _with_tokens(learner, half)
-    model = replace(learner.policy.model, packs=False, flash=False, fused=False)
-    plain = replace(learner, policy=replace(learner.policy, model=model))
+    halves = _with_tokens(run, half)
+    model = replace(run.policy.model, packs=False, flash=False, fused=False)
+    plain = replace(run, policy=replace(run.policy, model=model))
     ranks = [replace(halves, world=_OfTwo(rank)) for rank in (0, 1)]
     ways: dict[str, Callable[[], Gradient | None]] = {
         "micro-batches": lambda: _gradient([halves], batch),
         "padding": lambda: _gradient([plain], batch),
-        "packing": lambda: _gradient([learner], batch) if learner.policy.model.packs else None,
+        "packing": lambda: _gradient([run], batch) if run.policy.model.packs else None,
         "ranks": lambda: _gradient(ranks, batch),
-        "order": lambda: _gradient([learner], _filled(learner, invented[::-1])),
+        "order": lambda: _gradient([run], _filled(run, invented[::-1])),
     }
     size = _distance(alone, {})
-    exact = parts.policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
+    exact = run.policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
     for name, compute in ways.items():
         if skipped := clock.skips(f"gradient: {name}", clock.pace.update):
             yield skipped
@@ -84,7 +84,7 @@ def gradient_checks(parts: Parts, groups: Sequence[Group], clock: Clock) -> Iter
         passed = size > 0 and away <= (TOLERANCE if exact else ROUNDED)
         figure = f"relative difference {away:.1e}" if size else "the gradient is zero"
         yield Result(name=f"gradient: {name}", passed=passed, figure=figure, remedy=REMEDY)
-    learner.policy.optimizer.zero_grad()
+    run.policy.optimizer.zero_grad()
 
 
 def _invented(group: Group) -> Group:
@@ -105,21 +105,21 @@ def _invented(group: Group) -> Group:
     return replace(group, rollouts=tuple(rollouts))
 
 
-def _filled(learner: Learner, groups: Sequence[Group]) -> Batch:
-    batch = filled_batch(learner, groups, 1)
-    return marked(learner, with_weight(learner.objective, batch))
+def _filled(run: Run, groups: Sequence[Group]) -> Batch:
+    batch = filled_batch(run, groups, 1)
+    return marked(run, with_weight(run.objective, batch))
 
 
-def _gradient(learners: Sequence[Learner], batch: Batch) -> Gradient:
-    """Return the gradient of each parameter by name, summed over the learners of all ranks.
+def _gradient(runs: Sequence[Run], batch: Batch) -> Gradient:
+    """Return the gradient of each parameter by name, summed over the runs of all ranks.
 
     The next call of `_gradient` overwrites the returned tensors, which belong to the optimizer.
     """
-    optimizer = learners[0].policy.optimizer
+    optimizer = runs[0].policy.optimizer
     optimizer.zero_grad()
-    for learner in learners:
-        learner.policy.model.model.train()
-        for _ in backward_passes(learner, batch):
+    for run in runs:
+        run.policy.model.model.train()
+        for _ in backward_passes(run, batch):
             pass
     return {name: found for name, found in optimizer.gradients().items() if found is not None}
 
@@ -131,5 +131,5 @@ def _distance(one: Gradient, other: Gradient) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in away))
 
 
-def _with_tokens(learner: Learner, tokens: int) -> Learner:
-    return replace(learner, settings=replace(learner.settings, micro_batch_tokens=tokens))
+def _with_tokens(run: Run, tokens: int) -> Run:
+    return replace(run, settings=replace(run.settings, micro_batch_tokens=tokens))

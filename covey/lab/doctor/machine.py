@@ -19,17 +19,17 @@ from covey.lab.compare.run_process import peak_memory
 from covey.lab.doctor.result import Clock, Result
 from covey.lab.plan.forecast import Forecast, size_text
 from covey.lab.rewards.checks import Lab, examine
+from covey.loop import train
 from covey.records.digests import DIGESTS_FILE
 from covey.records.folder import RunFolder
 from covey.rewards.identity import identity
+from covey.run import Run
 from covey.sandbox import program as sandbox
 from covey.sandbox.limits import Case
 from covey.sandbox.program import run_program
 from covey.scoring import Pool
 from covey.stopping import StopSignal
-from covey.training.build import assemble
 from covey.training.resolve import reward_of, task_of
-from covey.training.rl import train
 
 PROMPTS = 8
 """The number of held-out prompts with which the reward is tested."""
@@ -169,9 +169,9 @@ def _reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _trained(config: Config, run: RunFolder) -> None:
-    with closing(assemble(config)) as parts:
-        train(parts, run, [], StopSignal())
+def _trained(config: Config, folder: RunFolder) -> None:
+    with closing(Run.build(config)) as run:
+        train(run, folder, [], StopSignal())
 
 
 def _same_end(config: Config, whole: RunFolder, resumed: RunFolder) -> Result:

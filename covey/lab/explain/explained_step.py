@@ -140,7 +140,7 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
     check_trained(recorded)
     batch, watched, metrics = relearn(trainee, recorded)
     tokens = {token for one in recorded.learned for token in one.rollout.tokens}
-    decode = trainee.policy.model.tokenizer.decode
+    decode = trainee.run.policy.model.tokenizer.decode
     texts = {token: decode([token]) for token in tokens}
     rollouts = tuple(
         _rollout(batch, watched, row, one, texts) for row, one in enumerate(recorded.learned)
@@ -149,7 +149,7 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
     mask, silent = batch.mask, (watched["gradient"] == 0) & (watched["entropy_gradient"] == 0)
     return Explanation(
         step=recorded.step,
-        algorithm=trainee.config.objective.name,
+        algorithm=trainee.run.config.objective.name,
         origin=trainee.origin,
         updates=int(watched["number"].max()) + 1,
         groups=_groups(batch, watched, recorded),

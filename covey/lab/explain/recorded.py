@@ -14,22 +14,21 @@ from typing import Any
 
 import torch
 
-from covey.config import Config, load_config
+from covey.config import load_config
 from covey.errors import RunError
 from covey.lab.exact_logp import recorded_exact_logp
 from covey.lab.explain.effect import Effect, effect
 from covey.notices import notice
 from covey.objective.masked import joined
-from covey.policy.checkpoint import restore
+from covey.policy.critic import critic_of
 from covey.policy.models import load_model, policy_of
-from covey.policy.policy import Policy
+from covey.policy.schedule import Budget
 from covey.records.folder import RunFolder
 from covey.records.records import read_episode, unsaid
 from covey.records.resume import last_good
-from covey.training.build import learner_of, reference_of
+from covey.run import Run, reference_of, step_settings_of, teacher_of
+from covey.step import Seen, train_on
 from covey.training.resolve import objective_of
-from covey.training.state import State
-from covey.training.step import Learner, Seen, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 
 
@@ -171,58 +170,53 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainee:
-    """The policy of a run before a step, with all objects that training needs."""
+    """A run as it was before a step, with all models that training needs."""
 
-    config: Config
-    learner: Learner
-    state: State
+    run: Run
     origin: Origin
 
-    @property
-    def policy(self) -> Policy:
-        """The policy that the learner trains."""
-        return self.learner.policy
 
-
-def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
-    """Return the policy of the nearest checkpoint before `step`.
+def policy_before(folder: RunFolder, step: int, *, exact: bool = False) -> Trainee:
+    """Return the run with the weights of the nearest checkpoint before `step`.
 
     If `exact` is true, repeat the recorded steps between the checkpoint and `step`. The repeated
     steps give the same weights as in the run, and take as long as the run's updates did.
     """
-    config = load_config(str(run.config_file))
-    found = last_good(run, before=step, note=notice)
+    config = load_config(str(folder.config_file))
+    found = last_good(folder, before=step, note=notice)
     usual = objective_of(config).beta
     if not usual:  # a resume may have removed the KL penalty, and with it the reference
         first = found.step + 1 if exact else step
-        rows = (row for row in run.steps(unsaid) if first <= row["step"] <= step)
+        rows = (row for row in folder.steps(unsaid) if first <= row["step"] <= step)
         if beta := max((row.get("objective/beta") or 0.0 for row in rows), default=0.0):
-            config = load_config(str(run.config_file), [f"objective.beta={beta!r}"])
+            config = load_config(str(folder.config_file), [f"objective.beta={beta!r}"])
     model, objective = load_model(config), objective_of(config)
-    learner = learner_of(
-        config,
-        policy_of(config, model),
-        objective,
-        reference_of(config, model, objective),
-        exact_logp=recorded_exact_logp(run, config),
+    exact_logp = recorded_exact_logp(folder, config)
+    run = Run(
+        config=config,
+        budget=Budget(settings=config.train),
+        settings=step_settings_of(config, objective, exact_logp=exact_logp),
+        policy=policy_of(config, model),
+        objective=objective,
+        reference=reference_of(config, model, objective),
+        teacher=teacher_of(config, model, objective),
+        critic=critic_of(config, model, objective),
     )
-    state = restore(learner.policy, learner.others, found, State(beta=objective.beta))
-    learner.apply_settings(state)
-    state.beta = state.beta if usual else 0.0
+    run.restore(found)
+    run.beta = run.beta if usual else 0.0
     behind = max(0, step - 1 - found.step)
     path = str(found.checkpoint or config.model.path)
     origin = Origin(checkpoint=found.step, path=path, replayed_steps=0, steps_behind=behind)
-    trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
     if not exact:
-        return trainee
-    for again in range(state.step + 1, step):
-        recorded = read_step(run, again)
-        state.step = again
-        state.beta = recorded.metrics.get("objective/beta", state.beta if usual else 0.0)
-        *_, state.beta = training_step(learner.at(state), recorded.groups, again)
-        state.episode += len(recorded.rollouts)
-        state.tokens += recorded.tokens
-    return replace(trainee, origin=replace(origin, replayed_steps=behind, steps_behind=0))
+        return Trainee(run=run, origin=origin)
+    for again in range(run.step + 1, step):
+        recorded = read_step(folder, again)
+        run.beta = recorded.metrics.get("objective/beta", run.beta if usual else 0.0)
+        *_, run.beta = train_on(recorded.groups, run, again)
+        run.step = again
+        run.episode += len(recorded.rollouts)
+        run.tokens += recorded.tokens
+    return Trainee(run=run, origin=replace(origin, replayed_steps=behind, steps_behind=0))
 
 
 Watched = dict[str, torch.Tensor]
@@ -237,24 +231,21 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
 
     Return a batch with one row for each rollout, the token values, and the step's metrics.
     """
-    state = trainee.state
-    state.step = recorded.step
-    beta = recorded.metrics.get("objective/beta")
-    state.beta = state.beta if beta is None else beta
-    learner = trainee.learner.at(state)
-    settings = replace(learner.settings, skip_zero_gradient=False)
+    run = trainee.run
+    if (beta := recorded.metrics.get("objective/beta")) is not None:
+        run.beta = beta
+    settings = replace(run.settings, skip_zero_gradient=False)
     if not trainee.origin.exact:
         # With other weights, recorded log-probs would look like a change of the policy.
         settings = replace(settings, old_logp_from_sampler=False)
-    learner = replace(learner, settings=settings)
     seen: list[Seen] = []
-    batch, metrics, state.beta = training_step(
-        learner, recorded.groups, recorded.step, observer=seen.append
+    batch, metrics, run.beta = train_on(
+        recorded.groups, replace(run, settings=settings), recorded.step, observer=seen.append
     )
     assert batch is not None, "there are groups"
     watched: Watched = {"number": torch.zeros_like(batch.lengths)}
     for one in seen:
-        _record(watched, effect(learner.objective, one.micro, one.now), batch, one)
+        _record(watched, effect(run.objective, one.micro, one.now), batch, one)
     rollouts = joined(batch)
     if rollouts.batch is batch:
         return batch, watched, metrics

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from covey.collate import collate
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.lab.explain.effect import Effect, parameter_gradients, whole_effect
@@ -26,10 +27,9 @@ from covey.objective.loss import Need
 from covey.parallel.passes import whole_batch
 from covey.policy.policy import Policy
 from covey.records.folder import RunFolder
-from covey.training.build import reference_of, teacher_of
-from covey.training.collate import collate
+from covey.run import reference_of, teacher_of
+from covey.step import prepare, trained_batch
 from covey.training.resolve import objective_of, resolve
-from covey.training.step import prepare, trained_batch
 from covey.types import Batch
 
 
@@ -132,9 +132,9 @@ def replay(
     Compute all gradients with the policy before the step, and again with the policy after the step.
     """
     check_trained(recorded)
-    policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
+    policy, budget = trainee.run.policy, trainee.run.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)
-    own, beta = trainee.config.objective.name, recorded.metrics.get("objective/beta")
+    own, beta = trainee.run.config.objective.name, recorded.metrics.get("objective/beta")
     if "beta" not in given and own in algorithms and beta is not None:  # the step's adaptive beta
         algorithms = {**algorithms, own: replace(algorithms[own], beta=beta)}
     base = _base(trainee, recorded, algorithms)
@@ -162,14 +162,14 @@ def replay(
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
     """Return the recorded batch with all fields that the algorithms may read."""
-    model, reference = trainee.policy.model, trainee.learner.reference
+    model, reference = trainee.run.policy.model, trainee.run.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:
-        reference = reference_of(trainee.config, model, penalized)
+        reference = reference_of(trainee.run.config, model, penalized)
     taught = next((o for o in algorithms.values() if "teacher" in o.needs), None)
-    teacher = trainee.learner.teacher
+    teacher = trainee.run.teacher
     if taught is not None and teacher is None:
-        teacher = teacher_of(trainee.config, model, taught)
+        teacher = teacher_of(trainee.run.config, model, taught)
     some = penalized or next(iter(algorithms.values()))
     reads: set[Need] = {"old_entropy"}
     if taught is not None:
@@ -177,15 +177,15 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
     if any("values" in o.needs for o in algorithms.values()):
         reads.add("values")
     objective = replace(some, reads=(some.reads | reads) - {"sampler_as_old"})
-    learner = replace(trainee.learner, objective=objective, reference=reference, teacher=teacher)
+    run = replace(trainee.run, objective=objective, reference=reference, teacher=teacher)
     parts = next((o.parts for o in algorithms.values() if "parts" in o.needs), None)
-    return prepare(learner, collate(recorded.groups, model.device, parts))
+    return prepare(run, collate(recorded.groups, model.device, parts))
 
 
 def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
     if "sampler_as_old" in objective.needs:
         base = replace(base, old_logp=base.sampler_logp)
-    return trained_batch(objective, base, mask_truncated=trainee.config.filter.mask_truncated)
+    return trained_batch(objective, base, mask_truncated=trainee.run.config.filter.mask_truncated)
 
 
 def _moment(

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from covey.collate import collate
 from covey.config import Config
 from covey.engines.protocol import Engine
 from covey.lab.numerics.gap import ClipRange, Gap, gap_of
@@ -38,15 +39,12 @@ from covey.lab.numerics.logp_variants import (
 from covey.objective.compose import function_of
 from covey.objective.ratio import one, token
 from covey.objective.surrogate import geometric_clipped, trust_mask
-from covey.policy.schedule import Budget
 from covey.records.trackers import Tracker
+from covey.rollout.collect import collect_step
 from covey.rollout.episode import encode_prompts, generate
-from covey.rollout.source import SynchronousSource
-from covey.training.build import Parts
-from covey.training.collate import collate
+from covey.run import Run
+from covey.step import filled_batch, optimize
 from covey.training.make_engine import native_engine
-from covey.training.state import State
-from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Group
 
 ALONE = 16
@@ -78,34 +76,29 @@ class Report:
         return row | {"clip": self.clip.row(), "causes": lines, "notes": list(self.notes)}
 
 
-def measure(
-    parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
-) -> Report:
+def measure(run: Run, log: Tracker, *, updates: int, alone: int = ALONE) -> Report:
     """Measure the log-prob differences for each cause, on the rollouts of the next step.
 
     The measurements change the weights of the policy.
     """
-    budget = Budget(settings=parts.config.train)
-    used = state.used(parts.policy)
-    source = SynchronousSource(parts, reporter)
-    rollouts = source.groups(state.step + 1, share=budget.spent(used))
+    rollouts = collect_step(run, run.step + 1, log, run.budget.spent(run.used))
     groups = rollouts.selected.groups or rollouts.collected.groups
-    clip = clip_range(parts)
+    clip = clip_range(run)
     few = _first(groups, alone)
-    solo = _generated_alone(parts, parts.engine, few, state.step + 1)
-    found = {**_over_all(parts, groups, few, clip), "slots": _prefix_gap(parts, solo, few, clip)}
+    solo = _generated_alone(run, run.engine, few, run.step + 1)
+    found = {**_over_all(run, groups, few, clip), "slots": _prefix_gap(run, solo, few, clip)}
     plain = solo
-    if parts.config.engine.rounds:
-        plain = _generated_alone(parts, native_engine(parts.policy), few, state.step + 1)
-        found["float8"] = _prefix_gap(parts, plain, solo, clip)
-    found["kernel"] = _kernel_gap(parts, plain, clip)
-    stale, notes = _stale(parts, groups, state, updates, clip)
-    if not _clips_ratios(parts):
-        name = parts.config.objective.name
+    if run.config.engine.rounds:
+        plain = _generated_alone(run, native_engine(run.policy), few, run.step + 1)
+        found["float8"] = _prefix_gap(run, plain, solo, clip)
+    found["kernel"] = _kernel_gap(run, plain, clip)
+    stale, notes = _stale(run, groups, updates, clip)
+    if not _clips_ratios(run):
+        name = run.config.objective.name
         notes = (*notes, f"outside: {name} has no clip range of ratios; grpo's is used")
-    weight = parts.policy.model.head.linear.weight
+    weight = run.policy.model.head.linear.weight
     return Report(
-        model=parts.config.model.path,
+        model=run.config.model.path,
         device=str(weight.device),
         dtype=str(weight.dtype).removeprefix("torch."),
         completions=sum(len(group.rollouts) for group in groups),
@@ -117,11 +110,11 @@ def measure(
     )
 
 
-def clip_range(parts: Parts) -> ClipRange:
+def clip_range(run: Run) -> ClipRange:
     """Return the clip range of the objective."""
-    options = parts.config.objective.options if _clips_ratios(parts) else {}
+    options = run.config.objective.options if _clips_ratios(run) else {}
     low, high = (float(options.get(name, CLIP)) for name in ("clip_low", "clip_high"))
-    bounds, objective = (1.0 - low, 1.0 + high), parts.learner.objective
+    bounds, objective = (1.0 - low, 1.0 + high), run.objective
     if function_of(objective.surrogate) is geometric_clipped:  # it clips the logarithm of ratios
         bounds = math.exp(-low), math.exp(high)
     # An objective that assumes ratios of 1 is wrong if token ratios differ from 1.
@@ -129,10 +122,10 @@ def clip_range(parts: Parts) -> ClipRange:
     return ClipRange(low=bounds[0], high=bounds[1], ratio=ratio)
 
 
-def _clips_ratios(parts: Parts) -> bool:
+def _clips_ratios(run: Run) -> bool:
     """Whether `clip_low` and `clip_high` limit ratios, and not probabilities as in `trust_mask`."""
-    bounded = "clip_low" in parts.config.objective.options
-    return bounded and function_of(parts.learner.objective.surrogate) is not trust_mask
+    bounded = "clip_low" in run.config.objective.options
+    return bounded and function_of(run.objective.surrogate) is not trust_mask
 
 
 def default_updates(config: Config) -> int:
@@ -146,31 +139,31 @@ def _first(groups: Sequence[Group], completions: int) -> list[Group]:
     return [replace(g, rollouts=g.rollouts[:completions]) for g in groups[:most]]
 
 
-def _generated_alone(parts: Parts, engine: Engine, few: Sequence[Group], step: int) -> list[Group]:
+def _generated_alone(run: Run, engine: Engine, few: Sequence[Group], step: int) -> list[Group]:
     """Generate the completions in `few` again, one at a time, with unchanged random numbers."""
-    model = parts.policy.model
+    model = run.policy.model
     return generate(
         encode_prompts(model, [group.prompt for group in few]),
         engine=engine,
         model=model,
-        sampling=replace(parts.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
+        sampling=replace(run.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
         step=step,
     )
 
 
 def _over_all(
-    parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
+    run: Run, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
     """Measure the total difference, and the effects of precision, micro-batches and truncation.
 
     The effect of micro-batches is measured only on the completions in `few`.
     """
-    policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
+    policy, budget = run.policy, run.settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
     exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
     wide = now if exact else wide_logp(policy, batch, budget)
-    kept = log_kept(policy, batch, parts.sampling.distribution, budget)
+    kept = log_kept(policy, batch, run.sampling.distribution, budget)
     rows = torch.cat([
         torch.arange(len(group.rollouts), device=now.device)
         + sum(len(g.rollouts) for g in groups[:number])
@@ -186,40 +179,39 @@ def _over_all(
     }
 
 
-def _prefix_gap(parts: Parts, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
+def _prefix_gap(run: Run, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
     """Compare the engine's log-probs of pairs of rollouts, up to the first different token."""
-    first, second = (collate(groups, parts.policy.model.device) for groups in (one, other))
+    first, second = (collate(groups, run.policy.model.device) for groups in (one, other))
     width = min(first.tokens.shape[1], second.tokens.shape[1])
     same = common_prefix(one, other, first)[:, :width]
     return gap_of(first.sampler_logp[:, :width] - second.sampler_logp[:, :width], same, clip)
 
 
-def _kernel_gap(parts: Parts, solo: Sequence[Group], clip: ClipRange) -> Gap:
+def _kernel_gap(run: Run, solo: Sequence[Group], clip: ClipRange) -> Gap:
     """Compare the log-probs of trainer and engine on completions generated one at a time."""
-    policy, budget = parts.policy, parts.learner.settings.micro_batch_tokens
+    policy, budget = run.policy, run.settings.micro_batch_tokens
     single = collate(solo, policy.model.device)
-    kept = log_kept(policy, single, parts.sampling.distribution, budget)
+    kept = log_kept(policy, single, run.sampling.distribution, budget)
     return gap_of(alone_logp(policy, single) - (single.sampler_logp + kept), single.mask, clip)
 
 
 def _stale(
-    parts: Parts,
+    run: Run,
     groups: Sequence[Group],
-    state: State,
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
     """Take optimizer steps on the rollouts, and measure the log-prob change after each step."""
-    policy = parts.policy
-    once, notes = _learning(parts, parts.learner.at(state))
+    policy = run.policy
+    once, notes = _learning(run)
     twice = replace(once, settings=replace(once.settings, epochs=2))
-    batch = filled_batch(twice, groups, state.step)
+    batch = filled_batch(twice, groups, run.step)
     tokens = once.settings.micro_batch_tokens
     before = trainer_logp(policy, batch, tokens)
     found = []
     for number in range(updates + 1):
         if number:
-            optimize(once, batch, state.step + 1)
+            optimize(once, batch, run.step + 1)
         after = trainer_logp(policy, batch, tokens)
         gap = gap_of(after - before, batch.mask, clip)
         found.append(Cause(name="staleness", gap=gap, updates=number))
@@ -234,19 +226,19 @@ def _stale(
     return (found[1:] or found), notes if updates else ()
 
 
-def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
-    """Return a learner that takes one optimizer step for each training step.
+def _learning(run: Run) -> tuple[Run, tuple[str, ...]]:
+    """Return a run that takes one optimizer step for each training step.
 
-    If the learning rate has already decayed to 0, the learner uses the peak learning rate, because
+    If the learning rate has already decayed to 0, the run uses the peak learning rate, because
     otherwise no weight would change.
     """
-    peak = parts.config.optimizer.learning_rate
-    once = replace(learner.settings, mini_batches=1, epochs=1)
-    if peak == 0 or learner.learning_rate > 0:
-        return replace(learner, settings=once), ()
+    peak = run.config.optimizer.learning_rate
+    once = replace(run.settings, mini_batches=1, epochs=1)
+    if peak == 0 or run.settings.learning_rate(run.policy.version, run.used) > 0:
+        return replace(run, settings=once), ()
     note = f"staleness: the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
     at_peak = replace(once, learning_rate=lambda version, start: peak)
-    return replace(learner, settings=at_peak), (note,)
+    return replace(run, settings=at_peak), (note,)
 
 
 # Causes of differences between the log-probs of engine and trainer, and their remedies.

@@ -191,16 +191,16 @@ def duration(seconds: float) -> str:
 
 def measure_time(config: Config) -> TimeForecast:
     """Measure a few training steps in a temporary folder, and forecast the time of the run."""
-    from covey.training.build import assemble
-    from covey.training.rl import train
+    from covey.loop import train
+    from covey.run import Run
 
     short = shortened(config)
-    parts = assemble(short)
-    with closing(parts.scorer), tempfile.TemporaryDirectory(prefix="covey-plan-") as folder:
-        run = RunFolder.create(Path(folder) / "run", to_toml(short), {})
-        train(parts, run, [], StopSignal(), Start())
-        rows = run.steps()[WARM_UP:]
-    return forecast_time(config, rows, len(parts.held_out_prompts))
+    run = Run.build(short)
+    with closing(run.scorer), tempfile.TemporaryDirectory(prefix="covey-plan-") as folder:
+        target = RunFolder.create(Path(folder) / "run", to_toml(short), {})
+        train(run, target, [], StopSignal(), Start())
+        rows = target.steps()[WARM_UP:]
+    return forecast_time(config, rows, len(run.held_out))
 
 
 def shortened(config: Config) -> Config:

@@ -12,7 +12,7 @@ from covey.lab.doctor.result import Result
 from covey.lab.explain.recorded import policy_before, read_step
 from covey.policy.checkpoint import OPTIMIZER_FILE, read_weights
 from covey.records.folder import CHANGES, RunFolder
-from covey.training.step import training_step
+from covey.step import train_on
 
 NAME = "recomputed step"
 
@@ -35,15 +35,14 @@ def recomputed(run: RunFolder) -> Result:
         what = f"settings changed after step {change}, and the earlier ones would be needed"
         return Result(name=NAME, passed=None, figure=what)
     recorded = read_step(run, step)
-    trainee.state.step = step
-    training_step(trainee.learner.at(trainee.state), recorded.groups, step)
+    train_on(recorded.groups, trainee.run, step)
     if not (folder / OPTIMIZER_FILE).exists():
         raise RunError(
             f"the checkpoint {folder} was saved by several ranks; verify the run with the same "
             "number of ranks"
         )
-    found = {**trainee.policy.optimizer.masters, **trainee.policy.optimizer.state()}
-    then = {**read_weights(trainee.policy, folder), **load_file(folder / OPTIMIZER_FILE)}
+    found = {**trainee.run.policy.optimizer.masters, **trainee.run.policy.optimizer.state()}
+    then = {**read_weights(trainee.run.policy, folder), **load_file(folder / OPTIMIZER_FILE)}
     other = [
         name
         for name, value in found.items()
@@ -52,7 +51,9 @@ def recomputed(run: RunFolder) -> Result:
     origin = trainee.origin.checkpoint
     what = f"step {step} from step {origin}, {step - origin} steps of recorded rollouts"
     bits = f"other bits in {len(other)} of {len(then)} tensors" if other else "the same bits"
-    gpu = trainee.policy.model.device.type != "cpu" and not trainee.config.model.deterministic
+    gpu = (
+        trainee.run.policy.model.device.type != "cpu" and not trainee.run.config.model.deterministic
+    )
     return Result(
         name=NAME,
         passed=True if not other else None if gpu else False,

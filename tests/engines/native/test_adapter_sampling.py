@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from covey.collate import collate
 from covey.engines.native.backend import decode_with_cache, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.llama_decoder import LlamaDecoder
@@ -15,7 +16,6 @@ from covey.engines.protocol import Sampling
 from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel
 from covey.policy.policy import Policy
-from covey.training.collate import collate
 from covey.types import Group
 from tests.conftest import build, rollouts_of
 from tests.engines.native.test_engine import ragged_prompts

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey.collate import collate
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Completion, Limits, Request, Sampling
@@ -13,7 +14,6 @@ from covey.models.logp import batch_logp
 from covey.rng import Address
 from covey.rollout.episode import EncodedPrompt, encode_prompts, generate
 from covey.tasks import Arithmetic
-from covey.training.collate import collate
 from covey.types import Group, Prompt, Rollout, Turn, VersionSpan
 from tests.conftest import ARCHITECTURES, build, rollouts_of
 

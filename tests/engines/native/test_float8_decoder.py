@@ -8,6 +8,7 @@ from itertools import chain
 import pytest
 import torch
 
+from covey.collate import collate
 from covey.engines.native.backend import Precision, decode_with_cache, decode_without_cache
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.llama_decoder import UnsupportedModel
@@ -17,7 +18,6 @@ from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
 from covey.rollout.episode import generate
-from covey.training.collate import collate
 from tests.conftest import build
 from tests.engines.native.test_decode_graph import made as on_device
 from tests.engines.native.test_decode_graph import questions

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from covey.collate import collate
 from covey.engines.draw import Distribution
 from covey.engines.native.backend import EagerBackend, checked_decoder, decoder_for
 from covey.engines.native.engine import NativeEngine
@@ -26,7 +27,6 @@ from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
 from covey.rollout.episode import EncodedPrompt
-from covey.training.collate import collate
 from covey.types import Prompt
 from tests.conftest import ARCHITECTURES, build, rollouts_of
 from tests.engines.native.test_decode_graph import by_graph, shape_of

@@ -88,7 +88,7 @@ def test_a_step_takes_old_logp_from_the_engine_if_the_run_recorded_that_it_is_ex
     if resumed_with is not None:
         change = {"step": 2, "settings": {}, "exact_logp": resumed_with}
         (run.path / "changes.jsonl").write_text(json.dumps(change) + "\n")
-    assert policy_before(run, 1).learner.settings.old_logp_from_sampler is exact
+    assert policy_before(run, 1).settings.old_logp_from_sampler is exact
 
 
 def test_older_weights_are_reported_and_ratios_start_at_one(

@@ -217,10 +217,11 @@ def test_cosines_equal_those_of_separate_gradients(recorded_run: RunFolder) -> N
     trainee = policy_before(recorded_run, 2)
     found = replay(trainee, recorded, built, ["beta=0.1"]).moments[0]
 
+    from covey.collate import collate
     from covey.policy.models import load_model
     from covey.reference.build import make_reference
-    from covey.training.collate import collate
-    from covey.training.step import Learner, prepare
+    from covey.run import Run
+    from covey.step import prepare
 
     trainee = policy_before(recorded_run, 2)
     parameters = list(trainee.policy.optimizer.parameters.values())
@@ -229,8 +230,8 @@ def test_cosines_equal_those_of_separate_gradients(recorded_run: RunFolder) -> N
     )
     gradients = []
     for objective in built.values():
-        settings = replace(trainee.learner.settings, old_logp_from_sampler=False)
-        learner = Learner(
+        settings = replace(trainee.settings, old_logp_from_sampler=False)
+        learner = Run(
             policy=trainee.policy, objective=objective, settings=settings, reference=reference
         )
         batch = prepare(learner, collate(recorded.groups))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from covey.collate import collate
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.lab.numerics.logp_variants import (
@@ -20,11 +21,9 @@ from covey.lab.numerics.logp_variants import (
 )
 from covey.lab.numerics.measure_gaps import Report, clip_range, default_updates, measure
 from covey.models.logp import LogProbs
-from covey.rollout.source import SynchronousSource
-from covey.training.build import Parts, assemble
-from covey.training.collate import collate
+from covey.rollout.collect import collect_step
+from covey.run import Run
 from covey.training.resolve import resolve
-from covey.training.state import State
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.trackers import Notes
 
@@ -34,14 +33,13 @@ SMALL = (
 )  # fmt: skip
 
 
-def parts_of(*settings: str) -> Parts:
-    return assemble(resolve(load_config(None, (*SMALL, *settings))))
+def parts_of(*settings: str) -> Run:
+    return Run.build(resolve(load_config(None, (*SMALL, *settings))))
 
 
 def report_of(*settings: str, updates: int = 1, alone: int = 4) -> Report:
     parts = parts_of(*settings)
-    state = State(beta=parts.learner.objective.beta)
-    return measure(parts, state, Notes(), updates=updates, alone=alone)
+    return measure(parts, Notes(), updates=updates, alone=alone)
 
 
 def lines(report: Report) -> dict[str, Any]:
@@ -109,8 +107,8 @@ def log_kept_by_hand(setting: str, name: str, value: float) -> list[float]:
     return kept
 
 
-def groups_of(parts: Parts) -> tuple[Group, ...]:
-    return SynchronousSource(parts, Notes()).groups(1).selected.groups
+def groups_of(parts: Run) -> tuple[Group, ...]:
+    return collect_step(parts, 1, Notes()).selected.groups
 
 
 def test_in_bfloat16_precision_dominates() -> None:
@@ -271,10 +269,8 @@ def test_staleness_after_the_end_of_a_schedule_uses_its_peak() -> None:
     settings = ("optimizer.schedule=linear", "train.steps=1")
     early, over = parts_of(*settings), parts_of(*settings)
     over.policy.version = over.config.train.total_optimizer_steps
-    assert over.learner.learning_rate == 0
-    reports = [
-        measure(parts, State(beta=0.0), Notes(), updates=1, alone=2) for parts in (early, over)
-    ]
+    assert over.settings.learning_rate(over.policy.version, over.used) == 0
+    reports = [measure(parts, Notes(), updates=1, alone=2) for parts in (early, over)]
     before, after = (lines(report)["staleness"] for report in reports)
     assert after.mean == before.mean > 0  # the first step's rate is the peak
     assert [any("used its peak, 0.0001" in n for n in r.notes) for r in reports] == [False, True]
@@ -292,8 +288,8 @@ def test_a_token_budget_sets_the_position_in_the_schedule() -> None:
     for rate, tokens in ("1e-4", 10_000), ("9e-5", 0):
         parts = parts_of(*settings, f"optimizer.learning_rate={rate}")
         parts.policy.version = 10
-        state = State(step=10, tokens=tokens, beta=0.0)
-        reports.append(measure(parts, state, Notes(), updates=1, alone=2))
+        parts.step, parts.tokens = 10, tokens
+        reports.append(measure(parts, Notes(), updates=1, alone=2))
     tenth, whole = (lines(report)["staleness"] for report in reports)
     assert whole.mean > 0
     assert tenth.mean == pytest.approx(whole.mean, rel=1e-6)

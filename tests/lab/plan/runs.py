@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.config import load_config
+from covey.loop import train
 from covey.records.folder import RunFolder
+from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.build import assemble
 from covey.training.resolve import resolve
-from covey.training.rl import train
 from tests.trackers import Notes
 
 SHORT = (
@@ -38,7 +38,7 @@ class Ran(NamedTuple):
 def ran(*settings: str, steps: int = 1) -> Ran:
     """Train the embedded model on its recipe."""
     overrides = [*SHORT, f"train.steps={steps}", *settings]
-    parts = assemble(resolve(load_config("arithmetic", overrides)))
+    parts = Run.build(resolve(load_config("arithmetic", overrides)))
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", "", {})
         train(parts, run, [Notes()], StopSignal())
@@ -49,6 +49,6 @@ def ran(*settings: str, steps: int = 1) -> Ran:
 
 def starting_weights() -> torch.Tensor:
     """Return the initial weights of every run."""
-    parts = assemble(resolve(load_config("arithmetic", SHORT)))
+    parts = Run.build(resolve(load_config("arithmetic", SHORT)))
     parameters = parts.policy.model.model.parameters()
     return torch.cat([p.detach().flatten() for p in parameters])

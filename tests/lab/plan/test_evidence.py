@@ -12,10 +12,9 @@ from covey.lab.plan.idle_settings import NOTICEABLE_BETA
 from covey.lab.plan.risky_settings import FEWEST_PROMPTS, POINTS
 from covey.objective import build, with_advantage
 from covey.objective.penalty import PENALTIES, adapted_beta
-from covey.policy.schedule import Schedule
+from covey.policy.schedule import Schedule, Used
 from covey.rewards.length import Soft
-from covey.training.state import Used
-from covey.training.step import RowFacts, StepSettings
+from covey.step import RowFacts, StepSettings
 from covey.types import Batch
 from tests.conftest import make_batch
 from tests.lab.plan.runs import ran, starting_weights

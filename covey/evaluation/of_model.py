@@ -1,4 +1,4 @@
-"""Evaluates the model that a configuration names, or the policy of a run."""
+"""Evaluates the model that a configuration names; `Run.evaluate` evaluates a run's policy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from covey.environments import Factory
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.notices import notice
 from covey.policy.models import load_model
-from covey.records.trackers import Tracker
 from covey.rollout.collect import Collector
-from covey.training.build import Components, interaction_of, with_stops
+from covey.run import interaction_of, with_stops
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import evaluation_config, held_out_of, sampling_of, task_of
 from covey.training.scorers import baselines_of, scorer_of
@@ -73,33 +72,3 @@ def evaluate_engine(
             temperature=config.evaluate.temperature,
             baselines=baselines,
         )
-
-
-# Evaluate the policy of a run, and report the results to the run's trackers.
-
-
-def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
-    """Evaluate the policy after training step number `step`, and log the results."""
-    model, engine = parts.policy.model, parts.engine
-    with parts.engine_lock:
-        engine.load_weights(parts.policy.weights, parts.policy.version)
-        evaluation = evaluate(
-            parts.held_out_prompts,
-            Collector(
-                engine=engine,
-                model=model,
-                scorer=parts.eval_scorer,
-                progress=log.sampled,
-                ranks=parts.world,
-                interaction=parts.interaction,
-                max_steps=parts.config.train.total_optimizer_steps,
-            ),
-            sampling=parts.sampling,
-            samples=parts.config.evaluate.samples,
-            temperature=parts.config.evaluate.temperature,
-            baselines=parts.baselines,
-        )
-    # Rows are written first, so that every line of eval.jsonl has its rows.
-    log.table("evaluations", step, [item.row() for item in evaluation.items])
-    log.evaluation(step, evaluation)
-    return evaluation

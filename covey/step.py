@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from covey.collate import collate
 from covey.errors import ModelError
 from covey.models.logp import LogProbs
 from covey.objective import (
@@ -37,15 +38,16 @@ from covey.objective.diagnostics import (
     observe_sampler,
 )
 from covey.parallel.passes import in_passes, put_rows, training_passes, whole_batch
-from covey.parallel.world import ALONE, World
-from covey.policy.critic import Critic, critic_metrics, critic_step
+from covey.policy.critic import critic_metrics, critic_step
 from covey.policy.policy import Policy
-from covey.reference import Reference
+from covey.policy.schedule import Used
 from covey.rng import mini_batch_order
 from covey.rollout.filter import without_truncated
-from covey.training.collate import collate
-from covey.training.state import State, Used
 from covey.types import Batch, Group, Totals
+
+if TYPE_CHECKING:
+    from covey.reference import Reference
+    from covey.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,61 +80,6 @@ class StepSettings:
         return self.stale or self.mini_batches * self.epochs > 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
-    """The policy, objective, reference models and settings of a training step."""
-
-    policy: Policy
-    objective: Objective
-    """The objective; its KL weight beta is the value for this step."""
-    settings: StepSettings
-    reference: Reference | None = None
-    teacher: Reference | None = None
-    """The teacher model for distillation."""
-    critic: Critic | None = None
-    world: World = ALONE
-    start: Used = field(default_factory=Used)
-    """The progress of the run at the start of the training step."""
-
-    def apply_settings(self, state: State) -> None:
-        """Use objective.beta if the objective does not adapt beta, or if objective.beta changed."""
-        objective = self.objective
-        if not objective.kl_target or state.beta_setting not in (None, objective.beta):
-            state.beta = objective.beta
-        state.beta_setting = objective.beta
-
-    def at(self, state: State) -> Learner:
-        """Return a copy of this learner with the KL weight and the progress of `state`."""
-        objective = replace(self.objective, beta=state.beta)
-        return replace(self, objective=objective, start=state.used(self.policy))
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next optimizer step."""
-        return self.settings.learning_rate(self.policy.version, self.start)
-
-    @property
-    def references(self) -> list[Reference]:
-        """The reference model and the teacher model, if the step has them."""
-        return [other for other in (self.reference, self.teacher) if other is not None]
-
-    @property
-    def others(self) -> list[Reference | Critic]:
-        """The models that a checkpoint saves in addition to the policy."""
-        return [*self.references, *([] if self.critic is None else [self.critic])]
-
-    @property
-    def skips_rows(self) -> bool:
-        """Whether forward passes leave out rows with advantage 0.
-
-        If the loss has a KL or entropy term, no rows are left out, because the term has a gradient
-        in every row. Pairwise objectives skip rows with advantage 0 even if
-        `filter.skip_zero_gradient` is off, because most rows belong to no pair.
-        """
-        wanted = self.settings.skip_zero_gradient or self.objective.pairs
-        return wanted and self.objective.only_surrogate
-
-
 class Learned(NamedTuple):
     """The result of a training step."""
 
@@ -160,15 +107,18 @@ class Seen:
 Observer = Callable[[Seen], None]
 
 
-def training_step(
-    learner: Learner, groups: Sequence[Group], step: int, observer: Observer | None = None
+def train_on(
+    groups: Sequence[Group], run: Run, step: int, observer: Observer | None = None
 ) -> Learned:
-    """Run training step number `step`, which may take several optimizer steps."""
-    objective = learner.objective
+    """Train on the groups of step number `step`, with one or more optimizer steps.
+
+    The models of `run` change, and nothing else of it.
+    """
+    objective = run.objective
     if not groups:
         return Learned(None, {}, objective.beta)
-    batch = filled_batch(learner, groups, step)
-    metrics = optimize(learner, batch, step, observer)
+    batch = filled_batch(run, groups, step)
+    metrics = optimize(run, batch, step, observer)
     if "privileged" in objective.needs:
         metrics["objective/taught"] = float(_taught_rows(batch).double().mean())
     beta = objective.beta
@@ -180,20 +130,29 @@ def training_step(
     return Learned(batch, metrics, beta)
 
 
+def _skips_rows(run: Run) -> bool:
+    """Return whether forward passes leave out rows with advantage 0.
+
+    A KL or entropy term has a gradient in every row, so then none is left out. Pairwise objectives
+    always skip: most of their rows belong to no pair.
+    """
+    return (run.settings.skip_zero_gradient or run.objective.pairs) and run.objective.only_surrogate
+
+
 # From groups to a batch with log-probs and advantages.
 
 
-def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
+def filled_batch(run: Run, groups: Sequence[Group], step: int) -> Batch:
     """Collate groups into a batch, and fill in the fields computed over the whole batch."""
-    objective = learner.objective
+    objective = run.objective
     parts = objective.parts if "parts" in objective.needs else None
-    batch = collate(groups, learner.policy.model.device, parts)
-    advantage_first = learner.skips_rows and not objective.needs & {"old_logp", "old_entropy"}
+    batch = collate(groups, run.policy.model.device, parts)
+    advantage_first = _skips_rows(run) and not objective.needs & {"old_logp", "old_entropy"}
     if advantage_first:
         batch = with_advantage(objective, batch)
-    batch = prepare(learner, batch)
+    batch = prepare(run, batch)
     check_finite(batch, step)
-    return trained_batch(objective, batch, mask_truncated=learner.settings.mask_truncated)
+    return trained_batch(objective, batch, mask_truncated=run.settings.mask_truncated)
 
 
 def trained_batch(objective: Objective, batch: Batch, *, mask_truncated: bool) -> Batch:
@@ -205,44 +164,44 @@ def trained_batch(objective: Objective, batch: Batch, *, mask_truncated: bool) -
 
 
 @torch.no_grad()
-def prepare(learner: Learner, batch: Batch) -> Batch:
+def prepare(run: Run, batch: Batch) -> Batch:
     """Fill in the log-prob, entropy and value fields that the objective needs."""
-    needs, settings = learner.objective.needs, learner.settings
+    needs, settings = run.objective.needs, run.settings
     to_sampler = "sampler_as_old" in needs
     wanted = not settings.old_logp_in_pass and (settings.off_policy or "old_logp" in needs)
     from_sampler = to_sampler or (wanted and settings.old_logp_from_sampler)
     if "old_entropy" in needs or (wanted and not from_sampler):
-        old = _log_probs(learner, learner.policy.logp, batch)
+        old = _log_probs(run, run.policy.logp, batch)
         batch = replace(batch, old_logp=old.logp, entropy=old.entropy)
     if to_sampler or (from_sampler and "old_entropy" not in needs):
         batch = replace(batch, old_logp=batch.sampler_logp)
     if "reference" in needs:
-        batch = replace(batch, ref_logp=_logp_under(learner.reference, learner, batch))
+        batch = replace(batch, ref_logp=_logp_under(run.reference, run, batch))
     if "teacher" in needs:
         logp = _self_teacher_logp if "privileged" in needs else _logp_under
-        batch = replace(batch, teacher_logp=logp(learner.teacher, learner, batch))
+        batch = replace(batch, teacher_logp=logp(run.teacher, run, batch))
     if "values" in needs:
-        assert learner.critic is not None, "an objective with a critic is given one"
-        compute, tokens = learner.critic.values, settings.micro_batch_tokens
-        (values,) = in_passes(batch, tokens, lambda rows: (compute(rows),), learner.world)
+        assert run.critic is not None, "an objective with a critic is given one"
+        compute, tokens = run.critic.values, settings.micro_batch_tokens
+        (values,) = in_passes(batch, tokens, lambda rows: (compute(rows),), run.world)
         batch = replace(batch, values=values)
     return batch
 
 
-def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
+def _logp_under(model: Reference | None, run: Run, batch: Batch) -> torch.Tensor:
     assert model is not None, "an objective that needs a reference or a teacher is given one"
     with model.loaded():
-        return _log_probs(learner, model.logp, batch).logp
+        return _log_probs(run, model.logp, batch).logp
 
 
-def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Batch) -> LogProbs:
+def _log_probs(run: Run, compute: Callable[[Batch], LogProbs], batch: Batch) -> LogProbs:
     """Compute the log-probs and entropies of a batch.
 
     If the batch already has advantages, rows that the row filter leaves out skip the forward pass.
     The skipped rows get `sampler_logp` as log-probs, and 0 as entropy.
     """
-    tokens, world = learner.settings.micro_batch_tokens, learner.world
-    if batch.advantage is None or not learner.skips_rows:
+    tokens, world = run.settings.micro_batch_tokens, run.world
+    if batch.advantage is None or not _skips_rows(run):
         return whole_batch(batch, tokens, compute, world)
     # The optimizer steps may have fewer rows, because masks are applied after the advantages.
     useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
@@ -259,7 +218,7 @@ def _log_probs(learner: Learner, compute: Callable[[Batch], LogProbs], batch: Ba
 # prompt instead of the rollout's prompt, followed by the rollout's tokens.
 
 
-def _self_teacher_logp(teacher: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
+def _self_teacher_logp(teacher: Reference | None, run: Run, batch: Batch) -> torch.Tensor:
     """Return the log-probs under the teacher, given the teacher prompts.
 
     Rows without a teacher prompt get the policy's old_logp, so the teacher has no effect on them.
@@ -268,7 +227,7 @@ def _self_teacher_logp(teacher: Reference | None, learner: Learner, batch: Batch
     logp = batch.old_logp.float().clone()
     index = _taught_rows(batch).nonzero().squeeze(1)
     if len(index):
-        found = _logp_under(teacher, learner, batch.rows(index).as_teacher_reads())
+        found = _logp_under(teacher, run, batch.rows(index).as_teacher_reads())
         put_rows([logp], index, [found])
     return logp
 
@@ -335,26 +294,26 @@ def check_finite(batch: Batch, step: int) -> None:
 
 
 def optimize(
-    learner: Learner, batch: Batch, step: int, observer: Observer | None = None
+    run: Run, batch: Batch, step: int, observer: Observer | None = None
 ) -> dict[str, float]:
     """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
-    objective, critic, meter = learner.objective, learner.critic, Meter()
-    facts = RowFacts.of(batch, skip=learner.skips_rows, whole_groups=objective.pairs)
+    objective, critic, meter = run.objective, run.critic, Meter()
+    facts = RowFacts.of(batch, skip=_skips_rows(run), whole_groups=objective.pairs)
     more: dict[str, float] = {}
     if objective.pairs:  # rows of groups without a pair have advantage 0, and are left out
         groups, paired = len(facts.group.unique()), len(facts.group[facts.useful].unique())
         more = {"pairs/count": paired, "pairs/ties": groups - paired}
     if critic is not None:  # trained on the same mini-batches as the policy
-        for index in facts.mini_batches(learner.settings, step):
-            critic_step(learner, critic, batch.rows(index), facts.totals(index), meter)
+        for index in facts.mini_batches(run.settings, step):
+            critic_step(run, critic, batch.rows(index), facts.totals(index), meter)
         more |= critic_metrics(batch)
     if critic is None or not critic.warms_up(step):
-        more |= _train_policy(learner, batch, facts, step, meter, observer)
-    return {**learner.world.mean(meter), **more}
+        more |= _train_policy(run, batch, facts, step, meter, observer)
+    return {**run.world.mean(meter), **more}
 
 
 def _train_policy(
-    learner: Learner,
+    run: Run,
     batch: Batch,
     facts: RowFacts,
     step: int,
@@ -362,22 +321,22 @@ def _train_policy(
     observer: Observer | None,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
-    policy, objective, settings = learner.policy, learner.objective, learner.settings
-    losses, skipped = list[list[torch.Tensor]](), 0
+    policy, objective, settings = run.policy, run.objective, run.settings
+    losses, skipped, start = list[list[torch.Tensor]](), 0, run.used
     # Observations that are equal on all ranks are counted only on rank 0.
-    once = meter if learner.world.is_main else Meter()
+    once = meter if run.world.is_main else Meter()
     if not policy.model.model.training:  # `train` takes 2 ms for 30 layers
         policy.model.model.train()
     for number, index in enumerate(facts.mini_batches(settings, step)):
         mini = with_weight(objective, batch.rows(index), facts.totals(index))
         observe_correction(once, mini)
         kept = facts.in_passes(index)
-        mini, index = marked(learner, mini.rows(kept)), index[kept]
+        mini, index = marked(run, mini.rows(kept)), index[kept]
         observe_pairs(once, objective, mini)
         # If the row filter left only a placeholder row, that row may have no old_logp.
         counts = bool(facts.useful[index].any())
         losses.append([])
-        for rows, micro, output, now in backward_passes(learner, mini):
+        for rows, micro, output, now in backward_passes(run, mini):
             losses[-1].append(output.loss)
             if counts:
                 observe(meter, objective, micro, output, now.entropy)
@@ -387,36 +346,36 @@ def _train_policy(
                 observe_sampler(meter, micro, now.logp)
             if observer is not None:
                 observer(Seen(number=number, rows=index[rows], micro=micro, now=now))
-        rate = learner.learning_rate
+        rate = settings.learning_rate(policy.version, start)
         stepped = policy.step(rate)
-        for other in learner.references:
+        for other in run.references:
             other.after_step(policy.version, policy.optimizer.masters)
         skipped += stepped.skipped
         if not stepped.skipped:
             once.add("optim/grad_norm", stepped.grad_norm)
     for loss in _sums(losses):
         # Each rank has computed only a part of an optimizer step's loss.
-        meter.add("loss/policy_avg", loss, count=float(learner.world.is_main))
+        meter.add("loss/policy_avg", loss, count=float(run.world.is_main))
     return {"lr": rate, "optim/skipped": skipped}
 
 
-def marked(learner: Learner, mini: Batch) -> Batch:
+def marked(run: Run, mini: Batch) -> Batch:
     """Fill in the batch field `marked`, which `objective.marks` computes from the log-probs."""
-    if learner.objective.marks is None:
+    if run.objective.marks is None:
         return mini
     with torch.no_grad():
-        tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
-        now = whole_batch(mini, tokens, logp, learner.world)
-    return with_marks(learner.objective, mini, now.logp)
+        tokens, logp = run.settings.micro_batch_tokens, run.policy.logp
+        now = whole_batch(mini, tokens, logp, run.world)
+    return with_marks(run.objective, mini, now.logp)
 
 
 def backward_passes(
-    learner: Learner, mini: Batch
+    run: Run, mini: Batch
 ) -> Iterator[tuple[torch.Tensor, Batch, PolicyLoss, LogProbs]]:
     """Accumulate this rank's gradient; yield each micro-batch with its loss and log-probs."""
-    policy, tokens = learner.policy, learner.settings.micro_batch_tokens
-    for (rows, counts), micro in training_passes(policy, mini, tokens, learner.world):
-        output, now = _backward(policy, learner.objective, micro)
+    policy, tokens = run.policy, run.settings.micro_batch_tokens
+    for (rows, counts), micro in training_passes(policy, mini, tokens, run.world):
+        output, now = _backward(policy, run.objective, micro)
         if counts:
             yield rows, micro, output, now
 
