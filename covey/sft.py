@@ -52,7 +52,7 @@ def build_sft(config: Config, world: World = ALONE) -> Run:
     policy = policy_of(config, model, world)
     # Cross-entropy uses temperature 1, whatever the sampling temperature is.
     policy.temperature = 1.0
-    steps = math.ceil(total(config, solutions) / config.sft.solutions)
+    steps = sft_steps(config, solutions)
     run = Run(
         config=config,
         solutions=solutions,
@@ -93,12 +93,17 @@ def policy_run(policy: Policy, schedule: Schedule, *, micro_batch_tokens: int) -
     return Run(policy=policy, objective=cross_entropy(), settings=settings)
 
 
-def total(config: Config, solutions: Solutions) -> int:
+def sft_total(config: Config, solutions: Solutions) -> int:
     """Return how many solutions a run trains on; a repeated solution counts each time."""
     settings = config.sft
     if settings.steps:
         return settings.steps * settings.solutions
     return settings.epochs * len(solutions)
+
+
+def sft_steps(config: Config, solutions: Solutions) -> int:
+    """Return the number of optimizer steps, of which the last may have fewer solutions."""
+    return math.ceil(sft_total(config, solutions) / config.sft.solutions)
 
 
 def _max_tokens(config: Config) -> int:
@@ -118,7 +123,7 @@ def sft_step(run: Run) -> Made:
         metrics |= learn(run, stack(examples, run.policy.model.device))
         taken = time.perf_counter() - started
         metrics["time/tokens_per_second"] = metrics["sft/tokens"] / taken
-    seen = min(step * config.sft.solutions, total(config, run.solutions))
+    seen = min(step * config.sft.solutions, sft_total(config, run.solutions))
     metrics |= {
         "sft/epoch": seen / len(run.solutions),
         "sft/examples": len(examples),
@@ -135,7 +140,7 @@ def step_examples(run: Run, step: int) -> tuple[list[Rollout], list[int]]:
     """
     assert run.solutions is not None
     config, model, most = run.config, run.policy.model, _max_tokens(run.config)
-    start, count = (step - 1) * config.sft.solutions, total(config, run.solutions)
+    start, count = (step - 1) * config.sft.solutions, sft_total(config, run.solutions)
     picks = sft_indices(
         seed=config.seed,
         start=start,

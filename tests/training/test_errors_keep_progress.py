@@ -122,13 +122,13 @@ def test_an_error_in_an_evaluation(
 ) -> None:
     path = tmp_path / "run"
 
-    def fails(*arguments: object) -> None:
+    def fails(*arguments: object, **named: object) -> None:
         raise OSError("the disk of the data is away")
 
     class Fails(Tracker):
         def step(self, metrics: Mapping[str, Any]) -> None:
             if metrics["step"] == 2:
-                monkeypatch.setattr("covey.training.loop.measure", fails)
+                monkeypatch.setattr("covey.run.evaluate", fails)
 
     with pytest.raises(OSError, match="is away"):
         trained(path, Breaks(), Fails())

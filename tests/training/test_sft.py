@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError
+from covey.loop import train
 from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
@@ -37,12 +37,12 @@ from covey.rng import sft_indices
 from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer, Job
 from covey.sft import (
-    SftParts,
     build_sft,
     encode_example,
     learn,
     policy_run,
-    run_sft,
+    sft_steps,
+    sft_total,
     stack,
     step_examples,
 )
@@ -194,17 +194,6 @@ def settings_of(**sections: Any) -> Any:
     return resolve(parse_config(sections))
 
 
-def parts_like(size: int, **sft: int) -> Any:
-    config = parse_config({"sft": sft})
-    prompts = [Prompt(id=str(n), task="", messages=(), target="") for n in range(size)]
-    found = Solutions(prompts=prompts, template="{answer}")
-    blank: Any = SimpleNamespace()
-    return SftParts(
-        config=config, solutions=found, held_out_prompts=[], bad_rows=(), scorer=blank,
-        eval_scorer=blank, policy=blank, engine=blank, sampling=blank,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("sft", "steps", "total"),
     [
@@ -216,8 +205,10 @@ def parts_like(size: int, **sft: int) -> Any:
     ],
 )
 def test_steps_or_epochs_decide_the_length(sft: dict[str, int], steps: int, total: int) -> None:
-    parts = parts_like(10, **sft)
-    assert (parts.steps, parts.total) == (steps, total)
+    config = parse_config({"sft": sft})
+    prompts = [Prompt(id=str(n), task="", messages=(), target="") for n in range(10)]
+    found = Solutions(prompts=prompts, template="{answer}")
+    assert (sft_steps(config, found), sft_total(config, found)) == (steps, total)
 
 
 JUDGED: list[tuple[Any, Reward]] = [
@@ -315,7 +306,7 @@ def test_a_small_step_of_too_long_solutions_learns_nothing_and_the_next_goes_on(
     }
     parts = build_sft(settings_of(**QUICK, sft=sft))
     run, reporter = RunFolder.create(tmp_path / "run", "", {}), Notes()
-    assert run_sft(parts, run, [reporter], StopSignal()) == 10
+    assert train(parts, run, [reporter], StopSignal()) == 10
     steps = run.steps()
     assert [s["sft/examples"] for s in steps].count(0) == 2
     assert (steps[4]["sft/examples"], steps[4]["sft/left_out"]) == (0, 1)
