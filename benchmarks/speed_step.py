@@ -87,7 +87,7 @@ class EvenWords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Timed:
     """Metrics and start-up time of one covey run."""
 
     rows: Sequence[Mapping[str, Any]]
@@ -137,7 +137,7 @@ def run_config(
     return resolve(load_config(recipe, [*settings, *overrides]))
 
 
-def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
+def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Timed:
     """Train random weights with covey's own loop; the first steps are not timed."""
     from covey.accel.activation_offload import checkpoint_layers
     from covey.loop import train
@@ -173,7 +173,7 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Run:
     # What passed before the first step, and what the warm-up steps took beyond a usual step.
     startup = watch.marks[0] - started - totals[0]
     startup += sum(max(0.0, total - usual) for total in totals[:warmup])
-    return Run(rows=watch.rows[warmup:], startup=startup)
+    return Timed(rows=watch.rows[warmup:], startup=startup)
 
 
 def step_covey(sizes: Sizes) -> dict[str, Any]:

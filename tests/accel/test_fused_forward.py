@@ -16,8 +16,7 @@ pytest.importorskip("triton")
 from covey.accel import activation_offload
 from covey.accel import fused_forward as fused
 from covey.accel.activation_offload import checkpoint_layers
-from covey.accel.fused_forward import fused_backbone, is_llama_like
-from covey.accel.fused_linear import adapted
+from covey.accel.fused_forward import adapted, fused_backbone, is_llama_like
 from covey.accel.fused_parameters import fuse_adapters, fuse_parameters, fused_view
 from covey.accel.packing import pack, pack_prompts
 from covey.accel.varlen_attention import VarlenRows

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from covey.accel.positions import plain_positions
+from covey.accel.packing import plain_positions
 from covey.config import Config
 from covey.embedded import MODELS
 from covey.errors import ConfigError, ModelError

@@ -14,9 +14,9 @@ from covey.accel import sizes
 from covey.accel import static_buffers as static
 from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.packing import copy_bytes
-from covey.engines.native import prefill, prefill_graph
-from covey.engines.native.prefill_graph import PrefillGraphs
-from covey.engines.native.shared_prompt_cache import SharedPromptCache
+from covey.engines.native import prefill
+from covey.engines.native import shared_prompt_cache as prefill_graph
+from covey.engines.native.shared_prompt_cache import PrefillGraphs, SharedPromptCache
 from covey.models.language_model import LanguageModel
 from tests.accel.test_fused_forward import per_row
 from tests.conftest import build
