@@ -1,4 +1,4 @@
-"""The cost model of `covey plan --cluster` beside every measured case.
+"""The cost model of generation and training on GPUs beside every measured case.
 
     python benchmarks/cost_model.py            # print the table
     python benchmarks/cost_model.py --write    # and write the tables of docs/scale.md
@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from covey.lab.plan.cost_model import (
+from cluster_model import (
     H200,
     PUBLISHED,
     Gpu,
@@ -35,7 +35,7 @@ from covey.lab.plan.cost_model import (
     rollout_seconds,
     update_seconds,
 )
-from covey.lab.plan.cost_model import table as best_splits
+from cluster_model import table as best_splits
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "scale.md"

@@ -1,4 +1,4 @@
-"""`covey plan`: estimate the memory and time of a run, and list settings without effect."""
+"""`covey plan`: estimate the memory of a run, and list settings without effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from covey.cli.startup import (
     AsJson,
@@ -30,7 +29,6 @@ from covey.screen import Screen
 if TYPE_CHECKING:
     from covey.lab.plan.finding import Finding
     from covey.lab.plan.forecast import Forecast
-    from covey.lab.plan.run_time import RunTime
     from covey.lab.plan.summary import Plan
     from covey.lab.plan.task_facts import TaskFacts
 
@@ -43,13 +41,6 @@ Gpu = Annotated[
         min=1,
         metavar="GIB",
         help="Plan for a GPU with this much memory (in GiB) instead of this machine's device.",
-    ),
-]
-Cluster = Annotated[
-    bool,
-    typer.Option(
-        "--cluster",
-        help="For clusters of 8 to 1,024 GPUs, show how many GPUs to use for trainers and engines.",
     ),
 ]
 MeasureSteps = Annotated[
@@ -79,14 +70,13 @@ def plan_command(
     gpu: Gpu = None,
     ranks: Ranks = 1,
     trust: Trust = None,
-    cluster: Cluster = False,
     measure_steps: MeasureSteps = False,
     as_json: AsJson = False,
 ) -> None:
-    """Describe a planned run, estimate its time and memory, and list settings that have no effect.
+    """Describe a planned run, estimate its memory, and list settings that have no effect.
 
-    The command estimates time and memory from the model's configuration and tokenizer. With
-    --measure, the command also loads the weights and trains a few steps.
+    The command estimates memory from the model's configuration and tokenizer. With --measure, it
+    loads the weights, trains a few steps, and forecasts the time.
     """
     from covey.lab.plan.task_facts import measuring
 
@@ -106,20 +96,17 @@ def plan_command(
         facts = task_facts(config, measure)
         config = over_epochs(config, facts.prompts)
         tell_defaults(label, config)
-        if cluster:
-            return show_cluster(config, facts, as_json)
         if measure_steps:
             return show_time(config, as_json)
         plan = summarize(config, facts)
         say(f"measuring {config.model.path}")
-        memory, taken, problem, fits = _memory_and_time(config, facts, gpu, ranks)
+        memory, problem, fits = _memory(config, facts, gpu, ranks)
         found = [*fits, *findings(config, facts)]
     if as_json:
-        return typer.echo(json.dumps(_data(plan, facts, memory, taken, problem, found)))
+        return typer.echo(json.dumps(_data(plan, facts, memory, problem, found)))
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
     _show_obstacles(config, facts, console)
-    console.print(taken if isinstance(taken, str) else taken.text(), "", sep="\n")
     _show_memory(memory.text() if memory else f"memory: unknown, {problem}", found, console)
 
 
@@ -127,7 +114,6 @@ def _data(
     plan: Plan,
     facts: TaskFacts,
     memory: Forecast | None,
-    taken: RunTime | str,
     problem: str,
     found: list[Finding],
 ) -> dict[str, Any]:
@@ -138,7 +124,6 @@ def _data(
         "memory": memory and memory.row(),
         "memory_unknown": problem,
         "findings": [{**each.row(), "settings": list(each.settings)} for each in found],
-        "time": None if isinstance(taken, str) else taken.row(),
         "task_unreadable": facts.unreadable,
     }
 
@@ -163,26 +148,22 @@ def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
         console.print(f"cannot start: {error}\n", soft_wrap=True)
 
 
-def _memory_and_time(
+def _memory(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
-) -> tuple[Forecast | None, RunTime | str, str, list[Finding]]:
-    """Estimate the memory and time of a run; suggest remedies if the memory is too small."""
+) -> tuple[Forecast | None, str, list[Finding]]:
+    """Estimate the memory of a run, or say why it is unknown; suggest remedies."""
     from covey.lab.plan.fit import memory_findings
     from covey.lab.plan.forecast import Device
     from covey.lab.plan.memory import forecast
     from covey.lab.plan.model_shape import shape_of
-    from covey.lab.plan.run_time import run_time
 
     try:
         device = Device.here(config.model.device) if gpu is None else Device.gpu(gpu)
         shape = shape_of(config)
         memory = forecast(config, device, facts, shape, ranks)
-        found = list(memory_findings(config, memory, facts, shape, ranks))
+        return memory, "", list(memory_findings(config, memory, facts, shape, ranks))
     except CoveyError as error:
-        return None, "time: unknown, like the memory.", str(error), []
-    if not memory.fits:
-        return memory, "time: unknown, because the run does not fit into memory.", "", found
-    return memory, run_time(config, facts, shape, device, ranks), "", found
+        return None, str(error), []
 
 
 def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
@@ -194,47 +175,6 @@ def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
         console.print(f"\n{HEADINGS[finding.kind]}: {finding.title}", style="bold")
         console.print(f"  {finding.why}")
         console.print(f"  What to do: {finding.remedy} ({finding.docs}).")
-
-
-# Output of `covey plan --cluster` and `covey plan --measure`: splits of GPUs, and time.
-
-
-def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
-    """Print how to divide 8 to 1,024 GPUs between trainers and engines, by model size."""
-    from covey.lab.plan.cost_model import size_of, table, workload
-    from covey.lab.plan.model_shape import shape_of
-    from covey.lab.plan.task_facts import usable_prompt
-    from covey.training.resolve import objective_of
-
-    reference = "reference" in objective_of(config).needs
-    work = workload(config, usable_prompt(config, facts), reference=reference)
-    try:
-        own = config.model.path, size_of(shape_of(config))
-    except CoveyError:  # the size of the run's model is unknown
-        own = None
-    rows = table(work, own)
-    if as_json:
-        return typer.echo(json.dumps(rows))
-    console = Screen()
-    console.print(
-        f"Best split of H200 GPUs for {work.rows} completions of {work.completion} tokens a step, "
-        "with overlap.mode = 'copy' and a staleness of 1; seconds by the model of docs/scale.md. "
-        "'in turn': the same GPUs at staleness 0."
-    )
-    shown = Table(
-        "model", "GPUs", "trainers", "engines", "rollout", "update", "sync", "step", "in turn",
-        box=None, pad_edge=False,
-    )  # fmt: skip
-    for row in rows:
-        shown.add_row(
-            row["model"],
-            str(row["gpus"]),
-            "the same" if row["shared"] else str(row["trainers"]),
-            f"{row['engines']} x {row['engine_gpus']}",
-            *(f"{row[key]:.1f}" for key in ("rollout", "update", "sync", "seconds")),
-            f"{row['seconds_in_turn']:.1f}",
-        )
-    console.print(shown)
 
 
 def show_time(config: Config, as_json: bool) -> None:

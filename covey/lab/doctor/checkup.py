@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,39 +12,27 @@ from pathlib import Path
 import torch
 
 from covey.config import Config, parse_config
-from covey.environments.registry import NONE
 from covey.lab.doctor.engine_checks import ARRIVES, engine_checks, weights_check
 from covey.lab.doctor.gradient import gradient_checks
 from covey.lab.doctor.machine import PROMPTS, resume_checks, reward_checks, sandbox_check
 from covey.lab.doctor.result import Clock, Result, results_of
-from covey.lab.plan.fit import changed
-from covey.lab.plan.forecast import Device
 from covey.lab.plan.memory import forecast
-from covey.lab.plan.model_shape import Shape, shape_of
-from covey.lab.plan.run_time import RunTime, run_time
-from covey.lab.plan.task_facts import TaskFacts, task_facts
+from covey.lab.plan.model_shape import shape_of
+from covey.lab.plan.task_facts import task_facts
 from covey.models.gguf import find_gguf, import_gguf
 from covey.records.provenance import describe_environment
 from covey.records.trackers import Tracker
 from covey.rollout.collect import collect_step
 from covey.run import Run
 
-SIZES = ((4, 8, 48), (2, 4, 16), (2, 2, 8))
-"""The possible sizes of the small training step, from largest to smallest. A size consists of the
-numbers of prompts, of completions per prompt, and of tokens per completion.
-
-`covey doctor` uses the first size for which the estimated time of rollouts and optimizer steps is
-at most the fraction `SHARE` of the time limit.
-"""
-SHARE, ROLLOUTS, UPDATES = 0.5, 6, 12
-"""SHARE is the fraction of the time limit that rollouts and optimizer steps together may take.
-ROLLOUTS is the number of rollout batches that all checks together generate, and UPDATES is the
-number of gradients that all checks together compute.
-"""
+SIZES = ((2e8, (4, 8, 48)), (1e9, (2, 4, 16)), (math.inf, (2, 2, 8)))
+"""The size of the small training step by the largest number of parameters that a CPU trains in
+time: numbers of prompts, of completions per prompt, and of tokens per completion. A GPU takes the
+first."""
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
-def small(config: Config, size: tuple[int, int, int] = SIZES[0]) -> Config:
+def small(config: Config, size: tuple[int, int, int] = SIZES[0][1]) -> Config:
     """Return the configuration of a short run with two small training steps and no dropout."""
     data = config.model_dump()
     most = dict(zip(("prompts_per_step", "group_size", "max_tokens"), size, strict=True))
@@ -64,9 +53,8 @@ def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
     if (gguf := find_gguf(config.model.path)) is not None:
         import_gguf(gguf)  # convert the file here, so that the measured load time excludes it
     facts, shape = task_facts(small(config)), shape_of(config)
-    short, estimate = _fitting(config, facts, shape, clock.limit)
-    if estimate is not None:
-        clock.pace.rollout, clock.pace.update = estimate.rollout, estimate.update
+    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
+    short = small(config, next(size for most, size in SIZES if on_gpu or shape.parameters <= most))
     memory = forecast(short, facts=facts, shape=shape)
     yield from results_of("training", lambda: _policy_checks(short, clock))
     clock.say("reward")
@@ -77,21 +65,6 @@ def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
         checks = partial(resume_checks, short, Path(folder), memory, clock)
         yield from results_of("resume", checks)
     yield _versions(config)
-
-
-def _fitting(
-    config: Config, facts: TaskFacts, shape: Shape, limit: float
-) -> tuple[Config, RunTime | None]:
-    """Return the largest test configuration that fits the time limit, and its estimated time."""
-    device, found = Device.here(config.model.device), None
-    for size in SIZES:
-        short = small(config, size)
-        # Because the number of turns is unknown, the estimate is for one turn.
-        time = run_time(changed(short, {"environment.name": NONE}), facts, shape, device)
-        found = None if isinstance(time, str) else time
-        if found is None or ROLLOUTS * found.rollout + UPDATES * found.update <= SHARE * limit:
-            break
-    return short, found
 
 
 def _policy_checks(config: Config, clock: Clock) -> Iterator[Result]:

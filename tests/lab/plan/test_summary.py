@@ -148,7 +148,7 @@ def test_the_command_prints_plan_memory_and_findings(capsys: pytest.CaptureFixtu
 def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     data = as_data(capsys, "arithmetic", "--set", "optimizer.learning_rate=0")
     assert list(data) == [
-        "text", "plan", "memory", "memory_unknown", "findings", "time", "task_unreadable",
+        "text", "plan", "memory", "memory_unknown", "findings", "task_unreadable",
     ]  # fmt: skip
     assert data["plan"]["held_out"] == 256
     assert data["memory"]["peak_bytes"] > 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.cost_model import PAGE, TOLERANCE, Case, cases, page_with
-from covey.lab.plan.cost_model import (
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # scripts import each other
+
+from cluster_model import (
     COUNTS,
     PUBLISHED,
     Workload,
@@ -13,6 +17,7 @@ from covey.lab.plan.cost_model import (
     fewest_trainers,
     splits,
 )
+from cost_model import PAGE, TOLERANCE, Case, cases, page_with
 
 CASES = cases()
 

@@ -11,9 +11,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from covey.config import Config
-from covey.lab.plan.model_shape import Shape
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
@@ -230,52 +227,22 @@ PUBLISHED = {
     "70B": ModelSize(parameters=70.6e9, layers=80, hidden=8192, key_numbers=163_840),
 }
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""The numbers of GPUs that the table of `covey plan --cluster` lists."""
+"""The numbers of GPUs that the table lists."""
 
 
 # The best split of a cluster's GPUs between trainers and engines, as a table.
 
-PROMPT_TOKENS = 256
-"""The assumed number of tokens per prompt if the prompt length is unknown."""
 STALENESS = 1
 """The assumed staleness if engines and trainers work at the same time."""
 
 
-def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:
-    """Return the workload of one training step with this configuration."""
-    rollout, train = config.rollout, config.train
-    recomputed = train.old_logp != "sampler" and train.optimizer_steps > 1
-    return Workload(
-        rows=rollout.prompts_per_step * rollout.group_size,
-        group=rollout.group_size,
-        prompt=longest_prompt or PROMPT_TOKENS,
-        completion=rollout.max_tokens,
-        updates=train.epochs,
-        forwards=int(reference) + int(recomputed),
-        micro_batch=train.micro_batch_tokens,
-        checkpointing=config.model.gradient_checkpointing,
-    )
-
-
-def size_of(shape: Shape) -> ModelSize:
-    """Return the sizes of a model that the cost model needs."""
-    return ModelSize(
-        parameters=float(shape.parameters),
-        layers=shape.layers,
-        hidden=shape.hidden,
-        key_numbers=2 * shape.layers * shape.key_value_heads * shape.head_size,
-    )
-
-
-def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
+def table(work: Workload) -> list[dict[str, Any]]:
     """Return table rows with the fastest division of GPUs, for each model and number of GPUs.
 
-    The table has no row for a model that does not fit into the GPUs' memory. `own` is the name and
-    size of the configuration's model, which is the first model in the table.
+    The table has no row for a model that does not fit into the GPUs' memory.
     """
-    models = ([own] if own is not None else []) + list(PUBLISHED.items())
     rows = []
-    for name, model in models:
+    for name, model in PUBLISHED.items():
         for gpus in COUNTS:
             if not (found := splits(model, work, gpus, staleness=STALENESS)):
                 continue
