@@ -130,7 +130,7 @@ def train_on(
     return Learned(batch, metrics, beta)
 
 
-def _skips_rows(run: Run) -> bool:
+def skips_rows(run: Run) -> bool:
     """Return whether forward passes leave out rows with advantage 0.
 
     A KL or entropy term has a gradient in every row, so then none is left out. Pairwise objectives
@@ -147,7 +147,7 @@ def filled_batch(run: Run, groups: Sequence[Group], step: int) -> Batch:
     objective = run.objective
     parts = objective.parts if "parts" in objective.needs else None
     batch = collate(groups, run.policy.model.device, parts)
-    advantage_first = _skips_rows(run) and not objective.needs & {"old_logp", "old_entropy"}
+    advantage_first = skips_rows(run) and not objective.needs & {"old_logp", "old_entropy"}
     if advantage_first:
         batch = with_advantage(objective, batch)
     batch = prepare(run, batch)
@@ -201,7 +201,7 @@ def _log_probs(run: Run, compute: Callable[[Batch], LogProbs], batch: Batch) -> 
     The skipped rows get `sampler_logp` as log-probs, and 0 as entropy.
     """
     tokens, world = run.settings.micro_batch_tokens, run.world
-    if batch.advantage is None or not _skips_rows(run):
+    if batch.advantage is None or not skips_rows(run):
         return whole_batch(batch, tokens, compute, world)
     # The optimizer steps may have fewer rows, because masks are applied after the advantages.
     useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
@@ -298,7 +298,7 @@ def optimize(
 ) -> dict[str, float]:
     """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
     objective, critic, meter = run.objective, run.critic, Meter()
-    facts = RowFacts.of(batch, skip=_skips_rows(run), whole_groups=objective.pairs)
+    facts = RowFacts.of(batch, skip=skips_rows(run), whole_groups=objective.pairs)
     more: dict[str, float] = {}
     if objective.pairs:  # rows of groups without a pair have advantage 0, and are left out
         groups, paired = len(facts.group.unique()), len(facts.group[facts.useful].unique())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -13,26 +12,24 @@ from typing import Any, cast
 
 import pytest
 
+from covey import step
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.engines.native.engine import NativeEngine
 from covey.lab.doctor import machine
-from covey.lab.doctor.checkup import _fitting, examine_run, small
+from covey.lab.doctor.checkup import examine_run, small
 from covey.lab.doctor.engine_checks import engine_checks, weights_check
 from covey.lab.doctor.gradient import gradient_checks
 from covey.lab.doctor.machine import resume_checks, reward_checks, sandbox_check
 from covey.lab.doctor.result import Clock, Result
 from covey.lab.numerics.logp_variants import upcast
 from covey.lab.plan.memory import forecast
-from covey.lab.plan.model_shape import shape_of
-from covey.lab.plan.task_facts import task_facts
 from covey.policy.optimizer import MasterAdamW
 from covey.records.trackers import Tracker
 from covey.rollout import episode
 from covey.rollout.collect import collect_step
 from covey.run import Run
 from covey.sandbox import program
-from covey.training import step
 from covey.training.resolve import resolve
 from covey.types import Group
 
@@ -156,18 +153,6 @@ def test_slow_gradients_are_skipped_one_by_one(parts: Run) -> None:
     assert [r.passed for r in found] == [None] * 5
     assert all("skipped: would take" in r.figure for r in found)
     assert said == ["gradient"]
-
-
-def test_less_time_gives_smaller_steps() -> None:
-    config = resolve(load_config("arithmetic", ["model.device=cpu"]))
-    facts, shape = task_facts(config), shape_of(config)
-
-    def tokens(limit: float) -> int:
-        sizes = _fitting(config, facts, shape, limit)[0].rollout
-        return sizes.prompts_per_step * sizes.group_size * sizes.max_tokens
-
-    assert tokens(math.inf) == 4 * 8 * 48
-    assert tokens(1e-9) == 2 * 2 * 8
 
 
 def test_progress_names_every_slow_check(tmp_path: Path, parts: Run) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from covey import step as training
 from covey.config import Config, load_config
 from covey.errors import ConfigError, DataError, RunError
 from covey.loop import train
@@ -21,9 +22,8 @@ from covey.policy.preferences import read_pairs
 from covey.records.folder import RunFolder
 from covey.reference import FrozenReference
 from covey.run import Run
-from covey.step import RowFacts, optimize, prepare
+from covey.step import RowFacts, optimize, prepare, skips_rows
 from covey.stopping import StopSignal
-from covey.training import step as training
 from covey.training.resolve import resolve
 from tests.conftest import build, make_batch
 from tests.trackers import Notes
@@ -144,7 +144,7 @@ def test_only_the_pair_of_a_group_passes_through_the_models() -> None:
     seen: list[int] = []
     reference = FrozenReference(model=build("llama"), temperature=1.0, logits_megabytes=64.0)
     learns = replace(learner(policy, objective), reference=reference)
-    assert learns.skips_rows
+    assert skips_rows(learns)
     filled = prepare(learns, with_advantage(objective, batch))
     assert filled.ref_logp is not None
     computed = (filled.ref_logp != batch.sampler_logp).any(dim=1)

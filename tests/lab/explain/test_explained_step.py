@@ -66,9 +66,9 @@ def test_training_the_steps_since_a_checkpoint_again_ends_in_the_same_weights(
     assert (trainee.origin.checkpoint, trainee.origin.replayed_steps) == (0, 2)
     assert trainee.origin.exact
     there = load_file(recorded_run.path / "checkpoints/000002/model.safetensors")
-    for name, parameter in trainee.policy.optimizer.masters.items():
+    for name, parameter in trainee.run.policy.optimizer.masters.items():
         assert torch.equal(parameter, there[name]), name
-    assert trainee.policy.version == 4
+    assert trainee.run.policy.version == 4
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_step_takes_old_logp_from_the_engine_if_the_run_recorded_that_it_is_ex
     if resumed_with is not None:
         change = {"step": 2, "settings": {}, "exact_logp": resumed_with}
         (run.path / "changes.jsonl").write_text(json.dumps(change) + "\n")
-    assert policy_before(run, 1).settings.old_logp_from_sampler is exact
+    assert policy_before(run, 1).run.settings.old_logp_from_sampler is exact
 
 
 def test_older_weights_are_reported_and_ratios_start_at_one(

@@ -224,19 +224,21 @@ def test_cosines_equal_those_of_separate_gradients(recorded_run: RunFolder) -> N
     from covey.step import prepare
 
     trainee = policy_before(recorded_run, 2)
-    parameters = list(trainee.policy.optimizer.parameters.values())
+    parameters = list(trainee.run.policy.optimizer.parameters.values())
     reference = make_reference(
-        trainee.config, policy=trainee.policy.model, load=lambda: load_model(trainee.config)
+        trainee.run.config,
+        policy=trainee.run.policy.model,
+        load=lambda: load_model(trainee.run.config),
     )
     gradients = []
     for objective in built.values():
-        settings = replace(trainee.settings, old_logp_from_sampler=False)
+        settings = replace(trainee.run.settings, old_logp_from_sampler=False)
         learner = Run(
-            policy=trainee.policy, objective=objective, settings=settings, reference=reference
+            policy=trainee.run.policy, objective=objective, settings=settings, reference=reference
         )
         batch = prepare(learner, collate(recorded.groups))
         batch = with_weight(objective, with_advantage(objective, batch))
-        loss = policy_loss(objective, batch, *trainee.policy.logp(batch)).loss
+        loss = policy_loss(objective, batch, *trainee.run.policy.logp(batch)).loss
         parts = torch.autograd.grad(loss, parameters)
         gradients.append(torch.cat([part.flatten() for part in parts]).double())
     for i, a in enumerate(gradients):
