@@ -29,6 +29,8 @@ SIZES = ((2e8, (4, 8, 48)), (1e9, (2, 4, 16)), (math.inf, (2, 2, 8)))
 """The size of the small training step by the largest number of parameters that a CPU trains in
 time: numbers of prompts, of completions per prompt, and of tokens per completion. A GPU takes the
 first."""
+SLOW_FLOPS = 2e10
+"""Operations per second of a slow CPU."""
 SHOWN = ("covey", "torch", "transformers", "peft", "vllm")
 
 
@@ -55,6 +57,10 @@ def examine_run(config: Config, clock: Clock) -> Iterator[Result]:
     facts, shape = task_facts(small(config)), shape_of(config)
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
     short = small(config, next(size for most, size in SIZES if on_gpu or shape.parameters <= most))
+    rollout = short.rollout
+    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_tokens
+    # A first guess, which measurements replace.
+    clock.pace.rollout = clock.pace.update = 6 * shape.parameters * tokens / SLOW_FLOPS
     memory = forecast(short, facts=facts, shape=shape)
     yield from results_of("training", lambda: _policy_checks(short, clock))
     clock.say("reward")
