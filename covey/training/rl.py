@@ -18,6 +18,7 @@ import torch
 
 from covey.config.schema import Config
 from covey.engines.protocol import News
+from covey.objective import Objective
 from covey.objective.masked import row_sum
 from covey.rollout.metrics import overlap_metrics, rollout_metrics, selection_metrics
 from covey.rollout.overlap import CopySource, RolloutQueue, read_in_flight, write_in_flight
@@ -168,7 +169,7 @@ class Reinforcement(Trainer):
             "time/tokens_per_second": collected.tokens / (ended - started),
             **usage_metrics(parts, groups, ended - training),
         }
-        metrics |= reference_rewards(metrics)
+        metrics |= reference_rewards(parts.learner.objective, metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
             every = (*collected.groups, *replayed)
@@ -271,9 +272,9 @@ of GPU names.
 """
 
 
-def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
+def reference_rewards(objective: Objective, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the KL penalty in units of the reward, and the reward minus this penalty."""
-    if "objective/kl" not in metrics:
+    if "objective/kl" not in metrics or objective.pairs:  # the beta of a pair weighs no KL
         return {}
     cost = metrics["objective/beta"] * metrics["objective/kl"]
     return {
@@ -313,12 +314,15 @@ NAMES: Mapping[str, str] = MappingProxyType(
 def overlap_note(parts: Parts) -> str:
     """Return a note about the maximum staleness of rollouts, and the correction for staleness."""
     overlap, options = parts.config.overlap, parts.config.objective.options
+    learner = parts.learner
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
-    if parts.learner.settings.old_logp_from_sampler:
+    if learner.settings.old_logp_from_sampler or "sampler_as_old" in learner.objective.needs:
         return f"{age}; the objective's ratio to the engine's log-probs corrects for their age"
     name, low, high = (options[f"correction{end}"] for end in ("", "_low", "_high"))
-    known = f" ({NAMES[name]})" if name in NAMES else ""
     more = f" and objective.veto = {options['veto']:g}" if options["veto"] else ""
+    if name == "none":
+        return f"{age}; correction: that of objective.name = {parts.config.objective.name!r}{more}"
+    known = f" ({NAMES[name]})" if name in NAMES else ""
     return f"{age}; correction: objective.correction = {name!r}{known}, {low:g} to {high:g}{more}"
 
 
@@ -339,7 +343,10 @@ def engine_events(parts: Parts, paused: int) -> tuple[list[str], dict[str, float
 def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
     """Return a note on how much the log-probs of a float8 engine and the trainer differ."""
     gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
-    by = f"objective.correction = {config.objective.options.get('correction')!r}"
+    chosen = config.objective.options.get("correction")
+    by = f"objective.correction = {chosen!r}"
+    if chosen == "none":
+        by = f"the correction of objective.name = {config.objective.name!r}"
     if config.train.old_logp == "sampler":
         by = "the ratio to the engine's log-probs"
     return (

@@ -175,4 +175,5 @@ def gigpo() -> Objective:
         advantage=turns.by_state,
         surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
+        reads=turns.OF_STATES,
     )
