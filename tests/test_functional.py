@@ -257,6 +257,31 @@ def test_an_algorithm_without_a_ratio_to_the_sampler_needs_old_logp() -> None:
     assert "old_logp" in refused("dapo", given)
 
 
+def test_clip_cov_counts_the_tokens_that_lost_their_gradient() -> None:
+    options = {"share": 0.2, "cov_low": -0.5, "clip_low": 0.2, "clip_high": 0.2}
+    out, gradient = run("clip_cov", step(), **options)
+    mask = step()["mask"]
+    lost = mask & (gradient == 0) & (out.advantage != 0)
+    clipped, _ = run("dapo", step(), clip_high=0.2)
+    assert 0 < clipped.metrics["policy/clipfrac_avg"] < out.metrics["policy/clipfrac_avg"]
+    share = float(lost.sum() / mask.sum())
+    assert out.metrics["policy/clipfrac_avg"] == pytest.approx(share)
+
+
+def test_conflict_tokens_are_found_across_gaps() -> None:
+    """The good completion is 1 2 3 9 and the bad one 1 2 4 9; a turn's end may lie between."""
+    nan = math.nan
+    rows = [[1, nan, nan, 2, 3, 9], [1, 2, 4, nan, 9, nan]]  # nan: a token that is not trained
+    tokens = torch.tensor(rows).nan_to_num(nan=5.0).long()
+    found = advantages(
+        "gtpo_trajectory", mask=~torch.tensor(rows).isnan(), tokens=tokens, group=torch.zeros(2),
+        rewards=torch.tensor([1.0, 0.0]), entropy=torch.zeros(2, 6),
+    )  # fmt: skip
+    third = 0.5 / 3  # A_i over the three conflict tokens 1, 2 and 9
+    expected = [[2 * third, 0, 0, 2 * third, third, 2 * third], [0, 0, -third, 0, 0, 0]]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
 def test_scalerl_is_its_formula() -> None:
     """Token by token in plain Python, with the weight of the policy to the sampler."""
     given = {k: v.tolist() for k, v in step().items()}
@@ -482,6 +507,24 @@ def test_an_answer_that_was_not_scored_has_no_advantage_from_rewards(name: str) 
     )  # the teacher's word holds without a reward
     assert out.advantage.any()
     assert gradient.isfinite().all()
+
+
+def test_an_unscored_answer_shrinks_no_other() -> None:
+    rewards = step()["rewards"]
+    rewards[0] = math.nan  # five tokens of 23, one answer of 8
+    for name, tokens in (("dapo", 23), ("grpo", 8)):
+        out, gradient = run(name, step(rewards=rewards), beta=0.0)
+        rest = [n for n in range(ROWS) if n != 0]
+        others = {key: value[rest] for key, value in step().items()}
+        wanted, same = run(name, others, beta=0.0)
+        assert out.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-14)
+        torch.testing.assert_close(gradient[rest], same, rtol=1e-13, atol=0.0)
+        assert not gradient[0].any()
+        whole, part = run(name, step(), beta=0.0)[0].weight[1, 0], out.weight[1, 0]
+        assert part / whole == pytest.approx(tokens / (tokens - (5 if name == "dapo" else 1)))
+    # A teacher needs no reward: the answer still counts.
+    taught, _ = run("opd", step(rewards=rewards))
+    assert torch.equal(taught.weight, run("opd", step())[0].weight)
 
 
 @EVERY
