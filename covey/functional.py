@@ -54,12 +54,15 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
     {
         "reference": ("ref_logp", "its beta is not 0"),
         "sampler_logp": ("sampler_logp", "it compares the policy with the sampler"),
+        "sampler_as_old": ("sampler_logp", "its ratios are to the policy that sampled"),
         "old_entropy": ("entropy", "it reads entropies"),
         "entropy": ("entropy", "it reads entropies"),
         "tokens": ("tokens", "it compares tokens"),
         "parts": ("parts", "it compares the parts of the reward"),
         "teacher": ("teacher_logp", "it learns from a teacher"),
         "values": ("values", "its advantages use the values of a critic"),
+        "turns": ("turn", "it compares turns"),
+        "states": ("state", "it compares turns in equal states"),
     }
 )
 """Maps each input of an objective to the argument of `loss` that provides the input, and to a text
@@ -89,7 +92,7 @@ def loss(
     algorithm: str,
     *,
     logp: torch.Tensor,
-    old_logp: torch.Tensor,
+    old_logp: torch.Tensor | None = None,
     mask: torch.Tensor,
     rewards: torch.Tensor,
     group: torch.Tensor,
@@ -103,6 +106,9 @@ def loss(
     values: torch.Tensor | None = None,
     new_values: torch.Tensor | None = None,
     rollout: torch.Tensor | None = None,
+    turn: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    turn_reward: torch.Tensor | None = None,
     **options: Any,
 ) -> LossOutput:
     """Return the loss of an algorithm for one optimizer step, with advantages and metrics.
@@ -110,12 +116,15 @@ def loss(
     Args:
         algorithm: a name of `covey algorithms`, "composed", or MODULE:FUNCTION (trusted).
         logp: [B, T] log-probabilities under the current policy, with gradient.
-        old_logp: [B, T] log-probabilities when the batch was collected.
+        old_logp: [B, T] log-probabilities when the batch was collected. If the algorithm's ratios
+            are to the policy that sampled (scalerl, bapo, m2po, dppo), the loss reads sampler_logp
+            instead, and old_logp only serves for metrics and may be left out.
         mask: [B, T] true, or not 0, for the tokens that are trained.
         rewards: [B]; NaN for a completion that could not be scored; statistics leave it out.
         group: [B] index of each completion's group; completions of a prompt share it.
         ref_logp: [B, T] under the reference; needed if the algorithm's beta is not 0.
-        sampler_logp: [B, T] under the sampled distribution; needed for a sampler correction.
+        sampler_logp: [B, T] under the sampled distribution; needed for a sampler correction, and by
+            algorithms whose ratios are to the policy that sampled.
         entropy: [B, T] of the sampling policy; for an entropy bonus, of the current policy.
         success: [B] whether each rollout succeeds, if the algorithm uses it; default: reward > 0.
         tokens: [B, T] token ids, if the algorithm uses them.
@@ -123,16 +132,26 @@ def loss(
         teacher_logp: [B, T] under the teacher, for distillation.
         values, new_values: [B, T] critic values at collection and now; the latter for `value_loss`.
         rollout: [B] index of each row's rollout; by default every row is its own rollout.
+        turn, state, turn_reward: [B, T] for algorithms that compare turns: index of the token's
+            turn, number of the environment's state before the turn, and reward of the turn
+            (default 0).
         options: options of the algorithm; an unknown option raises an error.
     """
     objective = build(algorithm, **options)
     _check_shapes(mask, {"logp": logp, "new_values": new_values})
+    if old_logp is None and "sampler_as_old" not in objective.needs:
+        raise ConfigError(
+            f"{algorithm} needs the argument old_logp, the log-probabilities when the batch was "
+            "collected; for a batch of the current policy, pass logp.detach()"
+        )
     batch = _batch(
         objective, mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
         sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens, parts=parts,
-        teacher_logp=teacher_logp, values=values, rollout=rollout,
+        teacher_logp=teacher_logp, values=values, rollout=rollout, turn=turn, state=state,
+        turn_reward=turn_reward,
     )  # fmt: skip
-    return _loss(objective, batch, logp, entropy, new_values, compares=sampler_logp is not None)
+    trainers = None if sampler_logp is None else old_logp
+    return _loss(objective, batch, logp, entropy, new_values, trainers)
 
 
 def _loss(
@@ -141,9 +160,9 @@ def _loss(
     logp: torch.Tensor,
     entropy: torch.Tensor | None,
     new_values: torch.Tensor | None,
-    *,
-    compares: bool,
+    trainers: torch.Tensor | None,
 ) -> LossOutput:
+    """Return the result of `loss`; `trainers` are log-probs to compare with the sampler's."""
     if new_values is not None and objective.value_loss is None:
         raise ConfigError("this algorithm has no critic, so leave out new_values")
     now = _at_least_float32(logp)
@@ -155,9 +174,8 @@ def _loss(
     meter = Meter()
     observe(meter, objective, batch, output, entropy)
     observe_correction(meter, batch)
-    if compares:
-        assert batch.old_logp is not None
-        observe_sampler(meter, batch, batch.old_logp)
+    if trainers is not None:
+        observe_sampler(meter, batch, _at_least_float32(trainers))
     observe_pairs(meter, objective, batch)
     of_critic = None
     if new_values is not None:
@@ -187,9 +205,16 @@ def advantages(
     teacher_logp: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     rollout: torch.Tensor | None = None,
+    turn: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    turn_reward: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Return an algorithm's advantages [B, T] in float64; see `loss` for the arguments."""
+    """Return an algorithm's advantages [B, T] in float64; see `loss` for the arguments.
+
+    With a KL penalty in the reward, an algorithm whose ratios are to the policy that sampled
+    (scalerl, bapo, m2po, dppo) reads sampler_logp in place of old_logp: pass it as old_logp.
+    """
     objective = build(algorithm, **options)
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
@@ -204,13 +229,14 @@ def advantages(
     # Advantages do not need the inputs that only the loss needs.
     only = replace(
         objective, beta=objective.beta if in_reward else 0.0, correction=None, veto=0.0,
-        off_policy_limit=0.0, entropy_bonus=0.0,
+        off_policy_limit=0.0, entropy_bonus=0.0, reads=objective.reads - {"sampler_as_old"},
     )  # fmt: skip
     batch = _batch(
         only,
         mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
         sampler_logp=None, entropy=entropy, success=success, tokens=tokens, parts=parts,
-        teacher_logp=teacher_logp, values=values, rollout=rollout,
+        teacher_logp=teacher_logp, values=values, rollout=rollout, turn=turn, state=state,
+        turn_reward=turn_reward,
     )  # fmt: skip
     result = with_advantage(objective, batch).advantage
     assert result is not None
@@ -235,12 +261,17 @@ def _batch(
     mask, rewards = mask.bool(), rewards.detach().double()
     rows, width = mask.shape
     tokens, success, parts = (optional[name] for name in ("tokens", "success", "parts"))
-    entropy = optional["entropy"]
+    entropy, turn_reward = optional["entropy"], optional["turn_reward"]
     constants: dict[str, Any] = {
         name: None if (value := optional[name]) is None else _at_least_float32(value.detach())
         for name in ("old_logp", "ref_logp", "teacher_logp", "values", "sampler_logp")
     }
+    for name in ("turn", "state"):
+        value = optional[name]
+        constants[name] = None if value is None else value.long().where(mask, 0)
     sampler_logp = constants.pop("sampler_logp")
+    if "sampler_as_old" in objective.needs:
+        constants["old_logp"] = sampler_logp
     if sampler_logp is None:
         zeros = mask.new_zeros(mask.shape, dtype=torch.float32)
         sampler_logp = zeros if constants["old_logp"] is None else constants["old_logp"]
@@ -257,6 +288,7 @@ def _batch(
         truncated=mask.new_zeros(rows),
         parts=None if parts is None else parts.detach().double(),
         rollout=optional["rollout"],
+        turn_reward=None if turn_reward is None else turn_reward.detach().double(),
         entropy=None if entropy is None else entropy.detach(),
         **constants,
     )

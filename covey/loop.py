@@ -25,6 +25,7 @@ import torch
 from covey.config.schema import Config
 from covey.engines.protocol import News
 from covey.errors import CoveyError, RunError
+from covey.objective import Objective
 from covey.objective.masked import row_sum
 from covey.records.folder import RunFolder
 from covey.records.metric_registry import meaning, with_open_instruct_names
@@ -219,7 +220,7 @@ def rl_step(run: Run, log: Tracker, clock: Clock) -> Made:
     return Made(
         step=step,
         before=before,
-        metrics=metrics | reference_rewards(metrics),
+        metrics=metrics | reference_rewards(run.objective, metrics),
         beta=beta,
         rollouts=rollouts,
         recorded=every,
@@ -297,9 +298,9 @@ of GPU names.
 """
 
 
-def reference_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
+def reference_rewards(objective: Objective, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the KL penalty in units of the reward, and the reward minus this penalty."""
-    if "objective/kl" not in metrics:
+    if "objective/kl" not in metrics or objective.pairs:  # the beta of a pair weighs no KL
         return {}
     cost = metrics["objective/beta"] * metrics["objective/kl"]
     return {
@@ -340,11 +341,13 @@ def overlap_note(run: Run) -> str:
     """Return a note about the maximum staleness of rollouts, and the correction for staleness."""
     overlap, options = run.config.overlap, run.config.objective.options
     age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
-    if run.settings.old_logp_from_sampler:
+    if run.settings.old_logp_from_sampler or "sampler_as_old" in run.objective.needs:
         return f"{age}; the objective's ratio to the engine's log-probs corrects for their age"
     name, low, high = (options[f"correction{end}"] for end in ("", "_low", "_high"))
-    known = f" ({NAMES[name]})" if name in NAMES else ""
     more = f" and objective.veto = {options['veto']:g}" if options["veto"] else ""
+    if name == "none":
+        return f"{age}; correction: that of objective.name = {run.config.objective.name!r}{more}"
+    known = f" ({NAMES[name]})" if name in NAMES else ""
     return f"{age}; correction: objective.correction = {name!r}{known}, {low:g} to {high:g}{more}"
 
 
@@ -365,7 +368,10 @@ def engine_events(run: Run, paused: int) -> tuple[list[str], dict[str, float]]:
 def lost_note(config: Config, metrics: Mapping[str, float]) -> str:
     """Return a note on how much the log-probs of a float8 engine and the trainer differ."""
     gap, chi2 = (metrics[f"debug/sampler_{name}"] for name in ("logp_diff_mean", "chi2"))
-    by = f"objective.correction = {config.objective.options.get('correction')!r}"
+    chosen = config.objective.options.get("correction")
+    by = f"objective.correction = {chosen!r}"
+    if chosen == "none":
+        by = f"the correction of objective.name = {config.objective.name!r}"
     if config.train.old_logp == "sampler":
         by = "the ratio to the engine's log-probs"
     return (

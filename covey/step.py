@@ -37,6 +37,7 @@ from covey.objective.diagnostics import (
     observe_reference,
     observe_sampler,
 )
+from covey.objective.loss import counted_rows
 from covey.parallel.passes import in_passes, put_rows, training_passes, whole_batch
 from covey.policy.critic import critic_metrics, critic_step
 from covey.policy.policy import Policy
@@ -298,7 +299,12 @@ def optimize(
 ) -> dict[str, float]:
     """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
     objective, critic, meter = run.objective, run.critic, Meter()
-    facts = RowFacts.of(batch, skip=skips_rows(run), whole_groups=objective.pairs)
+    facts = RowFacts.of(
+        batch,
+        skip=skips_rows(run),
+        whole_groups=objective.pairs,
+        counted=counted_rows(objective, batch),
+    )
     more: dict[str, float] = {}
     if objective.pairs:  # rows of groups without a pair have advantage 0, and are left out
         groups, paired = len(facts.group.unique()), len(facts.group[facts.useful].unique())
@@ -340,7 +346,7 @@ def _train_policy(
             losses[-1].append(output.loss)
             if counts:
                 observe(meter, objective, micro, output, now.entropy)
-                observe_reference(meter, micro, now.logp)
+                _observe_kl(meter, settings, micro, now.logp)
             meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
             if number == 0 and settings.sampled:
                 observe_sampler(meter, micro, now.logp)
@@ -357,6 +363,14 @@ def _train_policy(
         # Each rank has computed only a part of an optimizer step's loss.
         meter.add("loss/policy_avg", loss, count=float(run.world.is_main))
     return {"lr": rate, "optim/skipped": skipped}
+
+
+def _observe_kl(meter: Meter, settings: StepSettings, micro: Batch, now: torch.Tensor) -> None:
+    """Record the KL to the reference of the policy that sampled; `now` is the current logp."""
+    if not settings.sampled:
+        return
+    old_logp = now if micro.old_logp is None else micro.old_logp
+    observe_reference(meter, micro, micro.sampler_logp if settings.stale else old_logp)
 
 
 def marked(run: Run, mini: Batch) -> Batch:
@@ -427,6 +441,8 @@ class RowFacts:
     rollout: torch.Tensor
     tokens: torch.Tensor
     """Number of trained tokens in the row."""
+    counted: torch.Tensor
+    """Whether the row counts in the denominators of the loss (`counted_rows`)."""
     useful: torch.Tensor
     """Whether the row goes through the forward pass. If `filter.skip_zero_gradient` is off, every
     row goes through the forward pass. If `filter.skip_zero_gradient` is on, only rollouts with a
@@ -438,11 +454,18 @@ class RowFacts:
     require."""
 
     @staticmethod
-    def of(batch: Batch, *, skip: bool, whole_groups: bool = False) -> RowFacts:
+    def of(
+        batch: Batch,
+        *,
+        skip: bool,
+        whole_groups: bool = False,
+        counted: torch.Tensor | None = None,
+    ) -> RowFacts:
         """Read per-row values; with `skip`, forward passes omit rows with advantage 0."""
         assert batch.advantage is not None, "with_advantage comes first"
         useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
-        whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
+        counts = torch.ones_like(useful) if counted is None else counted.long()
+        whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful, counts]).cpu()
         rollout = batch.layout.rollout
         number = torch.arange(len(batch)) if rollout is None else rollout
         # Passes include all rows of a rollout or none, because a sequence ratio spans all its rows.
@@ -451,13 +474,15 @@ class RowFacts:
             group=whole[0],
             rollout=number,
             tokens=whole[1],
+            counted=whole[3].bool(),
             useful=some if skip else torch.ones(len(batch), dtype=torch.bool),
             one_row_each=batch.one_row_each,
             whole_groups=whole_groups,
         )
 
     def totals(self, index: torch.Tensor) -> Totals:
-        """Count the groups, rollouts and trained tokens of the given rows."""
+        """Count the groups, rollouts and trained tokens of those of the given rows that count."""
+        index = index[self.counted[index]]
         rollout = None if self.one_row_each else self.rollout[index]
         return Totals.counted(self.group[index], self.tokens[index], rollout)
 

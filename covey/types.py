@@ -214,10 +214,10 @@ class Batch:
 
     `collate` fills the fields from `prompt_tokens` to `state`. Forward passes fill the fields from
     `old_logp` to `entropy`, except fields that the objective does not need. The objective then
-    computes `token_penalty`, `advantage` and `targets` over the whole batch, because these fields
-    may depend on all rollouts. The objective computes `weight`, `correction` and `marked` for each
-    mini-batch, because each mini-batch has its own loss and optimizer step. A micro-batch contains
-    some rows of the batch, with unchanged values.
+    computes `token_penalty`, `advantage`, `selected` and `targets` over the whole batch, because
+    these fields may depend on all rollouts. The objective computes `weight`, `correction` and
+    `marked` for each mini-batch, because each mini-batch has its own loss and optimizer step. A
+    micro-batch contains some rows of the batch, with unchanged values.
     """
 
     prompt_tokens: torch.Tensor
@@ -277,6 +277,9 @@ class Batch:
     the loss."""
     advantage: torch.Tensor | None = None
     """[B, T]."""
+    selected: torch.Tensor | None = None
+    """[B, T] bool: whether the token gets a policy gradient, if `top_entropy` selects tokens; None
+    if every trained token does."""
     targets: torch.Tensor | None = None
     """[B, T]: the critic's target values (returns); None without a critic."""
     weight: torch.Tensor | None = None
@@ -381,7 +384,10 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The denominators of the loss: numbers of rollouts, groups and tokens in an optimizer step."""
+    """The denominators of the loss: numbers of rollouts, groups and tokens in an optimizer step.
+
+    Rollouts without a reward are left out, if the objective learns from rewards.
+    """
 
     sequences: int
     """Number of rollouts."""
@@ -394,10 +400,14 @@ class Totals:
     """Number of trained tokens of each rollout, by rollout id; None if every rollout is one row."""
 
     @staticmethod
-    def of(batch: Batch) -> Totals:
-        """Count the rollouts, groups and trained tokens of a batch."""
+    def of(batch: Batch, counted: torch.Tensor | None = None) -> Totals:
+        """Count the rollouts, groups and trained tokens of a batch, or of its rows in `counted`."""
         rollout = None if batch.one_row_each else batch.rollout
-        return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
+        group, tokens = batch.group, batch.mask.sum(dim=1)
+        if counted is None:
+            return Totals.counted(group, tokens, rollout)
+        some = None if rollout is None else rollout[counted]
+        return Totals.counted(group[counted], tokens[counted], some)
 
     @staticmethod
     def counted(

@@ -30,12 +30,26 @@ NEEDS = {
     "gtpo_trajectory": ["entropy", "tokens"],
     "gdpo": ["parts"],
     "decoupled_ppo": ["sampler_logp"],
+    "scalerl": ["sampler_logp"],
+    "bapo": ["sampler_logp"],
+    "m2po": ["sampler_logp"],
+    "dppo": ["sampler_logp"],
+    "gigpo": ["turn", "state"],
     "opd": ["teacher_logp"],
     "sdpo": ["teacher_logp"],
     "ppo": ["ref_logp", "values"],
     "dpo": ["ref_logp"],
     "ipo": ["ref_logp"],
 }
+# What an algorithm reads if it is there.
+OPTIONAL = {
+    "gigpo": ["turn_reward"],
+    "clip_cov": ["sampler_logp"],
+    "ppo": ["new_values"],
+    "gtpo": ["success"],
+    "grpo_s": ["success"],
+}
+TO_SAMPLER = ("scalerl", "bapo", "m2po", "dppo")
 OPTIONS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"length": 12},
     "maxrl": {"length": 12},
@@ -64,6 +78,9 @@ def step(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, torch.
         "values": 0.4 * torch.ones(ROWS, WIDTH).cumsum(dim=1).to(dtype) / WIDTH,
         "parts": uniform(0.0, 1.0)[:, :2],
         "tokens": torch.randint(0, 3, (ROWS, WIDTH), generator=generator),
+        "turn": torch.tensor([0, 0, 1, 1, 2]).expand(ROWS, WIDTH),
+        "state": torch.tensor([7, 7, 8, 8, 7]).expand(ROWS, WIDTH),
+        "turn_reward": torch.tensor([0.5, 0.5, -0.2, -0.2, 0.1]).expand(ROWS, WIDTH),
         "mask": torch.arange(WIDTH) < torch.tensor([5, 4, 3, 1, 0, 2, 5, 3])[:, None],
         "rewards": torch.tensor([1.0, 0.0, 0.3, 0.0, 1.0, 0.0, 0.0, 2.0], dtype=torch.float64),
         "group": torch.tensor([0, 1, 2, 0, 1, 2, 1, 0]),
@@ -72,8 +89,9 @@ def step(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, torch.
 
 
 def only(given: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    """Leave out what an algorithm does not need."""
-    return {key: given[key] for key in (*REQUIRED, *NEEDS.get(name, []))}
+    """Leave out what an algorithm does not read."""
+    optional = [key for key in OPTIONAL.get(name, []) if key in given]
+    return {key: given[key] for key in (*REQUIRED, *NEEDS.get(name, []), *optional)}
 
 
 def run(name: str, given: dict[str, torch.Tensor], **options: Any) -> tuple[LossOutput, Any]:
@@ -130,6 +148,203 @@ def test_a_tensor_that_is_needed_is_asked_for(
     given = {k: v for k, v in step().items() if k != missing}
     assert refused(name, given, **options) == message
     assert run(name, step(), **options)[0].loss.isfinite()
+
+
+# The inputs of shape [B, T] that an algorithm's loss reacts to, beside logp, mask, rewards, group
+# and those that it needs or may have. The surrogates of the others have no ratio to old_logp.
+WITHOUT_RATIO = ("gpg", "gtpo_trajectory", "dpo", "ipo", *TO_SAMPLER)
+
+
+def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return another value of an input of `loss`, for every row or token by another amount."""
+    if name == "group":
+        return tensor.roll(1)
+    if name in ("success", "mask"):
+        return tensor.roll(1, dims=0)
+    generator = torch.Generator().manual_seed(len(name))
+    if name in ("tokens", "turn", "state"):
+        return torch.randint(0, 3, tensor.shape, generator=generator)
+    return tensor + 0.3 * torch.rand(tensor.shape, generator=generator).to(tensor.dtype)
+
+
+def inputs_named_on_the_page(name: str) -> set[str]:
+    """Return the log-probs that an algorithm's formulas name, and the tensors of its line `needs`."""
+    page = (Path(__file__).parent.parent / f"docs/algorithms/{name}.md").read_text()
+    formulas = "".join(re.findall(r"```\n(.*?)```", page, re.DOTALL))
+    named = set(re.findall(r"\b(?:old|ref|sampler|teacher)_logp\b", formulas))
+    (needs,) = re.findall(r"^\| needs \| (.*) \|$", page, re.MULTILINE)
+    shown = {
+        "reference": "ref_logp", "entropy": "entropy", "success": "success", "tokens": "tokens",
+        "reward parts": "parts", "teacher": "teacher_logp", "critic": "values",
+        "sampler_logp": "sampler_logp", "turns": "turn", "states": "state",
+    }  # fmt: skip
+    return named | {shown[need] for need in needs.split(", ") if need in shown}
+
+
+@EVERY
+def test_a_loss_reacts_to_every_input_that_its_page_names(name: str) -> None:
+    given = step() | {"success": step()["rewards"] > 0.5}
+    given["rollout"] = torch.arange(ROWS)
+    if name == "ppo":
+        given["new_values"] = given["values"] + 0.1
+    options = {
+        "bapo": {"target": 0.7},
+        "clip_cov": {"share": 0.2, "cov_low": -0.5},
+        "kl_cov": {"share": 0.2},
+        "gfpo": {"keep": 2},
+        "dppo": {"clip_low": 0.02, "clip_high": 0.02},
+        "dpo": {"beta": 0.3},
+        "grpo_s": {"clip_low": 0.02, "clip_high": 0.02},
+    }.get(name, {})
+
+    def changed(key: str) -> bool:
+        before, after = (
+            (run(name, each, **options), each)
+            for each in (given, {**given, key: moved(key, given[key])})
+        )
+        (out, gradient), _ = before
+        (other, another), _ = after
+        value = [out.value_loss, other.value_loss]
+        by_critic = value[0] is not None and not torch.equal(value[0], value[1])
+        return by_critic or not (
+            torch.equal(out.loss, other.loss) and torch.equal(gradient, another)
+        )
+
+    reads = {"logp", "mask", "rewards", "group"}
+    reads |= {*NEEDS.get(name, []), *OPTIONAL.get(name, [])}
+    reads |= set() if name in WITHOUT_RATIO else {"old_logp"}
+    if name in ("opd", "sdpo"):  # the teacher's word is all: neither rewards nor groups
+        reads -= {"rewards", "group"}
+    if name in ("reinforce_pp", "ppo"):
+        reads -= {"group"}
+    if name == "gtpo_trajectory":  # exp(logp - sg(logp)): whatever logp is, its gradient is A
+        reads -= {"logp"}
+    if name in ("gtpo", "grpo_s", "gdpo"):  # success and parts take the place of rewards
+        reads -= {"rewards"}
+    tensors = [key for key in given if key != "rollout"]
+    assert {key for key in tensors if changed(key)} == reads
+    assert inputs_named_on_the_page(name) <= reads
+    if name in ("opd", "sdpo"):  # every token stands alone
+        return
+    cut = given | {"rollout": torch.arange(ROWS) // 2, "group": torch.arange(ROWS) // 4}
+    cut["rewards"] = given["rewards"][::2].repeat_interleave(2)
+    if given["parts"].ndim == 2:
+        cut["parts"] = given["parts"][::2].repeat_interleave(2, dim=0)
+    cut["success"] = cut["rewards"] > 0.5
+    whole = {**cut, "rollout": torch.arange(ROWS)}
+    assert not torch.equal(run(name, cut, **options)[1], run(name, whole, **options)[1])
+
+
+@pytest.mark.parametrize("name", TO_SAMPLER)
+def test_ratios_to_the_sampler_read_sampler_logp(name: str) -> None:
+    given = step()
+    without = {key: value for key, value in given.items() if key != "old_logp"}
+    out, gradient = run(name, given)
+    same, again = run(name, without)  # old_logp serves for metrics only
+    assert torch.equal(out.loss, same.loss)
+    assert torch.equal(gradient, again)
+    assert "debug/sampler_kl" in out.metrics
+    assert "debug/sampler_kl" not in same.metrics
+    x = (given["logp"] - given["sampler_logp"])[given["mask"]]
+    assert out.metrics["policy/ratio"] == pytest.approx(float(x.exp().mean()))
+    shifted, _ = run(name, {**given, "sampler_logp": given["sampler_logp"] - 1.0})
+    ratio = float((x + 1.0).exp().mean())
+    assert shifted.metrics["policy/ratio"] == pytest.approx(ratio)
+
+
+def test_an_algorithm_without_a_ratio_to_the_sampler_needs_old_logp() -> None:
+    given = {key: value for key, value in step().items() if key != "old_logp"}
+    assert "old_logp" in refused("dapo", given)
+
+
+def test_clip_cov_counts_the_tokens_that_lost_their_gradient() -> None:
+    options = {"share": 0.2, "cov_low": -0.5, "clip_low": 0.2, "clip_high": 0.2}
+    out, gradient = run("clip_cov", step(), **options)
+    mask = step()["mask"]
+    lost = mask & (gradient == 0) & (out.advantage != 0)
+    clipped, _ = run("dapo", step(), clip_high=0.2)
+    assert 0 < clipped.metrics["policy/clipfrac_avg"] < out.metrics["policy/clipfrac_avg"]
+    share = float(lost.sum() / mask.sum())
+    assert out.metrics["policy/clipfrac_avg"] == pytest.approx(share)
+
+
+def test_conflict_tokens_are_found_across_gaps() -> None:
+    """The good completion is 1 2 3 9 and the bad one 1 2 4 9; a turn's end may lie between."""
+    nan = math.nan
+    rows = [[1, nan, nan, 2, 3, 9], [1, 2, 4, nan, 9, nan]]  # nan: a token that is not trained
+    tokens = torch.tensor(rows).nan_to_num(nan=5.0).long()
+    found = advantages(
+        "gtpo_trajectory", mask=~torch.tensor(rows).isnan(), tokens=tokens, group=torch.zeros(2),
+        rewards=torch.tensor([1.0, 0.0]), entropy=torch.zeros(2, 6),
+    )  # fmt: skip
+    third = 0.5 / 3  # A_i over the three conflict tokens 1, 2 and 9
+    expected = [[2 * third, 0, 0, 2 * third, third, 2 * third], [0, 0, -third, 0, 0, 0]]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_scalerl_is_its_formula() -> None:
+    """Token by token in plain Python, with the weight of the policy to the sampler."""
+    given = {k: v.tolist() for k, v in step().items()}
+    groups: dict[int, list[int]] = {}
+    for row, number in enumerate(given["group"]):
+        groups.setdefault(number, []).append(row)
+    centred = [0.0] * ROWS
+    for rows in groups.values():
+        mean = sum(given["rewards"][row] for row in rows) / len(rows)
+        for row in rows:
+            centred[row] = given["rewards"][row] - mean
+    std = math.sqrt(sum(c * c for c in centred) / (ROWS - 1))  # every group is mixed
+    total, capped = 0.0, 0
+    for rows in groups.values():
+        tokens = [(i, t) for i in rows for t in range(WIDTH) if given["mask"][i][t]]
+        for i, t in tokens:
+            weight = math.exp(given["logp"][i][t] - given["sampler_logp"][i][t])
+            capped += weight > 1.1
+            gain = min(weight, 1.1) * centred[i] / (std + 1e-6) * given["logp"][i][t]
+            total -= gain / len(tokens) / len(groups)
+    assert capped >= 3
+    out, _ = run("scalerl", step(), max_weight=1.1)
+    assert out.loss.item() == pytest.approx(total, rel=1e-13)
+
+
+def test_dppo_measures_from_the_sampler_or_from_the_trainer() -> None:
+    """Token by token in plain Python, with both anchors."""
+    given = {k: v.tolist() for k, v in step().items()}
+    advantage = run("dapo", step())[0].advantage
+    for anchor in ("sampler_logp", "old_logp"):
+        total, dropped, tokens = 0.0, 0, 0
+        for i in range(ROWS):
+            for t in range(WIDTH):
+                if not given["mask"][i][t]:
+                    continue
+                tokens += 1
+                a, logp, start = float(advantage[i, t]), given["logp"][i][t], given[anchor][i][t]
+                rise = math.exp(logp) - math.exp(start)
+                keep = rise <= 0.03 if a > 0 else rise >= -0.03
+                dropped += a != 0 and not keep
+                total -= keep * math.exp(logp - start) * a * logp
+        assert dropped >= 3
+        bounds = {"clip_low": 0.03, "clip_high": 0.03}
+        out, _ = run("dppo", step(), anchor=anchor, **bounds)
+        assert out.loss.item() == pytest.approx(total / tokens, rel=1e-13)
+        assert out.metrics["policy/clipfrac_avg"] == pytest.approx(dropped / tokens)
+    default, named = run("dppo", step())[0], run("dppo", step(), clip_low=0.15, clip_high=0.15)[0]
+    assert torch.equal(default.loss, named.loss)
+
+
+def test_gigpo_compares_turns_in_equal_states() -> None:
+    given = step()
+    gigpo, grpo = run("gigpo", given)[0], run("grpo", given, beta=0.0)[0]
+    assert not torch.equal(gigpo.advantage, grpo.advantage)
+    alone = {**given, "state": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)}
+    alone["turn"] = torch.zeros(ROWS, WIDTH, dtype=torch.long)
+    alone["state"] = alone["state"][:, :1].expand(ROWS, WIDTH)
+    torch.testing.assert_close(run("gigpo", alone)[0].advantage, grpo.advantage)
+    # Two rollouts of one turn in one state: A_S is A_E, of rewards that are standardized.
+    pair = {"turn": alone["turn"], "state": torch.full((ROWS, WIDTH), 3)}
+    twice = run("gigpo", {**given, **pair, "turn_reward": torch.zeros(ROWS, WIDTH)})[0]
+    whole = given["group"] != 1  # in group 1, a rollout without tokens has no turn
+    torch.testing.assert_close(twice.advantage[whole], 2 * grpo.advantage[whole])
 
 
 def test_an_option_without_a_default_is_asked_for() -> None:
@@ -294,11 +509,31 @@ def test_an_answer_that_was_not_scored_has_no_advantage_from_rewards(name: str) 
     assert gradient.isfinite().all()
 
 
+def test_an_unscored_answer_shrinks_no_other() -> None:
+    rewards = step()["rewards"]
+    rewards[0] = math.nan  # five tokens of 23, one answer of 8
+    for name, tokens in (("dapo", 23), ("grpo", 8)):
+        out, gradient = run(name, step(rewards=rewards), beta=0.0)
+        rest = [n for n in range(ROWS) if n != 0]
+        others = {key: value[rest] for key, value in step().items()}
+        wanted, same = run(name, others, beta=0.0)
+        assert out.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-14)
+        torch.testing.assert_close(gradient[rest], same, rtol=1e-13, atol=0.0)
+        assert not gradient[0].any()
+        whole, part = run(name, step(), beta=0.0)[0].weight[1, 0], out.weight[1, 0]
+        assert part / whole == pytest.approx(tokens / (tokens - (5 if name == "dapo" else 1)))
+    # A teacher needs no reward: the answer still counts.
+    taught, _ = run("opd", step(rewards=rewards))
+    assert torch.equal(taught.weight, run("opd", step())[0].weight)
+
+
 @EVERY
 def test_advantages_are_those_of_the_loss(name: str) -> None:
     given = step()
     out, _ = run(name, given)
     needed = {k: given[k] for k in ("mask", "rewards", "group", *NEEDS.get(name, []))}
+    if name == "gigpo":
+        needed["turn_reward"] = given["turn_reward"]
     if name in ("rloo", "reinforce_pp", "ppo"):
         with pytest.raises(
             ConfigError,
@@ -315,7 +550,7 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
         needed["old_logp"] = given["old_logp"]
     elif name == "grpo":
         del needed["ref_logp"]  # the KL is in the loss
-    elif name == "decoupled_ppo":
+    elif name in ("decoupled_ppo", *TO_SAMPLER):
         del needed["sampler_logp"]  # so is the correction
     result = advantages(name, **needed, **OPTIONS.get(name, {}))
     assert result.dtype == torch.float64

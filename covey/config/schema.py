@@ -365,7 +365,7 @@ class Engine(Section):
     """Dtype of the matrix products in the native engine's layers. With `float8`, the engine rounds
     weights and activations to 8 bits, so models of several billion parameters generate faster on
     Ada, Hopper and newer GPUs. A float8 engine needs `objective.correction`, whose default for this
-    engine is `token_truncate`."""
+    engine is `token_truncate`, or an algorithm with a correction of its own."""
     kv_dtype: Literal["model", "float8"] = "model"
     """Dtype of the KV cache in the native engine. A float8 KV cache takes half the memory of a
     16-bit KV cache, and makes attention to long completions faster. A float8 KV cache has the same

@@ -259,11 +259,12 @@ def mixed_standardized(
     """ScaleRL's advantage (R_i - mean_g R) / (std + eps), where the std is over mixed groups.
 
     A mixed group is a group whose rewards are not all equal. Advantages are multiplied by (number
-    of groups / number of mixed groups), which turns the loss's mean over all groups into a mean
-    over the mixed groups.
+    of groups / number of mixed groups), which turns the loss's mean over all scored groups into a
+    mean over the mixed groups.
     """
     mixed = ~zero_variance(rewards, group) & ~rewards.isnan()
-    groups = len(group.unique()) / max(1, len(group[mixed].unique()))
+    counted = group[~rewards.isnan()].unique()
+    groups = len(counted) / max(1, len(group[mixed].unique()))
     among = rewards.where(mixed, torch.nan)
     return groups * batch_standardized(among, group, ddof=ddof, eps=eps, of="centered")
 

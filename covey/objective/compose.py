@@ -35,7 +35,7 @@ from covey.objective.shaping import (
     without_conflicts,
 )
 from covey.objective.surrogate import SURROGATES
-from covey.objective.turns import by_state, by_turn
+from covey.objective.turns import OF_STATES, OF_TURNS, by_state, by_turn
 from covey.objective.weights import WEIGHTS
 
 Pieces = Mapping[str, Callable[..., Any]]
@@ -67,6 +67,8 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         without_conflicts: WITHOUT_CONFLICTS,
         parts_standardized: frozenset({"groups", "parts"}),
         towards_teacher: TEACHER,
+        by_turn: OF_TURNS,
+        by_state: OF_STATES,
     }
 )
 """Maps an advantage function to the inputs that it reads; advantage functions that are not listed

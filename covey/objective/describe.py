@@ -116,6 +116,8 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "privileged": "privileged text",
         "values": "critic",
         "sampler_as_old": "sampler_logp",
+        "turns": "turns",
+        "states": "states",
         "marks": "extra forward",
     }
 )

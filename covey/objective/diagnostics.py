@@ -147,30 +147,37 @@ def observe(
     meter.extremes("reward/advantages", batch.advantage, batch.mask)
     if batch.old_logp is None:  # then the loss computed the corrections too
         observe_correction(meter, replace(batch, correction=output.correction))
-    _observe_ratio(meter, objective, batch.mask, output)
+    _observe_ratio(meter, objective, batch, output)
 
 
-def _observe_ratio(
-    meter: Meter, objective: Objective, mask: torch.Tensor, output: PolicyLoss
-) -> None:
-    gain, votes = output.gain, mask
+def _observe_ratio(meter: Meter, objective: Objective, batch: Batch, output: PolicyLoss) -> None:
+    gain, votes = output.gain, batch.mask
+    # A token without a policy gradient has nothing that a clip could remove.
+    clippable = votes if batch.selected is None else votes & batch.selected
     flags = {"policy/clipfrac_low": gain.clipped_low, "policy/clipfrac_high": gain.clipped_high}
     if gain.clipped_dual is not None:
         flags["policy/clipfrac_dual"] = gain.clipped_dual
     values = {name: flag.double() for name, flag in flags.items()}
     log_ratio = output.log_ratio.double()
     if objective.per_sequence:
-        votes = mask.any(dim=1, keepdim=True)
-        values = {name: row_mean(value, mask) for name, value in values.items()}
-        log_ratio = row_mean(log_ratio, mask)
+        values = {name: row_mean(value, clippable) for name, value in values.items()}
+        log_ratio = row_mean(log_ratio, votes)
+        votes, clippable = (mask.any(dim=1, keepdim=True) for mask in (votes, clippable))
     ratio = log_ratio.exp()
     values["policy/clipfrac_avg"] = values["policy/clipfrac_low"] + values["policy/clipfrac_high"]
-    meter.means({**values, "policy/ratio": ratio, "ratio_square": ratio.square()}, votes)
+    meter.means(values, clippable)
+    meter.means({"policy/ratio": ratio, "ratio_square": ratio.square()}, votes)
     meter.extremes("policy/ratio", ratio, votes)
 
 
 def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """If there is a reference, record each rollout's KL to the reference, summed over tokens."""
+    """If there is a reference, record each rollout's KL to the reference, summed over tokens.
+
+    `logp` are the log-probs under the policy that sampled the tokens. The mean of logp - ref_logp
+    then estimates KL(that policy, reference), which is not negative. With the log-probs of the
+    current policy, it would estimate -KL(reference, current policy) as long as the reference itself
+    has sampled the tokens.
+    """
     if batch.ref_logp is None:
         return
     rollouts = joined(batch)

@@ -28,7 +28,8 @@ from covey.types import Batch, Totals
 
 Need = Literal[
     "groups", "success", "parts", "tokens", "old_logp", "old_entropy", "reference", "teacher",
-    "privileged", "values", "sampler_logp", "sampler_as_old", "entropy", "marks",
+    "privileged", "values", "sampler_logp", "sampler_as_old", "entropy", "marks", "turns",
+    "states",
 ]  # fmt: skip
 """The inputs that an objective may read in addition to rewards and `logp`.
 
@@ -48,6 +49,8 @@ Their meanings are:
     sampler_as_old  sampler_logp in place of old_logp: ratios are to the sampling policy
     entropy         the current policy's entropy, which every forward pass gives
     marks           log-probabilities of the whole optimizer step, by one more forward pass
+    turns           the turns of a rollout in an environment, and their rewards
+    states          the environment's states before the turns
 """
 
 
@@ -92,8 +95,8 @@ class Objective:
     """Whether the KL penalty is a term of the loss or is subtracted from the reward. With `pair`,
     there is no KL penalty, and beta scales the margin between the two completions of a pair."""
     kl_target: float = 0.0
-    """Target KL of the adaptive controller, which changes beta after each step; 0 means a fixed
-    beta."""
+    """Target of the adaptive controller, which changes beta after each step, for the mean KL per
+    token (`objective/kl_avg`); 0 means a fixed beta."""
     kl_horizon: float = 10_000.0
     """Horizon of the adaptive KL controller, in rollouts; with a longer horizon, beta changes more
     slowly."""
@@ -186,12 +189,10 @@ class PolicyLoss(NamedTuple):
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
     """Return the batch of a training step with advantages, computed over all rollouts of the batch.
 
-    If the objective has a critic, the returned batch also contains the critic's targets. With a
-    critic, the mask of the returned batch leaves out rollouts that could not be scored, because a
-    critic cannot learn from rollouts without a reward.
+    If the objective has a critic, the returned batch also contains the critic's targets. The mask
+    of the returned batch leaves out the rows that do not count (`counted_rows`).
     """
-    if objective.targets is not None:
-        batch = replace(batch, mask=scored_tokens(batch))
+    batch = replace(batch, mask=batch.mask & counted_rows(objective, batch)[:, None])
     rollouts = joined(batch)
     whole = rollouts.batch
     if objective.kl_in_reward:
@@ -205,8 +206,19 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
         batch = replace(batch, targets=rollouts.split(objective.targets(whole)))
     advantage = _of_shape(whole.mask, objective.advantage(whole))
     if objective.top_entropy < 1.0:
-        advantage = advantage.where(_uncertain(whole, objective.top_entropy), 0.0)
+        selected = _uncertain(whole, objective.top_entropy)
+        advantage = advantage.where(selected, 0.0)
+        batch = replace(batch, selected=rollouts.split(selected))
     return replace(batch, advantage=rollouts.split(advantage))
+
+
+def counted_rows(objective: Objective, batch: Batch) -> torch.Tensor:
+    """Return a mask [B] of the rows that count in the loss and in its denominators.
+
+    A rollout without a reward counts nowhere, unless a teacher gives the advantages.
+    """
+    scored = ~batch.rewards.isnan()
+    return torch.ones_like(scored) if "teacher" in objective.reads else scored
 
 
 def _of_shape(mask: torch.Tensor, advantage: object) -> torch.Tensor:
@@ -242,7 +254,7 @@ def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None
     Pass `totals` if the optimizer step contains more rows than `batch`. If the batch has no
     old_logp, `policy_loss` computes the corrections later.
     """
-    totals = totals or Totals.of(batch)
+    totals = totals or Totals.of(batch, counted_rows(objective, batch))
     batch = replace(batch, weight=objective.weights(batch, totals))
     if not objective.corrects or batch.old_logp is None:
         return batch
@@ -300,6 +312,8 @@ def policy_loss(
     old_logp = logp.detach() if batch.old_logp is None else batch.old_logp.where(mask, 0.0)
     tokens, gain = _gain(objective, batch, logp, old_logp)
     value, correction, penalty = gain.value, batch.correction, None
+    if batch.selected is not None:  # a surrogate may have a gradient without an advantage (KL-Cov)
+        value = value.where(batch.selected, 0.0)
     if objective.corrects and batch.old_logp is None:
         correction = _correction(objective, replace(batch, old_logp=old_logp))
     if correction is not None:

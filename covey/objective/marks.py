@@ -3,7 +3,10 @@
 Clip-Cov and KL-Cov select tokens by the covariance of log-probability and advantage, because a few
 tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22617).
 
-    cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
+    cov[i,t] = (A - mean A) (logp - mean logp)        means over the tokens of the step
+
+The means include only tokens that get a policy gradient: with the option `top_entropy`, the tokens
+that it keeps.
 
 M2PO selects the tokens to drop, and BAPO selects the clip bounds. M2PO and BAPO train on stale
 data, so their ratio r is relative to the policy that generated the data. In M2PO and BAPO, the
@@ -38,10 +41,11 @@ def random_within_bounds(
 ) -> torch.Tensor:  # fmt: skip
     """Select random tokens whose covariance is between `cov_low` and `cov_high`. Clip-Cov.
 
-    The function selects the fraction `share` of all scored tokens, and at least one token if there
-    are candidates. Tokens that are already clipped are not candidates.
+    The function selects the fraction `share` of the tokens that get a policy gradient, and at least
+    one token if there are candidates. Tokens that are already clipped are not candidates.
     """
-    mask, advantage, ratio = scored_tokens(batch), _advantage(batch), _log_ratio(batch, logp).exp()
+    mask, advantage = _with_gradient(batch), _advantage(batch)
+    ratio = _log_ratio(batch, logp).exp()
     cut = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
     cov = covariance(advantage, logp, mask)
     candidates = mask & ~cut & (cov > cov_low) & (cov < cov_high)
@@ -51,10 +55,11 @@ def random_within_bounds(
 def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
     """Select the tokens with the largest positive covariance. KL-Cov.
 
-    The function selects the fraction `share` of all scored tokens, and at least one token. If all
-    advantages of an optimizer step are 0, every covariance is 0 and no token is selected.
+    The function selects the fraction `share` of the tokens that get a policy gradient, and at least
+    one token. If all advantages of an optimizer step are 0, every covariance is 0 and no token is
+    selected.
     """
-    mask = scored_tokens(batch)
+    mask = _with_gradient(batch)
     cov = covariance(_advantage(batch), logp, mask)
     return _largest(cov, mask & (cov > 0), share * int(mask.sum()))
 
@@ -159,6 +164,12 @@ def positive_value_share(
     value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
     total = float(value.sum())
     return float(value.where(advantage > 0, 0.0).sum()) / total if total else 1.0
+
+
+def _with_gradient(batch: Batch) -> torch.Tensor:
+    """Return a mask [B, T] of the scored tokens that `top_entropy` keeps."""
+    mask = scored_tokens(batch)
+    return mask if batch.selected is None else mask & batch.selected
 
 
 def _log_ratio(batch: Batch, logp: torch.Tensor) -> torch.Tensor:

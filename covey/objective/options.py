@@ -27,15 +27,23 @@ class Option(NamedTuple):
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         "clip_low": Option(
-            "How far a ratio may fall below 1 (in `gmpo`, its logarithm below 0).", 0
+            "How far a ratio may fall below 1 (in `gmpo`, its logarithm below 0; in `dppo`, how "
+            "far a token's probability may fall).",
+            0,
         ),
         "clip_high": Option(
-            "How far a ratio may rise above 1 (in `gmpo`, its logarithm above 0).", 0
+            "How far a ratio may rise above 1 (in `gmpo`, its logarithm above 0; in `dppo`, how "
+            "far a token's probability may rise).",
+            0,
         ),
         "dual": Option(
             "Upper bound, above 1 + clip_high, on the ratio of tokens with a negative advantage; "
             "0: no bound.",
             0,
+        ),
+        "anchor": Option(
+            "The log-probs that the change is measured from: the engine's (`sampler_logp`), or the "
+            "trainer's at the start of the step (`old_logp`)."
         ),
         "max_weight": Option("The largest weight, as a value and not as a distance from 1.", 0),
         "min_weight": Option("The smallest weight, as a value and not as a distance from 1.", 0),
@@ -134,7 +142,12 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "kl_in": Option(
             "Put the KL into the `loss`, for every token, or subtract it from the `reward`."
         ),
-        "kl_target": Option("Adapt beta to keep the KL near this value; 0: beta is fixed.", 0),
+        "kl_target": Option(
+            "Adapt beta to keep `objective/kl_avg` near this value, in nats per token; 0: beta is "
+            "fixed. A target per completion, as in TRL and in arXiv 1909.08593, is divided by the "
+            "mean number of tokens of a completion.",
+            0,
+        ),
         "kl_horizon": Option(
             "Number of completions over which an adaptive beta corrects the KL.", 1
         ),

@@ -35,17 +35,16 @@ def best_against_worst(batch: Batch) -> torch.Tensor:
 
     Among completions with equal rewards, the function takes the shortest. Among equally short
     completions, the function takes the first. A group whose rewards are all equal has no pair. The
-    value c is the number of groups divided by the number of pairs. The factor c turns a mean over
-    all groups into a mean over the groups that have a pair.
+    value c is the number of scored groups divided by the number of pairs. The factor c turns a mean
+    over all scored groups into a mean over the groups that have a pair.
     """
     rewards, lengths = rollout_rewards(batch), batch.mask.sum(dim=1)
     able = ~rewards.isnan() & (lengths > 0)
     among = rewards.where(able, torch.nan)
     paired = able & ~zero_variance(among, batch.group)
     sign = torch.zeros_like(rewards, dtype=torch.float64)
-    groups = pairs = 0
+    groups, pairs = len(batch.group[~rewards.isnan()].unique()), 0
     for rows in rows_of_groups(batch.group, paired):
-        groups += 1
         if len(rows):
             rows = rows[lengths[rows].argsort(stable=True)]
             sign[rows[rewards[rows].argmax()]] = 1.0

@@ -73,9 +73,10 @@ def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> to
 def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
     """Return the KL coefficient beta, adapted toward a target KL (arXiv 1909.08593).
 
-    The new beta is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). Because
-    `rollouts / horizon` is limited to 1, a training step with more rollouts than `horizon` cannot
-    make beta oscillate or become negative.
+    The new beta is beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). In
+    Covey, KL and target are means over tokens; in the paper, they are sums over a completion.
+    Because `rollouts / horizon` is limited to 1, a training step with more rollouts than `horizon`
+    cannot make beta oscillate or become negative.
     """
     error = min(max(kl / target - 1.0, -MAX_ADAPTATION), MAX_ADAPTATION)
     return beta * (1.0 + error * min(rollouts / horizon, 1.0))

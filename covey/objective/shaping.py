@@ -140,33 +140,33 @@ def _conflicts(
     batch: Batch, advantage: torch.Tensor, bonus: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a factor for each token's advantage, and the number of conflict tokens in each row."""
-    forward = _conflict_run(batch.tokens, batch.mask, batch.group, advantage)
-    # This order of columns puts the trained tokens first, in reverse.
     columns = torch.arange(batch.mask.shape[1], device=batch.mask.device)
-    order = columns.where(batch.mask, -1).argsort(dim=1, descending=True, stable=True)
-    reverse = _conflict_run(
-        batch.tokens.gather(1, order), batch.mask.gather(1, order), batch.group, advantage
-    )
-    backward = torch.zeros_like(reverse).scatter(1, order, reverse)
+    # Both orders put the trained tokens first: the k-th trained token of a completion, from the
+    # start or from the end, is compared with the k-th of another, even if a gap lies between.
+    from_start = columns.where(batch.mask, len(columns)).argsort(dim=1, stable=True)
+    from_end = columns.where(batch.mask, -1).argsort(dim=1, descending=True, stable=True)
     good = (advantage > 0)[:, None]
     factor = torch.ones_like(batch.mask, dtype=torch.float64)
-    for run in (forward, backward):
+    conflict = torch.zeros_like(batch.mask)
+    for order in (from_start, from_end):
+        run = _conflict_run(batch, order, advantage)
         factor = factor.where(~run, factor * torch.where(good, bonus, 0.0))
-    return factor, (forward | backward).sum(dim=1)
+        conflict |= run
+    return factor, conflict.sum(dim=1)
 
 
-def _conflict_run(
-    tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
-) -> torch.Tensor:
-    """Return a mask [B, T] of the prefix that good and bad completions of a group share."""
+def _conflict_run(batch: Batch, order: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """Return a mask [B, T] of the prefix, in the given order of columns, that good and bad
+    completions of a group share."""
+    tokens, mask = batch.tokens.gather(1, order), batch.mask.gather(1, order)
     shared = torch.zeros_like(mask)
-    for rows in rows_of_groups(group, mask.any(dim=1)):
+    for rows in rows_of_groups(batch.group, mask.any(dim=1)):
         ids, seen, sign = tokens[rows], mask[rows], advantage[rows]
         same = (ids[:, None] == ids[None]) & seen[:, None] & seen[None]  # [G, G, T]
         with_good = (same & (sign > 0)[None, :, None]).any(dim=1)
         with_bad = (same & (sign < 0)[None, :, None]).any(dim=1)
         shared[rows] = with_good & with_bad
-    return shared & (shared | ~mask).long().cumprod(dim=1).bool()
+    return torch.zeros_like(mask).scatter(1, order, shared.long().cumprod(dim=1).bool())
 
 
 def _entropy(batch: Batch) -> torch.Tensor:

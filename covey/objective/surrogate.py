@@ -40,7 +40,8 @@ class Gain(NamedTuple):
 
     value: torch.Tensor
     clipped_low: torch.Tensor
-    """Mask of the tokens with a ratio below the lower bound, where the gradient is 0 or reduced."""
+    """Mask of the tokens with a ratio below the lower bound, where the gradient is 0 or reduced. Of
+    tokens that `marks` excludes, those with A < 0 count here, and those with A > 0 as too high."""
     clipped_high: torch.Tensor
     """Mask of the tokens with a ratio above the upper bound, where the gradient is 0 or reduced."""
     clipped_dual: torch.Tensor | None = None
@@ -150,7 +151,7 @@ def gamma_weight(
 
 
 def trust_mask(
-    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 20.0
+    tokens: Tokens, *, clip_low: float = 0.15, clip_high: float = 0.15, max_weight: float = 20.0
 ) -> Gain:
     """The surrogate min(r, max_weight) A logp, or 0 if the token's probability changed too much.
 
@@ -178,7 +179,11 @@ def clipped_without_marked(
     """The PPO surrogate, or 0 for tokens that `marks` selects. Clip-Cov, 2505.22617."""
     assert tokens.marked is not None
     gain = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
-    return gain._replace(value=gain.value.where(~tokens.marked, 0.0))
+    return gain._replace(
+        value=gain.value.where(~tokens.marked, 0.0),
+        clipped_low=gain.clipped_low | (tokens.marked & (tokens.advantage < 0)),
+        clipped_high=gain.clipped_high | (tokens.marked & (tokens.advantage > 0)),
+    )
 
 
 def unclipped_without_marked(tokens: Tokens) -> Gain:

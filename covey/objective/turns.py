@@ -15,12 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from covey.objective.advantage import centered, per_token, returns, rollout_rewards, standardized
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from covey.objective.loss import Need
+
+OF_TURNS: frozenset[Need] = frozenset({"groups", "turns"})
+OF_STATES: frozenset[Need] = frozenset({"groups", "turns", "states"})
+"""The inputs that the advantage functions of this module read."""
 
 
 class TurnTable(NamedTuple):
@@ -43,15 +50,16 @@ def turn_table(batch: Batch, gamma: float) -> TurnTable:
     """Return the turns of the batch with their discounted returns."""
     number = torch.zeros_like(batch.tokens) if batch.turn is None else batch.turn
     number = number.where(batch.mask, 0)
-    count = int(number.max()) + 1
+    count = int(number.max()) + 1 if number.numel() else 1
     shape = len(number), count
     rewards = torch.zeros(shape, dtype=torch.float64, device=number.device)
     state = torch.zeros(shape, dtype=torch.long, device=number.device)
     # All tokens of a turn have the same values; tokens outside the mask point beyond the table.
     place = number.where(batch.mask, count)
     present = _spread(batch.mask, place, count)
-    if batch.turn_reward is not None and batch.state is not None:
+    if batch.turn_reward is not None:
         rewards = _spread(batch.turn_reward, place, count)
+    if batch.state is not None:
         state = _spread(batch.state, place, count)
     last = present.long().cumsum(dim=1).argmax(dim=1, keepdim=True)
     rest = rollout_rewards(batch).double() - rewards.sum(dim=1)

@@ -6,7 +6,8 @@ a plain weighted sum, which does not depend on how the step is split into micro-
 ranks. Weights are computed in float64, and rounded once to the dtype of the loss.
 
 In the formulas, an optimizer step has N rollouts, T tokens and P groups. Rollout i has T_i tokens,
-and group g has T_g tokens.
+and group g has T_g tokens. Rollouts without a reward are not among them, unless a teacher gives the
+advantages.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def group_mean_sequence_sum(batch: Batch, totals: Totals) -> torch.Tensor:
 
 def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
     """Return the token count of each rollout id or group id, but at least 1, as float64 [B, 1]."""
-    values = [max(1, tokens[i]) for i in ids.tolist()]
+    values = [max(1, tokens.get(i, 0)) for i in ids.tolist()]  # 0 for rows that do not count
     return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 
 

@@ -315,28 +315,43 @@ METRICS: Mapping[str, Metric] = {
         "Learning rate of the last optimizer step.", source=OPTIMIZER, trl="learning_rate"
     ),
     "objective/kl": Metric(
-        "Mean over completions of the sum over tokens of logp - ref_logp: the k1 estimate of "
-        "KL(policy, reference). Logged only with a reference.",
+        "Mean over completions of the sum over tokens of logp - ref_logp, under the policy that "
+        "sampled the completions: the k1 estimate of its KL(policy, reference). The policy that "
+        "sampled is that of the start of the step (old_logp); with stale rollouts, the engine's "
+        "(sampler_logp). Optimizer steps of this step show in the next one, and a run that starts "
+        "from its reference starts at 0. Logged only with a reference and with sampled "
+        "completions.",
         "nats",
         PASSES,
         healthy=(None, 15.0),
     ),
     "objective/kl2": Metric(
-        "Mean over completions of the sum over tokens of (logp - ref_logp)^2 / 2.", "nats", PASSES
-    ),
-    "objective/kl3": Metric(
-        "Mean over completions of the sum over tokens of exp(ref_logp - logp) - 1 - (ref_logp - "
-        "logp).",
+        "Mean over completions of the sum over tokens of (logp - ref_logp)^2 / 2, with the "
+        "log-probs of objective/kl.",
         "nats",
         PASSES,
     ),
-    "objective/non_score_reward": Metric("objective/beta times objective/kl.", "reward", PASSES),
+    "objective/kl3": Metric(
+        "Mean over completions of the sum over tokens of exp(ref_logp - logp) - 1 - (ref_logp - "
+        "logp), with the log-probs of objective/kl.",
+        "nats",
+        PASSES,
+    ),
+    "objective/non_score_reward": Metric(
+        "objective/beta times objective/kl. Not logged for dpo and ipo, whose beta weighs no KL.",
+        "reward",
+        PASSES,
+    ),
     "objective/rlhf_reward": Metric(
-        "objective/scores minus objective/non_score_reward.", "reward", PASSES
+        "objective/scores minus objective/non_score_reward. Not logged for dpo and ipo.",
+        "reward",
+        PASSES,
     ),
     "objective/kl_avg": Metric(
-        "Mean over tokens of the KL estimate that objective.kl selects, against the reference. "
-        "Logged only with a reference.",
+        "Mean over tokens of the KL estimate that objective.kl selects, against the reference: of "
+        "the current policy if the KL is in the loss, of the policy at the start of the step if it "
+        "is in the reward. objective.kl_target is compared with this metric. Logged only with a "
+        "KL penalty.",
         "nats",
         PASSES,
         trl="kl",
@@ -360,7 +375,9 @@ METRICS: Mapping[str, Metric] = {
         PASSES,
     ),
     "objective/beta": Metric(
-        "Weight of the KL in this step. Logged only with a reference.", source=OPTIMIZER
+        "Value of objective.beta in this step: the weight of the KL, or, for dpo and ipo, the "
+        "scale of the log-ratios of a pair. Logged only with a reference.",
+        source=OPTIMIZER,
     ),
     "policy/entropy_avg": Metric(
         "Mean entropy in nats of the next-token distribution.",
@@ -378,8 +395,10 @@ METRICS: Mapping[str, Metric] = {
     "policy/approxkl_k1": Metric("Mean of old_logp - logp; may be negative.", "nats", PASSES),
     "policy/approxkl_k2": Metric("Half the mean of (logp - old_logp)^2.", "nats", PASSES),
     "policy/clipfrac_avg": Metric(
-        "Share of tokens whose gradient the clip removed or whose weight was truncated; with one "
-        "ratio per completion, the share of completions.",
+        "Share of tokens whose gradient the clip (or the algorithm's selection, as in clip_cov) "
+        "removed or whose weight was truncated; with one ratio per completion, the share of "
+        "completions. With objective.top_entropy, the share of the tokens that it keeps; TRL "
+        "counts all tokens.",
         "share",
         PASSES,
         healthy=(0.0, 0.5),

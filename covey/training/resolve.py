@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from covey.config import Config, parse_config
-from covey.config.algorithm_names import PAIRED, check_algorithm_name
+from covey.config.algorithm_names import check_algorithm_name
 from covey.config.reference_kinds import check_reference, check_teacher
 from covey.config.resolve_options import choose, resolve_options
 from covey.config.schema import Named, Reward
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 
 CORRECTION = "token_truncate"
-"""Default of `objective.correction` if rollouts are sampled with older weights or float8 weights.
-The default is truncated importance sampling, which is decoupled PPO if old_logp is recomputed."""
+"""Default of `objective.correction` if rollouts are sampled with older weights or float8 weights,
+for an algorithm without a correction of its own. The default is truncated importance sampling,
+which is decoupled PPO if old_logp is recomputed."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -316,12 +317,18 @@ def _objective_options(config: Config) -> dict[str, object]:
 
     section: Named = config.objective
     maker = algorithm(section.name, section.options)
+    options = resolve_options(maker, section, "objective", _length_defaults(config))
     off_policy = config.stale or config.engine.rounds
-    corrected = off_policy and config.train.old_logp != "sampler"
-    if corrected and section.name not in PAIRED and "correction" not in section.options:
-        options = {**section.options, "correction": CORRECTION}
-        section = Named.model_validate({"name": section.name, **options})
-    return resolve_options(maker, section, "objective", _length_defaults(config))
+    if off_policy and config.train.old_logp != "sampler" and "correction" not in section.options:
+        objective = maker(**options)
+        if not objective.pairs and not _has_own_correction(objective):
+            options["correction"] = CORRECTION
+    return options
+
+
+def _has_own_correction(objective: Objective) -> bool:
+    """Return whether an algorithm itself corrects for stale rollouts, as decoupled_ppo and m2po."""
+    return objective.correction is not None or "sampler_as_old" in objective.needs
 
 
 def _task_options(config: Config) -> dict[str, object]:

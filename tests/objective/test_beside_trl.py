@@ -117,11 +117,6 @@ CASES = {
         {"loss_type": "grpo", "delta": 1.3}, "grpo", {"beta": 0.0, "dual": 1.3, **EPS},
         (*CLIPS, "policy/clipfrac_dual"),
     ),
-    # Not scored: TRL's None. Such a completion is in no statistic, its advantage is 0, and it counts.
-    "grpo, unscored": Case(
-        {"loss_type": "grpo"}, "grpo", {"beta": 0.0, **EPS}, CLIPS,
-        rewards=[None if row in (2, 13) else reward for row, reward in enumerate(REWARDS)],
-    ),
     # A completion that is left out keeps its place in the mean over completions, and in the advantages.
     "grpo, truncated left out": Case(
         {"loss_type": "grpo", "mask_truncated_completions": True},
@@ -653,12 +648,35 @@ def test_trl_leaves_no_token_of_an_answer_out(said: World, given: Given, tmp_pat
     assert float(out.loss.detach()) == pytest.approx(float(theirs.loss))
 
 
+def test_an_unscored_completion_counts_in_trls_mean(
+    said: World, given: Given, tmp_path: Path
+) -> None:
+    """It has no reward (TRL's None): no advantage, but TRL's mean over completions counts it."""
+    rewards = [None if row in (2, 13) else reward for row, reward in enumerate(REWARDS)]
+    case = Case({"loss_type": "grpo"}, "grpo", {"beta": 0.0, **EPS}, rewards=rewards)
+    theirs = step_of(of_case(said, tmp_path, case), given)
+    leaves = leaves_of(given)
+    out = through_covey(case, theirs.inputs, *leaves)
+    share = (ROWS - 2) / ROWS
+    ours = out.loss * share, token_gradients(out.loss, leaves) * share
+    assert_close(ours, (theirs.loss, theirs.gradient), 1e-12)
+
+
 def test_what_is_counted_as_clipped(said: World, given: Given, tmp_path: Path) -> None:
-    # TRL counts tokens that were left out for their entropy; we count those that the clip changed.
+    # TRL counts tokens that were left out for their entropy; our share is of the others.
     trainer = of_case(said, tmp_path, CASES["grpo, top entropy"])
     inputs = step_of(trainer, given).inputs
-    ours = through_covey(CASES["grpo, top entropy"], inputs, given.now, given.entropy).metrics
-    assert ours["policy/clipfrac_avg"] < 0.6 * logged(trainer)["clip_ratio/region_mean"]
+    out = through_covey(CASES["grpo, top entropy"], inputs, given.now, given.entropy)
+    whole = through_covey(
+        CASES["grpo, top entropy"], inputs, given.now, given.entropy, top_entropy=1.0
+    )
+    ratio, kept = (given.now - given.old).exp(), out.advantage != 0
+    clipped = ((ratio > 1.2) & (whole.advantage > 0)) | ((ratio < 0.8) & (whole.advantage < 0))
+    assert 0 < kept.sum() < (whole.advantage != 0).sum()
+    share = float(clipped[kept].double().mean())
+    assert out.metrics["policy/clipfrac_avg"] == pytest.approx(share)
+    every = whole.metrics["policy/clipfrac_avg"]
+    assert logged(trainer)["clip_ratio/region_mean"] == pytest.approx(every)
     # Of CISPO's weights it counts those of good completions, though all are capped.
     trainer = of_case(said, tmp_path, CASES["cispo"])
     inputs = step_of(trainer, given).inputs

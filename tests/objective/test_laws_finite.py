@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from covey.objective.penalty import PENALTIES
 from tests.objective.laws import (
     CASES,
     NEEDED,
+    Step,
     extras,
     make_step,
     objective_of,
@@ -63,11 +65,22 @@ def far_off_policy(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "parts": batch.parts,
         "teacher_logp": padded(old - gap(), batch.mask, dtype),
         "values": padded(batch.values, batch.mask, dtype),
+        **turns_of(seed, batch.mask),
     }
 
 
 def padded(values: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.where(mask, torch.nan).to(dtype)
+
+
+def turns_of(seed: int, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return turns of two tokens each, in one of two states and with rewards."""
+    generator = torch.Generator().manual_seed(seed)
+    turn = (torch.arange(mask.shape[1]) // 2).expand(mask.shape)
+    shape = len(mask), int(turn.max()) + 1
+    rewards = torch.rand(shape, generator=generator, dtype=torch.float64)
+    state = torch.randint(0, 2, shape, generator=generator)
+    return {"turn": turn, "state": state.gather(1, turn), "turn_reward": rewards.gather(1, turn)}
 
 
 def check_finite(case: str, arguments: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
@@ -124,9 +137,10 @@ def test_the_functional_loss_is_that_of_the_pieces(
     case: str, data: st.DataObject, seed: int
 ) -> None:
     step, extra = make_step(seed), data.draw(extras(case))
+    step = Step(replace(step.batch, **turns_of(seed, step.batch.mask)), step.logp)
     names = (
         "old_logp", "ref_logp", "sampler_logp", "teacher_logp", "entropy", "mask", "rewards",
-        "success", "group", "tokens", "parts", "values",
+        "success", "group", "tokens", "parts", "values", "turn", "state", "turn_reward",
     )  # fmt: skip
     arguments = {name: getattr(step.batch, name) for name in names}
     name, own = CASES[case]
@@ -135,6 +149,8 @@ def test_the_functional_loss_is_that_of_the_pieces(
     out = covey.functional.loss(name, logp=logp, **arguments, **options)
     (gradient,) = torch.autograd.grad(out.loss, logp, materialize_grads=True)
     objective = objective_of(case, **extra)
+    if "sampler_as_old" in objective.needs:
+        step = Step(replace(step.batch, old_logp=step.batch.sampler_logp), step.logp)
     expected, batch = outcome(objective, step), ready(objective, step)
     assert torch.equal(out.loss, expected.loss)
     assert torch.equal(gradient, expected.gradient)

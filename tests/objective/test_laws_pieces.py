@@ -20,9 +20,11 @@ from tests.objective.laws import (
     CASES,
     OF_ANSWERS,
     close,
+    descend,
     make_step,
     objective_of,
     preference_loss,
+    ready,
     seeds,
 )
 
@@ -168,6 +170,18 @@ def test_law_11_top_entropy_keeps_the_share_that_it_says(
     assert torch.equal(_uncertain(batch, 1.0), batch.mask)
     most = int(_uncertain(batch, share).sum())
     assert math.floor(share * (tokens - 1)) <= most <= math.floor(share * (tokens - 1)) + 1
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if CASES[c][0] not in OF_ANSWERS])
+@settings(max_examples=8)
+@given(seed=seeds)
+def test_law_11_tokens_that_are_left_out_have_no_policy_gradient(case: str, seed: int) -> None:
+    objective, step = objective_of(case, top_entropy=0.4, beta=0.0), make_step(seed)
+    batch = ready(objective, step)
+    _, gradient = descend(objective, batch, step.logp)
+    left_out = batch.mask & ~_uncertain(batch, 0.4)
+    assert left_out.any()
+    assert (gradient[left_out] == 0).all()
 
 
 def slope_at(surrogate: str, log_ratio: float, advantage: float) -> tuple[float, float]:

@@ -196,6 +196,10 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     plain, held, counted = by_hand(objective, batch, step.logp)
     assert batch.advantage is not None
     larger = plain > held
+    if case == "clip_cov":  # the tokens that it picks lose their gradient too
+        assert batch.marked is not None
+        assert (batch.marked & ~larger).any()
+        larger |= batch.marked
     if objective.per_sequence:  # one vote a completion; its tokens agree
         larger, counted = larger.any(dim=1, keepdim=True), counted.any(dim=1, keepdim=True)
     good = (batch.advantage > 0)[:, : larger.shape[1]]

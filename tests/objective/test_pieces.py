@@ -91,8 +91,8 @@ def test_geometric_clip_has_bounds_of_the_logarithm() -> None:
 @pytest.mark.parametrize(
     ("old", "now", "advantage", "weight"),
     [
-        (0.5, 0.65, 1.0, 1.3),  # p - p_old = 0.15 <= clip_high
-        (0.5, 0.75, 1.0, 0.0),  # 0.25 > clip_high: cut
+        (0.5, 0.64, 1.0, 1.28),  # p - p_old = 0.14 <= clip_high
+        (0.5, 0.66, 1.0, 0.0),  # 0.16 > clip_high: cut
         (0.5, 0.75, -1.0, 1.5),  # a bad token that rose is not cut
         (0.5, 0.25, -1.0, 0.0),  # -0.25 < -clip_low: cut
         (0.5, 0.25, 1.0, 0.5),  # a good token that fell is not cut

@@ -132,7 +132,7 @@ LOSSES: list[tuple[str, str, dict[str, Any]]] = [
     ("surrogates.kl_cov", "kl_cov", TOY_KL_COV),
     ("surrogates.clip_cov", "clip_cov", TOY_CLIP_COV),
     ("surrogates.vespo", "vespo", EPS),
-    ("surrogates.dppo", "dppo", {"clip_low": 0.1, "clip_high": 0.1, **EPS}),
+    ("surrogates.dppo", "dppo", {"clip_low": 0.1, "clip_high": 0.1, "anchor": "old_logp", **EPS}),
     ("surrogates.top_entropy", "dapo", {"top_entropy": 0.2, **EPS}),
     *((f"penalties.{kl}", "composed", {"kl": kl, "beta": 1.0}) for kl in at("penalties.cases")),
     ("sampler.none", "dapo", EPS),

@@ -33,7 +33,7 @@ def inputs_of(section: dict[str, Any]) -> dict[str, torch.Tensor]:
 INPUTS = inputs_of(at("inputs"))
 ROWS = inputs_of(at("rows.inputs"))
 PLAIN = ("logp", "old_logp", "mask", "rewards", "group")
-# What an algorithm takes beside these. The ratio of ScaleRL is to the sampler.
+# What an algorithm takes beside these.
 MORE = {
     "gdpo": ("parts",),
     "opd": ("teacher_logp",),
@@ -72,8 +72,10 @@ def run(case: str, name: str, options: dict[str, Any]) -> tuple[torch.Tensor, to
     given = {k: source[k] for k in (*PLAIN, *MORE.get(name, ()))}
     if case.startswith("rows."):
         given["rollout"] = source["rollout"]
-    if name == "scalerl":
-        given["old_logp"] = source["sampler_logp"]
+    if name in ("scalerl", "bapo", "m2po"):  # their ratios are to the sampler
+        sampler = source["sampler_logp"] if name == "scalerl" else given["old_logp"]
+        given["sampler_logp"] = sampler
+        del given["old_logp"]
     given["logp"] = given["logp"].clone().requires_grad_()
     output = functional.loss(name, **given, **options)
     output.loss.backward()

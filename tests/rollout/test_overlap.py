@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from covey.records.trackers import Tracker
 from covey.rollout.queue import FILE, read_in_flight, write_in_flight
 from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
+from covey.training.resolve import objective_of, resolve
 from tests.trackers import Notes
 
 STEPS = 5
@@ -241,6 +242,57 @@ def test_which_correction_is_on_by_default() -> None:
     given = options("overlap.staleness=1", "objective.correction=token_mask")
     assert given["correction"] == "token_mask"
     assert options("overlap.staleness=1", "train.old_logp=sampler")["correction"] == "none"
+
+
+@pytest.mark.parametrize(
+    "off_policy", ["overlap.staleness=1", "replay.groups=2", "engine.dtype=float8"]
+)
+@pytest.mark.parametrize("name", ["decoupled_ppo", "scalerl", "bapo", "m2po", "dppo"])
+def test_an_algorithm_with_a_correction_keeps_it(name: str, off_policy: str) -> None:
+    resolved = resolve(load_config("arithmetic", [f"objective.name={name}", off_policy]))
+    assert resolved.objective.options["correction"] == "none"
+    objective = objective_of(resolved)
+    log_rho = torch.tensor([[0.0, 1.0, 1.7]])  # the factors are 1, 2.72 and 5.47
+    if name == "decoupled_ppo":
+        assert objective.correction is not None
+        factors = objective.correction(log_rho, log_rho > -1)
+        torch.testing.assert_close(factors, torch.tensor([[1.0, math.e, 0.0]]))
+    else:
+        assert objective.correction is None
+        assert "sampler_as_old" in objective.needs
+    assert resolve(resolved).objective == resolved.objective
+
+
+def test_the_scalerl_recipe_runs_with_the_overlap_that_it_suggests() -> None:
+    settings = ["engine.kind=vllm", "overlap.staleness=8", "overlap.mode=copy"]
+    assert objective_of(resolve(load_config("scalerl", settings))).correction is None
+
+
+@pytest.mark.parametrize("name", ["scalerl", "bapo", "m2po"])
+def test_algorithms_for_stale_rollouts_train_on_stale_rollouts(name: str, tmp_path: Path) -> None:
+    notes = Notes()
+    parts = parts_of(f"objective.name={name}", "overlap.staleness=1", "evaluate.every=0")
+    folder = trained(parts, tmp_path / "run", notes)
+    assert any("ratio to the engine's log-probs corrects" in note for note in notes.notes)
+    ratios = [row["policy/ratio_var"] for row in folder.steps()]
+    assert ratios[0] < 1e-9
+    assert ratios[1] > 1e-6
+
+
+def test_the_cap_of_decoupled_ppo_matters_for_stale_rollouts(tmp_path: Path) -> None:
+    def run(cap: float) -> tuple[list[float], Mapping[str, torch.Tensor]]:
+        notes = Notes()
+        settings = ["objective.name=decoupled_ppo", f"objective.cap={cap}", "overlap.staleness=2"]
+        parts = parts_of(*settings, "evaluate.every=0")
+        steps = trained(parts, tmp_path / str(cap), notes).steps()
+        assert any("that of objective.name = 'decoupled_ppo'" in note for note in notes.notes)
+        weights = {k: v.detach() for k, v in parts.policy.model.model.named_parameters()}
+        return [row["policy/correction_dropped"] for row in steps], weights
+
+    (wide, one), (narrow, other) = run(5.0), run(1.01)
+    assert wide[0] == narrow[0] == 0.0  # these rollouts are not stale
+    assert narrow[1] > wide[1] + 0.01
+    assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
 def test_without_a_correction_the_ratio_is_to_the_engines_log_probs(tmp_path: Path) -> None:

@@ -191,6 +191,9 @@ def test_pairs_of_a_file_are_learned_without_sampling(name: str, tmp_path: Path)
     assert rows[-1]["pairs/accuracy"] > 0.9
     assert {row["pairs/ties"] for row in rows} == {0}
     assert not any(key.startswith("debug/sampler") for row in rows for key in row)
+    # The policy did not sample the pairs, and the beta of a pair is not the weight of a KL.
+    unknown = {"objective/kl", "objective/non_score_reward", "objective/rlhf_reward"}
+    assert not any(unknown & row.keys() for row in rows)
     assert parts.policy.version == 24
 
 

@@ -155,6 +155,44 @@ def test_metrics_and_weights_do_not_depend_on_the_token_budget(budget: int) -> N
     torch.testing.assert_close(weights, expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_the_kl_is_of_the_policy_that_sampled(stale: bool) -> None:
+    policy = make_policy()
+    reference = FrozenReference(model=build("llama"), temperature=1.0, logits_megabytes=64.0)
+    objective, batch = build_objective("grpo", beta=0.1), make_batch(rows=8, groups=2, seed=5)
+    learns = learner(policy, objective, mini_batches=2, epochs=2, stale=stale)
+    learns = replace(learns, reference=reference)
+    for step in (1, 2):
+        filled = prepare(learns, batch)
+        metrics = optimize(learns, with_advantage(objective, filled), step)
+        sampled = filled.sampler_logp if stale else filled.old_logp
+        gap = (sampled - filled.ref_logp).where(filled.mask, 0.0).double().sum(dim=1)
+        assert metrics["objective/kl"] == pytest.approx(float(gap.mean()), abs=1e-6)
+        assert metrics["objective/kl2"] >= 0
+        if step == 1 and not stale:  # the policy moves away, but its samples are the reference's
+            assert metrics["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+            assert metrics["objective/kl_avg"] > 1e-6
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "scalerl"])
+def test_an_unscored_rollout_counts_in_no_denominator(name: str) -> None:
+    objective = build_objective(name, **({"beta": 0.0} if name == "grpo" else {}))
+    batch = make_batch(rows=10, groups=2, seed=5)
+    rewards = batch.rewards.clone()
+    rewards[[1, 6]] = math.nan
+    rest = torch.tensor([n for n in range(10) if n not in (1, 6)])
+    failed = replace(batch, rewards=rewards)
+    found = []
+    for each in (failed, failed.rows(rest)):
+        policy = make_policy()
+        learns = learner(policy, objective, old_logp_from_sampler=True)
+        filled = with_advantage(objective, prepare(learns, each))
+        metrics = optimize(learns, filled, step=1)
+        found.append([metrics["loss/policy_avg"], metrics["optim/grad_norm"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-5, abs=1e-6)
+    assert found[0][1] > 1e-3
+
+
 def test_a_step_raises_the_probability_of_better_completions() -> None:
     policy = make_policy()
     objective = build_objective("grpo", beta=0.0)

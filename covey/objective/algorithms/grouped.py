@@ -110,7 +110,7 @@ def gfpo() -> Objective:
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The token count T includes all completions, as in equation 2 of the paper. In TRL's
+    The token count T includes all scored completions, as in equation 2 of the paper. In TRL's
     implementation of GFPO, T counted only the tokens of kept completions. With
     `filter.skip_zero_gradient`, completions that are not kept need no forward pass. The default of
     `ddof` is 1, as in `grpo`, but the paper uses 0. Training on half of each group (4 of 8
@@ -164,7 +164,8 @@ def gigpo() -> Objective:
         A    = A_E + step_weight A_S
         loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states. A
+    Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states
+    (in `covey.functional`, the arguments `turn`, `state` and `turn_reward`). A
     state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
     occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation.
     Covey takes the mean and standard deviation of the episode advantage A_E over the rollouts of a
@@ -175,4 +176,5 @@ def gigpo() -> Objective:
         advantage=turns.by_state,
         surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
+        reads=turns.OF_STATES,
     )

@@ -83,7 +83,8 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
 
     Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. AReaL's
     code no longer uses the importance weight by default. For another off-policy correction, set the
-    option `objective.correction`.
+    option `objective.correction`, which takes the place of w. Covey's default correction for stale
+    rollouts is not added to w.
     """
     return Objective(
         advantage=advantage.group_standardized,

@@ -59,7 +59,8 @@ def gtpo_trajectory() -> Objective:
 
     H_i is the mean entropy of completion i. A completion is good if its reward is above the group's
     mean, and bad if its reward is below the group's mean. A conflict token is a token of a prefix
-    or suffix that a good and a bad completion of the group have in common. The factor delta of a
+    or suffix that a good and a bad completion of the group have in common; tokens that are not
+    trained, such as those of tools, are left out of the comparison. The factor delta of a
     conflict token is `bonus` in a good completion and 0 in a bad completion. With delta = 0, bad
     completions do not lower the probability of the format that all completions share. The factor
     delta is squared for a token that is in a common prefix and in a common suffix. For a token that

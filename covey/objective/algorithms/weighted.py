@@ -87,19 +87,36 @@ def vespo() -> Objective:
     )
 
 
-@takes("clip_low", "clip_high", "max_weight", "beta", "kl", "ddof", "eps")
-def dppo() -> Objective:
+@takes("anchor", "clip_low", "clip_high", "max_weight", "beta", "kl", "ddof", "eps")
+def dppo(*, anchor: Literal["sampler_logp", "old_logp"] = "sampler_logp") -> Objective:
     """Divergence PPO with total variation, arXiv 2602.04879.
 
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
-        keep = p - p_old <= clip_high if A > 0 else p - p_old >= -clip_low,  p = exp(logp)
+        keep = p - p_0 <= clip_high if A > 0 else p - p_0 >= -clip_low,  p = exp(logp)
+        r    = p / p_0,  p_0 = exp(sampler_logp)
 
     The clip bounds of `dppo` limit the change of a token's probability, not the ratio of
     probabilities. With `dppo`, the probability of a rare token may double, but the ratio of a
     common token must stay near 1.
+
+    The default is the authors' main variant, `dppo_binary_tv` in their code. In this variant, the
+    change is measured from the policy that sampled, with the engine's log-probs, so `dppo` needs no
+    other correction for stale rollouts or for an engine that differs from the trainer. The default
+    bounds of 0.15 are from the authors' training script. With `anchor = "old_logp"`, p_0 is
+    exp(old_logp), from the trainer at the start of the training step. The authors call a mask from
+    the trainer's log-probs `dppo_binary_tv_recompute`, and find it less stable.
+
+    Departures: the authors' script combines the loss with the advantages of Dr.GRPO and divides by
+    a constant length. Covey's `dppo` has the advantages of GRPO and takes the mean over tokens. For
+    the script's loss, set `objective.name = "composed"` with `advantage = "centered"`, `surrogate =
+    "trust_mask"` and `weights = "sequence_mean_token_sum_norm"`, and set `train.old_logp =
+    "sampler"`. The authors' variants with a KL divergence or with the likeliest tokens are not
+    included. With `anchor = "old_logp"`, both the mask and the weight r use old_logp, so stale
+    rollouts need `objective.correction`, which is set by default.
     """
     return Objective(
         advantage=advantage.group_standardized,
         surrogate=surrogate.trust_mask,
         weights=weights.token_mean,
+        reads=frozenset({"groups", "sampler_as_old"} if anchor == "sampler_logp" else {"groups"}),
     )
