@@ -127,10 +127,9 @@ def accuracy(values: Array, bounds: Bounds = (0.0, 1.0)) -> Estimate:
     values = np.asarray(values, dtype=float)
     if len(values) == 1:
         return mean_over_prompts(values[0].tolist(), bounds=bounds)
-    low, span = bounds[0], bounds[1] - bounds[0]
-    return Estimate(
-        *(float(low + span * value) for value in accuracy_bounds((values - low) / span))
-    )
+    span = bounds[1] - bounds[0]
+    _, low, high = (bounds[0] + span * end for end in accuracy_bounds((values - bounds[0]) / span))
+    return Estimate(float(values.mean(axis=1).mean()), float(low), float(high))
 
 
 def mean_reward(values: Array) -> Estimate:
