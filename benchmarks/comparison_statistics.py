@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from covey.analysis.compare.statistics import (
     LEVEL,
     detectable,
+    least_difference,
     power,
     seed_bounds,
     seed_test,
@@ -105,11 +106,12 @@ def false_positives(repetitions: int) -> Iterator[dict[str, Any]]:
 
 def several_pairs(repetitions: int) -> Iterator[dict[str, Any]]:
     """Yield how often any displayed interval excludes 0 although all arms are equal."""
+    # Differences as large as these are what such seeds can decide.
+    draw = either(0.5, 0.95, 0.05)
     for arms in (2, 3, 4, 6):
         for seeds in SEEDS:
             rng = np.random.default_rng((arms, seeds))
-            truth = rng.normal(0.5, 0.07, (arms, repetitions, seeds))
-            values = accuracies(rng, truth)
+            values = accuracies(rng, draw(rng, (arms, repetitions, seeds)))
             pairs = [(i, j) for i in range(arms) for j in range(i)]
             level = LEVEL / len(pairs)
             excluded, decided = np.zeros((2, repetitions), dtype=bool)
@@ -156,7 +158,10 @@ def stated_power(repetitions: int) -> Iterator[dict[str, Any]]:
             a, b = accuracies(rng, truth)
             spread = float((a - b).std())
             stated = [detectable(x, y, PROMPTS) for x, y in zip(a, b, strict=True)]
-            found = [power(x / spread, seeds, room=min(1.0, 0.5 + x / 2) / spread) for x in stated]
+            found = [
+                power(x / spread, seeds, least=least_difference(0.5, seeds) / spread)
+                for x in stated
+            ]
             yield {
                 "deviation": deviation,
                 "seeds": seeds,
@@ -178,16 +183,20 @@ DIFFICULTIES = {
 SAMPLES = 8
 
 
+PENALTY = "penalty of -1 in 3 %"
+
+
 def _graded(rng: np.random.Generator, shape: tuple[int, int]) -> Array:
     return np.where(rng.random(shape) < 0.03, rng.choice([0.3, 0.6, 1.0], shape), 0.0)
 
 
 REWARDS: dict[str, tuple[float, Callable[[np.random.Generator, tuple[int, int]], Array]]] = {
+    # Their bounds are not passed, but for the penalty, which few prompts would not show.
     "binary reward, 2 %": (0.02, lambda rng, shape: (rng.random(shape) < 0.02).astype(float)),
     "binary reward, 50 %": (0.5, lambda rng, shape: (rng.random(shape) < 0.5).astype(float)),
     "binary reward, 99 %": (0.99, lambda rng, shape: (rng.random(shape) < 0.99).astype(float)),
     "graded reward, above 0 in 3 %": (0.03 * 1.9 / 3, _graded),
-    "penalty of -1 in 3 %": (-0.03, lambda rng, shape: -(rng.random(shape) < 0.03).astype(float)),
+    PENALTY: (-0.03, lambda rng, shape: -(rng.random(shape) < 0.03).astype(float)),
     "lognormal reward": (math.exp(0.5), lambda rng, shape: rng.lognormal(size=shape)),
 }
 
@@ -214,7 +223,8 @@ def coverages(repetitions: int, sizes: tuple[int, ...] = (16, 64, 256)) -> Itera
                 yield _coverage(f"{metric}, {name}", values, truth, (0.0, 1.0))
         for name, (truth, draw) in REWARDS.items():
             rng = np.random.default_rng(prompts)
-            yield _coverage(name, draw(rng, (repetitions, prompts)), truth, None)
+            bounds = (-1.0, 1.0) if name == PENALTY else None
+            yield _coverage(name, draw(rng, (repetitions, prompts)), truth, bounds)
 
 
 def _coverage(

@@ -201,10 +201,9 @@ def _result(
     if decision == "cannot tell" and p_value < level:
         decision = "better"
     elif decision == "cannot tell":
-        down, up = statistics.reach(a, b, bounds)
         deviation = float(statistics.seed_deviation(differences, items, span))
-        room = float(down if mean > 0 else up)
-        needed = statistics.seeds_needed(mean, deviation, level, room)
+        worse = min(float(a.mean()), float(b.mean()))
+        needed = statistics.seeds_needed(mean, deviation, level, worse, bounds)
     return replace(
         result,
         difference=Estimate(mean, low, high),

@@ -183,36 +183,45 @@ def unseen_share(seeds: int, level: float = LEVEL) -> float:
     return 1 - (level / 2) ** (1 / seeds)
 
 
-def reach(first: Array, second: Array, bounds: Bounds) -> tuple[Array, Array]:
-    """Return how far one run of one arm can move the difference of the means, down and up.
+def cancelling_share(first: Array, second: Array, bounds: Bounds = (0.0, 1.0)) -> Array:
+    """Return the smallest share of unseen runs that would make the means of two arms equal.
 
-    A run that no seed has shown can end anywhere within `bounds`.
+    A run that no seed has shown can end anywhere within `bounds`: one of the better arm at the
+    lower bound, and one of the worse arm at the upper bound.
+
+    >>> float(cancelling_share(np.full(3, 0.8), np.full(3, 0.6)).round(4))  # 0.6 = 0.75 * 0.8
+    0.25
     """
     a, b = first.mean(axis=-1), second.mean(axis=-1)
     low, high = bounds
-    return np.maximum(a - low, high - b), np.maximum(high - a, b - low)
-
-
-def cancelling_share(first: Array, second: Array, bounds: Bounds = (0.0, 1.0)) -> Array:
-    """Return the share of runs that would make the means of two arms equal.
-
-    These runs, which no seed has shown, would end at one of the bounds, in one of the arms.
-    """
-    mean = (first - second).mean(axis=-1)
-    down, up = reach(first, second, bounds)
-    room = np.where(mean > 0, down, up)
-    return np.asarray(np.abs(mean) / np.where(room > 0, room, 1.0))
+    better, worse = np.maximum(a, b), np.minimum(a, b)
+    # If both arms have the mean m, the better arm shows no such run with a probability of
+    # (m - low) / (better - low), and the worse arm with (high - m) / (high - worse).
+    m = np.clip((low + high) / 2, worse, better)
+    room = (better - low) * (high - worse)
+    return np.asarray(1 - (m - low) * (high - m) / np.where(room > 0, room, 1.0))
 
 
 def rare_test(first: Array, second: Array, bounds: Bounds = (0.0, 1.0)) -> Array:
-    """Return twice the probability that the seeds miss what would make the means equal.
+    """Return twice the largest probability that the seeds miss what would make the means equal.
 
     >>> a, b = np.full(3, 0.9), np.full(3, 0.1)
     >>> float(rare_test(a, b).round(4)), float(rare_test(a, b + 0.7).round(4))
-    (0.0027, 1.0)
+    (0.0588, 1.0)
     """
-    missed = (1 - np.minimum(1.0, cancelling_share(first, second, bounds))) ** first.shape[-1]
-    return np.asarray(np.minimum(1.0, 2 * missed))
+    same = first.mean(axis=-1) == second.mean(axis=-1)
+    missed = (1 - cancelling_share(first, second, bounds)) ** first.shape[-1]
+    return np.where(same, 1.0, np.minimum(1.0, 2 * missed))
+
+
+def _rare_low(first: Array, second: Array, bounds: Bounds, level: float) -> Array:
+    """Return the lowest difference of the means with runs that the seeds miss by `level / 2`."""
+    low, high = bounds
+    a, b = first.mean(axis=-1) - low, high - second.mean(axis=-1)
+    shown = 1 - unseen_share(first.shape[-1], level)
+    # The arms show a share u and v of their runs; u * a + v * b is smallest where u * v = shown.
+    u = np.clip(np.sqrt(shown * b / np.where(a > 0, a, 1.0)), shown, 1.0)
+    return np.asarray(low - high + u * a + shown / u * b)
 
 
 def seed_test(first: Array, second: Array, items: int, bounds: Bounds = (0.0, 1.0)) -> Array:
@@ -240,8 +249,8 @@ def seed_bounds(
     differences = first - second
     mean = differences.mean(axis=-1)
     half = _quantile(seeds - 1, level) * seed_deviation(differences, items, span) / seeds**0.5
-    down, up = (unseen_share(seeds, level) * room for room in reach(first, second, bounds))
-    low, high = mean - np.maximum(half, down), mean + np.maximum(half, up)
+    low = np.minimum(mean - half, _rare_low(first, second, bounds, level))
+    high = np.maximum(mean + half, -_rare_low(second, first, bounds, level))
     return np.maximum(-span, low), np.minimum(span, high)
 
 
@@ -271,18 +280,38 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def power(effect: float, seeds: int, level: float = LEVEL, room: float = 0.0) -> float:
+def power(effect: float, seeds: int, level: float = LEVEL, least: float = 0.0) -> float:
     """Return the power of the test over seeds for a difference of `effect` standard deviations.
 
-    `room` is the reach of a run, in standard deviations; without it, the power is that of the
+    `least` is `least_difference` in standard deviations; without it, the power is that of the
     paired t-test. A significant difference with the wrong sign does not count as detected. The
     power is a mean of normal probabilities, one for each quantile of the observed standard
     deviation. A test with two seeds needs the far tail of the noncentral t distribution, where the
     usual series does not converge.
     """
     limits = _quantile(seeds - 1, level) * _observed_deviations(seeds - 1)
-    limits = np.maximum(limits, unseen_share(seeds, level) * room * math.sqrt(seeds))
+    limits = np.maximum(limits, least * math.sqrt(seeds))
     return float(special.ndtr(abs(effect) * math.sqrt(seeds) - limits).mean())
+
+
+def least_difference(
+    worse: float, seeds: int, bounds: Bounds = (0.0, 1.0), level: float = LEVEL
+) -> float:
+    """Return the smallest difference from an arm with the mean `worse` that `rare_test` accepts.
+
+    If it leads beyond the bounds, `rare_test` accepts none.
+
+    >>> round(least_difference(0.3, 8), 3), round(least_difference(0.6, 8), 3)
+    (0.266, 0.351)
+    """
+    low, high = bounds
+    shown, middle = 1 - unseen_share(seeds, level), (low + high) / 2
+    better = high - shown * (high - worse)
+    if worse >= middle:
+        better = low + (worse - low) / shown
+    elif better > middle:
+        better = low + (middle - low) * (high - middle) / (shown * (high - worse))
+    return better - worse
 
 
 @cache
@@ -293,21 +322,29 @@ def _observed_deviations(freedom: int) -> Array:
 
 
 def seeds_needed(
-    mean: float, deviation: float, level: float = LEVEL, room: float = 0.0
+    mean: float,
+    deviation: float,
+    level: float = LEVEL,
+    worse: float | None = None,
+    bounds: Bounds = (0.0, 1.0),
 ) -> int | None:
     """Return the number of seeds that the test over seeds needs for a power of 80 %.
 
-    `room` is the reach of a run in the direction that cancels the difference. Return None if more
-    than MOST_SEEDS seeds are needed.
+    `worse` is the mean of the worse arm; without it, the number is that of the paired t-test.
+    Return None if more than MOST_SEEDS seeds are needed.
 
-    >>> seeds_needed(0.05, 0.05), seeds_needed(0.05, 0.05, room=0.6), seeds_needed(0.0, 0.05)
+    >>> seeds_needed(0.05, 0.05), seeds_needed(0.05, 0.05, worse=0.4), seeds_needed(0.0, 0.05)
     (10, 49, None)
     """
-    effect, room = mean / deviation, room / deviation
-    if power(effect, MOST_SEEDS, level, room) < POWER:
+
+    def reached(seeds: int) -> float:
+        least = 0.0 if worse is None else least_difference(worse, seeds, bounds, level)
+        return power(mean / deviation, seeds, level, least / deviation)
+
+    if reached(MOST_SEEDS) < POWER:
         return None
     counts = range(2, MOST_SEEDS + 1)
-    return counts[bisect.bisect_left(counts, POWER, key=lambda n: power(effect, n, level, room))]
+    return counts[bisect.bisect_left(counts, POWER, key=reached)]
 
 
 def upper_deviation(deviation: float, seeds: int) -> float:
@@ -331,12 +368,14 @@ def detectable(
     seeds, span = len(first), bounds[1] - bounds[0]
     deviation = float(seed_deviation(first - second, items, span))
     deviation = upper_deviation(deviation, seeds)
-    middle = float(first.mean() + second.mean()) / 2
-    side = max(middle - bounds[0], bounds[1] - middle)
+    means = float(first.mean()), float(second.mean())
+    # The true level of the worse arm is uncertain too; between two levels, the ends need the most.
+    error = deviation / math.sqrt(seeds)
+    levels = max(bounds[0], min(means) - error), min(bounds[1], max(means) + error)
+    least = max(least_difference(each, seeds, bounds, level) for each in levels) / deviation
 
     def missing(difference: float) -> float:
-        room = min(span, side + difference / 2) / deviation
-        return power(difference / deviation, seeds, level, room) - POWER
+        return power(difference / deviation, seeds, level, least) - POWER
 
     highest = deviation
     while missing(highest) < 0:

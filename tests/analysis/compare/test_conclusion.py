@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -77,36 +78,36 @@ def only_pair(comparison: Comparison) -> PairResult:
 
 
 def test_the_better_algorithm_is_found_over_seeds() -> None:
-    found = conclude(compared({"a": [90, 94, 92], "b": [10, 10, 12]}))
+    found = conclude(compared({"a": [98, 99, 98], "b": [2, 1, 2]}))
     (pair,) = found.pairs
-    assert pair.differences == (0.80, 0.84, 0.80)
+    assert pair.differences == (0.96, 0.98, 0.96)
     assert (pair.decision, pair.better, pair.seeds) == ("better", "a", (0, 1, 2))
-    assert pair.p_student == pytest.approx(stats.ttest_1samp([0.80, 0.84, 0.80], 0.0).pvalue)
-    # Three seeds miss a collapse of a in 88 % of its runs with a probability of 0.16 %.
-    share = (0.92 - 0.32 / 3) / 0.92
-    assert pair.cancelling_share == pytest.approx(share)
-    assert pair.p_value == pair.p_corrected == pytest.approx(2 * (1 - share) ** 3)
+    assert pair.p_student == pytest.approx(stats.ttest_1samp([0.96, 0.98, 0.96], 0.0).pvalue)
+    # If both arms were at 50 %, three seeds like these would have a probability of 1.7 %.
+    top = 2.95 / 3
+    assert pair.cancelling_share == pytest.approx(1 - 0.25 / top**2)
+    assert pair.p_value == pair.p_corrected == pytest.approx(2 * (0.25 / top**2) ** 3)
     assert pair.difference is not None
-    unseen = 1 - 0.025 ** (1 / 3)
-    assert pair.difference.low == pytest.approx(0.244 / 0.3 - unseen * 0.92)
-    assert pair.difference.high == pytest.approx(0.244 / 0.3 + unseen * 0.32 / 3)
+    assert pair.difference.low == pytest.approx(2 * top * 0.025 ** (1 / 6) - 1)
+    half = 4.302653 * np.std([0.96, 0.98, 0.96], ddof=1) / math.sqrt(3)
+    assert pair.difference.high == pytest.approx(2.90 / 3 + half)
     assert pair.p_sign == 0.25
     assert pair.seeds_needed is None
     assert found.complete
     assert all("b seed" in text for text in found.cautions)  # b fell below its start
     assert found.headline == pair.summary
     assert pair.summary == (
-        "a is better than b: +81.3 points, 95 % interval +16.2 to +88.9, over 3 seeds, p = 0.003."
+        "a is better than b: +96.7 points, 95 % interval +6.3 to +99.5, over 3 seeds, p = 0.035."
     )
     assert "a's is better in seed 0, 1 and 2" in pair.checkpoint_summary
     assert "not about the algorithms" in pair.checkpoint_summary
 
 
 def test_order_of_arms_changes_signs_but_not_the_summary() -> None:
-    pair = only_pair(compared({"b": [10, 10, 12], "a": [90, 94, 92]}))
+    pair = only_pair(compared({"b": [2, 1, 2], "a": [98, 99, 98]}))
     assert pair.better == "a"
-    assert pair.differences == (-0.80, -0.84, -0.80)
-    assert pair.summary.startswith("a is better than b: +81.3 points, 95 % interval +16.2 to +88.9")
+    assert pair.differences == (-0.96, -0.98, -0.96)
+    assert pair.summary.startswith("a is better than b: +96.7 points, 95 % interval +6.3 to +99.5")
 
 
 def test_seeds_that_agree_do_not_show_what_rare_runs_would_do() -> None:
@@ -118,13 +119,13 @@ def test_seeds_that_agree_do_not_show_what_rare_runs_would_do() -> None:
     assert pair.p_value == pytest.approx(2 * (1 - 0.096 / 0.602) ** 5)
     assert pair.summary.startswith(
         "a leads b, but 5 seeds cannot show that it is better on average: +9.6 points, 95 % "
-        "interval -21.8 to +36.0, over 5 seeds, p = 0.839. It is ahead in 5 of 5 seeds; if a ended "
+        "interval -24.6 to +37.9, over 5 seeds, p = 0.839. It is ahead in 5 of 5 seeds; if a ended "
         "at 0% or b at 100% in 16% of all runs, the means could be equal, and 5 seeds miss such "
         "runs with a probability of 42%."
     )
 
 
-@pytest.mark.parametrize("seeds", [3, 4, 8])
+@pytest.mark.parametrize("seeds", [5, 8, 12])
 def test_an_interval_excludes_0_if_and_only_if_the_corrected_p_is_below_5_percent(
     seeds: int,
 ) -> None:
@@ -168,12 +169,17 @@ def test_undecided_pair_says_how_many_seeds_are_needed() -> None:
     differences = np.array([0.05, -0.01, 0.04])
     deviation = differences.std(ddof=1)
     # A run of a at 0, or of b at 100 %, would move the difference by 57 points.
-    needed = seeds_needed(differences.mean(), deviation, room=1.70 / 3)
+    needed = seeds_needed(differences.mean(), deviation, worse=0.54)
     assert pair.seeds_needed == needed
     assert needed is not None
     assert needed > 3 * (seeds_needed(differences.mean(), deviation) or 0)
     assert f"About {needed} seeds per arm would be needed if the difference and the" in pair.summary
-    assert pair.detectable == pytest.approx(0.6805, abs=5e-4)
+    # No difference between an arm near 50 % and another one is certain with three seeds.
+    assert pair.detectable is not None
+    assert pair.detectable > 1
+    assert pair.summary.endswith("3 seeds detect no difference with 80 % power.")
+    pair = only_pair(compared({"a": [60, 52, 58] * 4, "b": [55, 53, 54] * 4}))
+    assert pair.detectable == pytest.approx(0.2173, abs=5e-4)
     assert "points or more with at least 80 % power" in pair.summary
 
 
@@ -389,7 +395,7 @@ def test_the_correction_is_over_all_pairs() -> None:
 
 
 def test_headline_names_decided_and_undecided_pairs() -> None:
-    found = conclude(compared({"a": [97, 98, 97], "b": [98, 96, 97], "c": [1, 2, 1]}))
+    found = conclude(compared({"a": [97, 98] * 3, "b": [98, 96] * 3, "c": [1, 2] * 3}))
     assert found.headline == (
         "No arm is better than all others: a is better than c, b is better than c; the other pairs "
         "do not differ significantly."
@@ -407,24 +413,24 @@ def test_headline_claims_nothing_about_pairs_without_a_test() -> None:
     assert found.headline == found.pairs[0].summary + few
     assert "The largest" not in found.headline
     assert any("fewer than 3 seeds" in text for text in found.cautions)
-    found = conclude(compared({"a": [97, 98, 97], "b": [1, 2, 1], "c": [20, 90]}))
+    found = conclude(compared({"a": [98, 99, 98], "b": [1, 2, 1], "c": [20, 90]}))
     assert found.headline == found.pairs[0].summary + few
     assert found.headline.startswith("a is better than b: ")
     late = run("c", 3, START, 50)
-    found = conclude(compared({"a": [97, 98, 97], "b": [1, 2, 1]}, late, seeds=4))
+    found = conclude(compared({"a": [98, 99, 98], "b": [1, 2, 1]}, late, seeds=4))
     assert found.headline.endswith(few)  # no seed in common
 
-    arms = {"a": [97, 98, 97], "b": [1, 2, 1], "c": [2, 3, 1], "d": [99]}
+    arms = {"a": [97, 98] * 3, "b": [1, 2] * 3, "c": [2, 3] * 3, "d": [99]}
     found = conclude(compared(arms))
     assert found.headline == (
         "In the tested pairs: a is better than b, a is better than c; the other pairs do not "
         "differ significantly. Not tested, with fewer than 3 seeds in common: a - d, b - d and "
         "c - d."
     )
-    found = conclude(compared({**arms, "a": [1, 2, 1]}))
+    found = conclude(compared({**arms, "a": [1, 1] * 3}))
     assert found.headline.startswith(
         "No significant difference in the tested pairs with this budget. The largest is between a "
-        "and c: -0.7 points."
+        "and c: -1.5 points."
     )
 
 
