@@ -180,7 +180,7 @@ def unseen_share(seeds: int, level: float = LEVEL) -> float:
     >>> round(unseen_share(3), 3), round(unseen_share(8), 3)
     (0.708, 0.369)
     """
-    return 1 - (level / 2) ** (1 / seeds)
+    return 1 - float((level / 2) ** (1 / seeds))
 
 
 def cancelling_share(first: Array, second: Array, bounds: Bounds = (0.0, 1.0)) -> Array:
