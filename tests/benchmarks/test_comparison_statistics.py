@@ -42,7 +42,7 @@ def test_large_differences_are_found_and_intervals_contain_the_truth() -> None:
     assert min(row["coverage"] for row in rows.values()) >= 0.93
     assert rows[0.3, 0.07, 0.3, 8]["power"] > 0.75
     assert rows[0.3, 0.07, 0.2, 20]["power"] > 0.75
-    assert rows[0.3, 0.02, 0.4, 5]["power"] > 0.75
+    assert rows[0.3, 0.07, 0.5, 5]["power"] > 0.75
     assert rows[0.3, 0.02, 0.1, 12]["power"] < 0.05
 
 
