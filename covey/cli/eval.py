@@ -204,7 +204,10 @@ def _data(results: Results, by: str | None) -> dict[str, Any]:
         row = {"model": model, **evaluation.row()}
         if by is not None:
             row["by"] = {
-                name: {"prompts": len(items), **{n: e.row() for n, e in estimates(items).items()}}
+                name: {
+                    "prompts": len(items),
+                    **{n: e.row() for n, e in estimates(items, evaluation.reward_bounds).items()},
+                }
                 for name, items in by_category(evaluation.items, by).items()
             }
         rows.append(row)
@@ -242,7 +245,7 @@ def _category_table(evaluation: Evaluation, by: str) -> Table:
     table = Table(Column(cell(by)), "n", "", "value, 95 % interval")
     for name, items in by_category(evaluation.items, by).items():
         labels = [cell(name), cell(len(items))]
-        for number, estimate in estimates(items).items():
+        for number, estimate in estimates(items, evaluation.reward_bounds).items():
             table.add_row(*labels, cell(number), estimate_text(number, estimate.row()))
             labels = [cell(""), cell("")]
     return table

@@ -66,6 +66,11 @@ class RayScorer:
         """Whether a job must contain all completions of a group."""
         return bool(getattr(self.reward, "whole_groups", False))
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of the reward."""
+        return self.reward.bounds
+
     def submit(self, job: Job) -> RayScore:
         """Send a scoring job to the next actor, in round-robin order."""
         with self.lock:

@@ -48,6 +48,8 @@ class Evaluation:
     """Number of different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
     """The completions of each prompt, with their scores."""
+    reward_bounds: tuple[float, float] | None = None
+    """The lowest and the highest reward that a completion can get, infinite if unknown."""
 
     @property
     def graded(self) -> bool:
@@ -102,7 +104,8 @@ def evaluate(
     names = sorted({name for r in rollouts for name in r.parts})
     return Evaluation(
         prompts=len(items),
-        estimates=estimates(items),
+        estimates=estimates(items, collector.scorer.bounds),
+        reward_bounds=collector.scorer.bounds,
         parts={n: _mean([r.parts[n] for r in rollouts if n in r.parts]) for n in names},
         mean_tokens=greedy.tokens / len(rollouts),
         unscored=len(failures),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from scipy import special  # scipy.stats takes half a second to import
 
 CONFIDENCE = 0.95
-Z = float(special.ndtri((1 + CONFIDENCE) / 2))
-"""The normal quantile of the confidence level, about 1.96."""
 RESAMPLES = 2000
 ROUNDING = 1e-9
 """The largest difference that Covey treats as a rounding error."""
@@ -30,14 +30,15 @@ class Estimate:
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
-def proportion(successes: int, trials: int) -> Estimate:
-    """Estimate a probability from independent trials, with Wilson's interval."""
-    share = successes / trials
-    scale = 2 * (trials + Z**2)
-    center = (2 * trials * share + Z**2) / scale
-    width = Z / scale * math.sqrt(4 * trials * share * (1 - share) + Z**2)
-    low = 0.0 if successes == 0 else center - width
-    return Estimate(share, low, 1.0 if successes == trials else center + width)
+def proportion(successes: float, trials: float) -> Estimate:
+    """Estimate a probability from independent trials, with Clopper and Pearson's exact interval.
+
+    The counts need not be whole: an effective number of trials is allowed.
+    """
+    tail, failures = (1 - CONFIDENCE) / 2, trials - successes
+    low = special.betaincinv(successes, failures + 1, tail) if successes > 0 else 0.0
+    high = special.betaincinv(successes + 1, failures, 1 - tail) if failures > 0 else 1.0
+    return Estimate(successes / trials, float(low), float(high))
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -55,46 +56,52 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def mean_over_prompts(
     values: Sequence[float], seed: int = 0, bounds: tuple[float, float] | None = None
 ) -> Estimate:
-    """Estimate a mean by a bootstrap over prompts; `bounds` limit the possible values.
+    """Estimate a mean over prompts from values that lie within `bounds`.
 
-    The interval uses expanded bootstrap percentiles (Hesterberg, arXiv 1411.5279). Ordinary
-    percentiles give intervals that are too narrow: in effect, they divide the variance by `n`
-    instead of `n - 1`, and use the normal distribution instead of Student's t-distribution. With a
-    dozen prompts, 95 % intervals contain the true mean in 91 % of cases with ordinary percentiles,
-    and in 94 % of cases with expanded percentiles.
+    Without `bounds`, they are `likely_bounds` of the values. If all values are at the bounds, the
+    interval is that of `proportion`.
     """
-    data = np.asarray(values, dtype=float)
-    mean = float(data.mean())
+    data = np.sort(np.asarray(values, dtype=float))
+    mean, count = float(data.mean()), len(data)
+    lowest, highest = likely_bounds(data) if bounds is None else bounds
+    # Rewards of one rollout may exceed their bounds by rounding.
+    lowest, highest = min(lowest, float(data[0])), max(highest, float(data[-1]))
+    at_top = int((data >= highest - ROUNDING).sum())
+    if at_top + int((data <= lowest + ROUNDING).sum()) == count:
+        share, span = proportion(at_top, count), highest - lowest
+        return Estimate(mean, lowest + span * share.low, lowest + span * share.high)
+    tail = (1 - CONFIDENCE) / 2
     if np.ptp(data) <= ROUNDING:
-        return of_equal_values(mean, len(data), bounds)
-    generator = np.random.default_rng(seed)
-    picks = generator.integers(0, len(data), (RESAMPLES, len(data)))
-    tail = _expanded_tail(len(data))
-    low, high = np.quantile(data[picks].mean(axis=1), [tail, 1 - tail])
-    return Estimate(mean, float(low), float(high))
+        unseen = 1 - tail ** (1 / count)
+        return Estimate(mean, mean - unseen * (mean - lowest), mean + unseen * (highest - mean))
+    # Gaffke's interval: the weights of a Bayesian bootstrap, with one more value at the bound.
+    weights = _weights(count + 1, seed)
+    low = np.quantile(weights @ np.append(lowest, data), tail)
+    high = np.quantile(weights @ np.append(data, highest), 1 - tail)
+    return Estimate(mean, min(mean, float(low)), max(mean, float(high)))
 
 
-def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
-    """Estimate a mean of equal values, for which a bootstrap interval would have width 0.
+@lru_cache(maxsize=1)  # the metrics of an evaluation have the same number of prompts
+def _weights(count: int, seed: int) -> NDArray[np.float64]:
+    weights = np.random.default_rng(seed).exponential(size=(RESAMPLES, count))
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
-    According to Wilson's interval, at most the fraction `Z**2 / (count + Z**2)` of all possible
-    prompts has a value other than `value`. Because all values lie within `bounds`, values that
-    differ from `value` can shift the mean only by a limited amount. If all values are 0, or all are
-    1, and the bounds are 0 and 1, the interval is Wilson's interval. If `bounds` is None, the
-    interval has width 0.
 
-    >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
-    True
+def likely_bounds(values: ArrayLike) -> tuple[float, float]:
+    """Return the bounds to assume for values whose bounds are unknown.
+
+    They are 0 and 1, as for most rewards. A bound that the values exceed is moved beyond the most
+    extreme value, by half of the range.
+
+    >>> likely_bounds([0.0, 0.3]), likely_bounds([0.0, 3.0])
+    ((0.0, 1.0), (0.0, 4.5))
     """
-    if bounds is None:
-        return Estimate(value, value, value)
-    share = Z**2 / (count + Z**2)
-    return Estimate(value, value - share * (value - bounds[0]), value + share * (bounds[1] - value))
-
-
-def _expanded_tail(size: int) -> float:
-    quantile = special.stdtrit(size - 1, (1 - CONFIDENCE) / 2)
-    return float(special.ndtr(math.sqrt(size / (size - 1)) * quantile))
+    lowest, highest = min(0.0, float(np.min(values))), max(1.0, float(np.max(values)))
+    room = (highest - lowest) / 2
+    return (
+        lowest - room if lowest < -ROUNDING else 0.0,
+        highest + room if highest > 1 + ROUNDING else 1.0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +109,7 @@ class Difference:
     """The difference between the results of two policies on the same prompts."""
 
     estimate: Estimate
-    """The first policy's value minus the second policy's value, averaged over prompts, with a
-    bootstrap interval.
-    """
+    """The first policy's value minus the second policy's value, averaged over prompts."""
     gained: int
     """Number of prompts on which the first policy is better."""
     lost: int
@@ -121,7 +126,9 @@ class Difference:
 def paired_difference(
     first: Sequence[float], second: Sequence[float], seed: int = 0, span: float | None = 1.0
 ) -> Difference:
-    """Compare two policies prompt by prompt; `span` is the largest possible difference, if known.
+    """Compare two policies prompt by prompt; `span` is the largest possible difference.
+
+    Without `span`, it is the width of `likely_bounds` of all values.
 
     Prompts differ widely in difficulty, but difficulty mostly cancels in the difference between
     two policies on the same prompt. The interval of the mean difference is therefore much narrower
@@ -140,6 +147,8 @@ def paired_difference(
     gained = int((differences > ROUNDING).sum())
     lost = int((differences < -ROUNDING).sum())
     p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
-    bounds = None if span is None else (-span, span)
-    estimate = mean_over_prompts(differences.tolist(), seed, bounds)
+    if span is None:
+        lowest, highest = likely_bounds([*first, *second])
+        span = highest - lowest
+    estimate = mean_over_prompts(differences.tolist(), seed, (-span, span))
     return Difference(estimate=estimate, gained=gained, lost=lost, p_value=p_value)

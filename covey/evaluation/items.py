@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ from covey.evaluation.intervals import (
     mean_over_prompts,
     paired_difference,
     pass_at_k,
-    proportion,
 )
 from covey.types import Prompt, Rollout
 
@@ -88,25 +88,28 @@ class Item:
         }
 
 
-def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Estimate each metric, with Wilson's interval for `greedy` and a bootstrap for other metrics.
+def estimates(
+    items: Sequence[Item], reward_bounds: tuple[float, float] | None = None
+) -> dict[str, Estimate]:
+    """Estimate each metric over prompts; `reward_bounds` may be infinite.
 
     The means of the reward and of the reward's parts include only completions that were scored.
     """
     values = [item.values() for item in items]
-    correct = sum(item[GREEDY] for item in values)
     shares = {
-        name: proportion(int(correct), len(items))
-        if name == GREEDY
-        else mean_over_prompts([item[name] for item in values], bounds=(0.0, 1.0))
+        name: mean_over_prompts([item[name] for item in values], bounds=(0.0, 1.0))
         for name in values[0]
     }
     rewards = [item.rewards() for item in items]
     names = sorted(
         {name for row in rewards for name in row}, key=lambda name: (name != REWARD, name)
     )
+    known = reward_bounds if reward_bounds and all(map(math.isfinite, reward_bounds)) else None
     return shares | {
-        name: mean_over_prompts([row[name] for row in rewards if name in row]) for name in names
+        name: mean_over_prompts(
+            [row[name] for row in rewards if name in row], bounds=known if name == REWARD else None
+        )
+        for name in names
     }
 
 

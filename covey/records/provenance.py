@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+PACKAGE = Path(__file__).parents[1]
+WITHOUT_EFFECT = ("analysis", "cli", "ui")
+"""The folders of the package whose code only shows results, or starts runs."""
+WITH_EFFECT = ("analysis/compare/run_process.py", "analysis/compare/shared_rollouts.py")
+"""Exceptions to WITHOUT_EFFECT: what the runs of a comparison execute."""
 PACKAGES = ("covey", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -31,6 +38,19 @@ def describe_environment(seed: int, device: str, threads: int) -> dict[str, Any]
             "changed": bool(_git("status", "--porcelain")),
         },
     }
+
+
+def code_digest(package: Path = PACKAGE) -> str:
+    """Return a digest of the code that can change a run's numbers.
+
+    It covers Covey's source, and the versions of the packages that compute.
+    """
+    digest = hashlib.sha256(repr([_version(name) for name in PACKAGES[1:]]).encode())
+    for file in sorted(package.rglob("*.py")):
+        name = file.relative_to(package).as_posix()
+        if name.split("/")[0] not in WITHOUT_EFFECT or name in WITH_EFFECT:
+            digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 @functools.cache

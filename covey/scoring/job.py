@@ -59,6 +59,10 @@ class Scorer(Protocol):
     def whole_groups(self) -> bool:
         """Whether a job must contain all completions of a group."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest reward, infinite if unknown."""
+
     def submit(self, job: Job) -> Pending:
         """Start or queue a scoring job."""
 
@@ -169,6 +173,11 @@ class InlineScorer:
     def whole_groups(self) -> bool:
         """Whether the reward scores all completions of a group in one call."""
         return bool(getattr(self.reward, "whole_groups", False))
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of the reward."""
+        return self.reward.bounds
 
     def submit(self, job: Job) -> Pending:
         """Score a job at once and return its results."""

@@ -73,6 +73,7 @@ class Pool:
     ) -> None:
         self.identity = identity
         self.whole_groups = bool(getattr(reward, "whole_groups", False))
+        self.bounds = reward.bounds
         self._concurrent = bool(getattr(reward, "is_async", False))
         self._again = partial(
             Pool, reward, identity, workers=workers, timeout=timeout, gigabytes=gigabytes

@@ -24,7 +24,7 @@ and otherwise on at most FEW_PROBED prompts."""
 
 
 class Scorers(TypedDict):
-    """The scorers of a run and the scores of simple baselines, as fields of `Components`."""
+    """The scorers of a run and the scores of simple baselines, as fields of `Run`."""
 
     scorer: Scorer
     eval_scorer: Scorer

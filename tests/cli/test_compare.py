@@ -256,6 +256,27 @@ def test_run_with_another_key_is_moved_aside(finished: Path, tmp_path: Path) -> 
     assert not (tmp_path / "seed-0").exists()
 
 
+def test_a_run_of_other_code_is_not_taken_over(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (job, *_) = make_jobs(finished, extend(finished).design)
+    monkeypatch.setattr(launch, "code_digest", lambda: "0" * 64)
+    (other, *_) = make_jobs(finished, extend(finished).design)
+    assert other.key != job.key
+    assert other.start != job.start  # so the first rollouts are not taken over either
+    assert other.key.partition("-")[0] == job.key.partition("-")[0]
+    made = replace(other, folder=str(tmp_path / "seed-0"))
+    (tmp_path / "seed-0").symlink_to(job.path)
+    assert ready(made, {job.key: job.path})
+    assert (tmp_path / "seed-0.aside-1/config.toml").is_file()
+    note = capsys.readouterr().err
+    assert "seed-0.aside-1" in note
+    assert "other code" in note
+
+
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, subprocess.Popen[bytes] | ForkedRun]:
     """Return the processes of runs by arm, filled as they start; only the first is not forked."""
     processes: dict[str, subprocess.Popen[bytes] | ForkedRun] = {}

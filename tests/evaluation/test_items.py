@@ -53,7 +53,7 @@ def test_a_row_holds_prompt_target_and_completion() -> None:
     assert row["samples"][0]["text"] == "so False"
 
 
-def test_intervals_over_items_are_wilsons_and_the_bootstraps() -> None:
+def test_intervals_over_items_are_of_means_over_prompts() -> None:
     items = [item(str(n), n < 3, [n < 5, n < 8]) for n in range(10)]
     found = estimates(items)
     assert found["greedy"] == proportion(3, 10)
@@ -120,7 +120,7 @@ def test_rewards_and_parts_have_estimates_over_what_was_scored() -> None:
 def test_sampled_accuracy_without_a_success_has_an_interval() -> None:
     found = estimates([item(str(n), False, [False] * 4) for n in range(20)])
     for name in ("mean@4", "pass@2", "pass@4"):
-        assert (found[name].value, found[name].high) == (0.0, pytest.approx(0.1611, abs=5e-5))
+        assert (found[name].value, found[name].high) == (0.0, pytest.approx(0.1684, abs=5e-5))
 
 
 def test_policies_are_compared_by_reward_where_both_were_scored() -> None:
@@ -129,3 +129,26 @@ def test_policies_are_compared_by_reward_where_both_were_scored() -> None:
     found = compare(first, second).differences
     assert found["reward"].estimate.value == pytest.approx((0.4 + 0.7 + 0.3) / 3)
     assert (found["reward"].gained, found["greedy"].gained) == (3, 0)
+
+
+def test_a_part_that_is_the_success_has_the_interval_of_greedy() -> None:
+    items = [
+        replace(
+            item(str(n), n < 18),
+            greedy=completion(n < 18, (n < 18 and 1.0) or 0.1, correct=float(n < 18), form=1.0),
+        )
+        for n in range(100)
+    ]
+    found = estimates(items, (0.0, 1.0))
+    assert found["parts/correct"] == found["greedy"] == proportion(18, 100)
+    assert found["parts/form"] == proportion(100, 100)
+    assert found["parts/form"].low < found["parts/form"].high
+
+
+def test_the_bounds_of_a_reward_widen_its_interval() -> None:
+    items = [graded(str(n), 0.0) for n in range(20)]
+    unseen = 1 - 0.025 ** (1 / 20)
+    assert estimates(items)["reward"].high == pytest.approx(unseen)
+    known = estimates(items, (-1.0, 2.8))["reward"]
+    assert (known.low, known.high) == pytest.approx((-unseen, 2.8 * unseen))
+    assert estimates(items, (float("-inf"), 1.0))["reward"].high == pytest.approx(unseen)

@@ -49,6 +49,10 @@ class NeverAnswers:
     def identity(self) -> str:
         return self.scorer.identity
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.scorer.bounds
+
     def submit(self, job: Job) -> Pending:
         self.left -= 1
         never: Future[list[ScoreResult]] = Future()

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from covey.evaluation.intervals import Estimate
+from covey.evaluation.intervals import Estimate, likely_bounds
 from covey.evaluation.items import is_graded
 from covey.lab.compare import statistics
 from covey.lab.compare.comparison import Comparison, Metric, Point, RunResult
@@ -97,7 +97,7 @@ class ArmResult:
     is biased upwards, because the best evaluation is partly luck."""
     area: Estimate | None = None
     """The mean accuracy over training, from the start up to the largest budget that every run
-    reached. The confidence interval covers the variation between seeds."""
+    reached. The confidence interval covers the variation between seeds and between prompts."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
     collapsed: tuple[Collapse, ...] = ()
     by: Metric = "success"
@@ -132,10 +132,9 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
             continue
         by = runs[0].points[-1].by
         estimate = statistics.accuracy if by == "success" else statistics.mean_reward
-        limit = 1.0 if by == "success" else math.inf
         first, last = (_by_prompt([run.points[at] for run in runs]) for at in (0, -1))
         best = _by_prompt([max(run.points, key=lambda point: point.value) for run in runs])
-        areas = [statistics.area(_axis(run, budget), _values(run), end) for run in runs]
+        areas = [statistics.area(_axis(run, budget), _by_prompt(run.points).T, end) for run in runs]
         collapses = (_collapse(run) for run in runs)
         results.append(
             ArmResult(
@@ -144,9 +143,9 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
                 missing=missing,
                 initial=estimate(first),
                 final=estimate(last),
-                improvement=statistics.change(last - first, limit),
+                improvement=statistics.change(last - first, _span(first, last)),
                 best=estimate(best),
-                area=statistics.over_seeds(areas),
+                area=estimate(np.array(areas)),
                 time_to_accuracy=tuple(_time_to(level, runs, budget) for level in levels),
                 by=by,
                 finals=tuple(last.mean(axis=1).tolist()),
@@ -193,6 +192,12 @@ def _by_prompt(points: Sequence[Point]) -> Array:
     return np.array([point.values for point in points], dtype=float)
 
 
+def _span(first: Array, last: Array) -> float:
+    """Return the largest possible difference between two values: 1 for accuracies."""
+    low, high = likely_bounds([first, last])
+    return high - low
+
+
 def _values(run: RunResult) -> list[float]:
     return [point.value for point in run.points]
 
@@ -224,7 +229,7 @@ def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
             found[name] = RewardResult(
                 initial=statistics.mean_reward(first),
                 final=statistics.mean_reward(last),
-                improvement=statistics.mean_reward(last - first),
+                improvement=statistics.change(last - first, _span(first, last)),
             )
     return found
 

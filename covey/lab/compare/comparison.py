@@ -88,8 +88,7 @@ class RunOutcome:
     """The outcome of a run, as outcome.json stores it."""
 
     key: str
-    """The digest of all inputs that determine the run's result; `run_key` in launch.py computes the
-    digest."""
+    """Digests of all inputs that determine the run's result and of the code, as `Job.key`."""
     state: State
     error: str = ""
     """The reason why the run failed, in one line."""

@@ -184,10 +184,9 @@ def _nothing_to_test(finished: Sequence[ArmResult], pairs: Sequence[PairResult])
 
 def _none_decided(tested: Sequence[PairResult], where: str) -> str:
     widest = max(tested, key=lambda pair: abs(pair.mean or 0.0))
-    tests = sum(pair.p_value is not None for pair in tested)
     return (
         f"No significant difference {where} with this budget. The largest is between "
-        f"{widest.first} and {widest.second}: {_undecided(widest, tests)}"
+        f"{widest.first} and {widest.second}: {_change(widest.mean or 0.0, widest.by)}."
     )
 
 
@@ -220,25 +219,23 @@ def _pair_summary(pair: PairResult, tested: int) -> str:
             return f"{both} get the same rewards in {seeds}, with different weights."
         case "no difference":
             return f"{both} solve the same prompts in {seeds}, with different weights."
+        case "cannot tell" if _leads(pair, tested):
+            return _leading(pair, tested)
         case "cannot tell":
             return (
-                f"No significant difference between {both} with this budget: "
-                f"{_undecided(pair, tested)}"
+                f"No significant difference between {both} with this budget: {pair.first} - "
+                f"{pair.second} is {_evidence(pair, tested)}. {_undecided(pair)}"
             )
         case _:
             return _better(pair, tested)
 
 
 def _better(pair: PairResult, tested: int) -> str:
-    difference, new_prompts = pair.difference, pair.difference_new_prompts
-    assert difference is not None
+    new_prompts = pair.difference_new_prompts
     assert new_prompts is not None
     if pair.better == pair.second:
-        difference, new_prompts = _negated(difference), _negated(new_prompts)
-    text = (
-        f"{pair.better} is better than {_loser(pair)}: {_estimate(difference, pair.by)} over "
-        f"{len(pair.seeds)} seeds, {_p(pair, tested)}."
-    )
+        new_prompts = _negated(new_prompts)
+    text = f"{pair.better} is better than {_loser(pair)}: {_evidence(pair, tested)}."
     if new_prompts.low <= 0.0:
         text += (
             " This holds for these held-out prompts; for other prompts of the same kind the "
@@ -248,31 +245,65 @@ def _better(pair: PairResult, tested: int) -> str:
     return text
 
 
-def _undecided(pair: PairResult, tested: int) -> str:
-    """Return the observed difference, and the number of seeds needed to detect it."""
-    if pair.difference is None or pair.detectable is None:
-        return f"{_change(pair.mean or 0.0, pair.by)}."
+def _leads(pair: PairResult, tested: int) -> bool:
+    """Return whether only runs unlike all seeds could make the means of an undecided pair equal."""
+    return pair.p_student is not None and pair.p_student * tested < LEVEL
+
+
+def _leading(pair: PairResult, tested: int) -> str:
+    """Say what would make the means of a pair equal, although its seeds agree."""
+    assert pair.cancelling_share is not None
+    first, second = pair.first, pair.second
+    if (pair.mean or 0.0) < 0:
+        first, second = second, first
     seeds = len(pair.seeds)
-    text = (
-        f"{pair.first} - {pair.second} is {_estimate(pair.difference, pair.by)} over {seeds} "
-        f"seeds, {_p(pair, tested)}. "
+    missed = (1 - pair.cancelling_share) ** seeds
+    wins = sum(difference * (pair.mean or 0.0) > 0 for difference in pair.differences)
+    lowest, highest = ("0%", "100%") if pair.by == "success" else ("the lowest", "the highest")
+    return (
+        f"{first} leads {second}, but {seeds} seeds cannot show that it is better on average: "
+        f"{_evidence(pair, tested)}. It is ahead in {wins} of {seeds} seeds; if {first} ended at "
+        f"{lowest} or {second} at {highest} in {pair.cancelling_share:.0%} of all runs, the means "
+        f"could be equal, and {seeds} seeds miss such runs with a probability of {missed:.0%}. "
+        f"{_undecided(pair)}"
     )
+
+
+def _evidence(pair: PairResult, tested: int) -> str:
+    """Return the difference in the direction that the sentence names, its interval and its p."""
+    difference = pair.difference
+    assert difference is not None
+    assert pair.p_corrected is not None
+    named = pair.decision == "better" or _leads(pair, tested)
+    if named and difference.value < 0:
+        difference = _negated(difference)
+    low, high = points(difference.low, pair.by), points(difference.high, pair.by)
+    p = f"p = {pair.p_corrected:.3f}" if pair.p_corrected >= 0.001 else "p < 0.001"
+    several = tested > 1
+    return (
+        f"{_change(difference.value, pair.by)}, {'simultaneous ' * several}95 % interval {low} to "
+        f"{high}, over {len(pair.seeds)} seeds, {p}"
+        f"{f' corrected for {tested} pairs' * several}"
+    )
+
+
+def _undecided(pair: PairResult) -> str:
+    """Return how many seeds the observed difference needs, and what these seeds can detect."""
+    assert pair.detectable is not None
+    seeds = len(pair.seeds)
     if pair.seeds_needed is None:
-        text += f"More than {MOST_SEEDS} seeds per arm would be needed to detect it; "
+        text = f"More than {MOST_SEEDS} seeds per arm would be needed to detect it; "
     else:
-        text += (
+        text = (
             f"About {pair.seeds_needed} seeds per arm would be needed if the difference and the "
             "deviation are as observed; "
         )
     if pair.by == "success" and pair.detectable >= 1:
-        return text + f"with {seeds} seeds no difference has an 80 % chance of detection."
-    return text + f"{seeds} seeds detect {_change(pair.detectable, pair.by)} with 80 % power."
-
-
-def _p(pair: PairResult, tested: int) -> str:
-    value = pair.p_holm or 0.0
-    shown = f"p = {value:.3f}" if value >= 0.001 else "p < 0.001"
-    return f"{shown} corrected for {tested} pairs" if tested > 1 else shown
+        return text + f"{seeds} seeds detect no difference with 80 % power."
+    return (
+        text + f"{seeds} seeds detect a difference of {_change(pair.detectable, pair.by)} or more "
+        "with at least 80 % power (90 % confidence)."
+    )
 
 
 def _checkpoint_summary(pair: PairResult) -> str:
@@ -366,11 +397,6 @@ def _change(value: float, by: Metric) -> str:
 def _negated(estimate: Estimate) -> Estimate:
     """Turn the estimate of `A - B` into the estimate of `B - A`."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
-
-
-def _estimate(estimate: Estimate, by: Metric) -> str:
-    low, high = points(estimate.low, by), points(estimate.high, by)
-    return f"{_change(estimate.value, by)}, 95 % interval {low} to {high},"
 
 
 def count(number: int, noun: str) -> str:

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from covey._version import __version__
 from covey.config import Config, parse_config, to_toml
 from covey.config.schema import Adapter
 from covey.errors import RunError
@@ -34,8 +33,10 @@ from covey.lab.compare.comparison_folder import (
 )
 from covey.lab.compare.design import config_of
 from covey.lab.compare.fairness import task_digest
+from covey.notices import notice
 from covey.policy.models import load_model
 from covey.records.folder import RunFolder
+from covey.records.provenance import code_digest
 from covey.reference.fingerprint import fingerprint
 from covey.rewards.identity import identity
 from covey.subprocesses import module_command
@@ -59,10 +60,10 @@ class Job:
     common_toml: str
     """The common configuration, whose reward scores the evaluations of all arms."""
     start: str
-    """The digest of all data that determines the policy before training."""
+    """The digest of everything that determines the policy before training, and its rollouts."""
     key: str
-    """The digest of all inputs that determine the run's result. Two runs with equal digests give
-    equal results."""
+    """A digest of all inputs that determine the run's result, a hyphen, and a digest of the code
+    that trains it. Two runs with equal keys give equal results."""
     threads: int
 
     @property
@@ -79,6 +80,7 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
     weights: dict[str, str] = {}
     data: dict[str, str] = {}
     common = parse_config(design.common)
+    code = code_digest()
     jobs = []
     for seed in design.seeds:
         for arm in design.arms:
@@ -89,7 +91,9 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
             if task not in data:
                 data[task] = task_digest(task_of(config))
             start = _start(config, weights[model])
-            key = run_key(config, common, start=start, data=data[task], threads=design.threads)
+            inputs = inputs_digest(
+                config, common, start=start, data=data[task], threads=design.threads
+            )
             jobs.append(
                 Job(
                     arm=arm.name,
@@ -98,8 +102,8 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
                     shared=str(folder / "shared"),
                     config_toml=to_toml(config),
                     common_toml=to_toml(common),
-                    start=start,
-                    key=key,
+                    start=_digest([start, code]),
+                    key=f"{inputs}-{code}",
                     threads=design.threads,
                 )
             )
@@ -118,17 +122,17 @@ def _start(config: Config, weights: str) -> str:
     return _digest([weights, config.model.dtype, config.model.device, adapter])
 
 
-def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
+def inputs_digest(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
     """Return a digest of all inputs that determine a run's result.
 
-    The inputs are the configuration, Covey's version, the initial weights, the number of threads,
-    and the contents of data and reward functions. The digest includes the contents of files,
-    because users may edit the files.
+    The inputs are the configuration, the initial weights, the number of threads, and the contents
+    of data and reward functions. The digest includes the contents of files, because users may edit
+    the files.
     """
     scoring = [
         [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
     ]
-    return _digest([config.model_dump(), __version__, start, data, scoring, threads])
+    return _digest([config.model_dump(), start, data, scoring, threads])
 
 
 def _digest(data: Any) -> str:
@@ -140,16 +144,17 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Prepare a run's folder for training, and return False if the run has already finished.
 
     `elsewhere` maps digests of inputs (`Job.key`) to the folders of finished runs. A finished run
-    with the job's digest is copied instead of trained again. If the job's folder contains a run
-    with a different digest, for example from another version of Covey, the folder of this run is
-    renamed. No run is ever deleted.
+    with the job's key is copied instead of trained again. If the job's folder contains a run with
+    a different key, for example from other code, the folder of this run is renamed, and a note says
+    so. No run is ever deleted.
     """
     path = job.path
     ended = read_outcome(path)
     if path.exists():
         about = RunFolder(path).environment(lambda text: None)
-        if job.key != (about.get("key") if ended is None else ended.key):
-            _move_aside(path)
+        key = about.get("key") if ended is None else ended.key
+        if job.key != key:
+            _move_aside(path, _difference(key, job))
             ended = None
     if ended is not None and ended.state == "done":
         return False
@@ -164,13 +169,29 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     return True
 
 
-def _move_aside(path: Path) -> None:
+def _difference(key: str | None, job: Job) -> str:
+    """Return what distinguishes the run with another key from a job."""
+    inputs, _, code = (key or "").partition("-")
+    if inputs == job.key.partition("-")[0]:
+        return "other code of Covey, or other versions of torch or transformers"
+    if code == job.key.partition("-")[2]:
+        return "other settings, data or rewards"
+    return "other code, and perhaps other settings, data or rewards"
+
+
+def _move_aside(path: Path, difference: str) -> None:
     for number in range(1, 1000):
         aside = path.with_name(f"{path.name}.aside-{number}")
         if not aside.exists():
             path.rename(aside)
             if log_path(path).exists():
                 log_path(path).rename(log_path(aside))
+            notice(
+                f"{path} was trained with {difference}: it is kept as {aside.name}, and the run is "
+                "repeated, because arms that differ in their code cannot be compared. To continue "
+                "the old runs, stop now, rename the folders back, and use the code that trained "
+                "them"
+            )
             return
     raise RunError(
         f"{path}: the old run cannot be renamed, because the folders {path}.aside-1 to "

@@ -9,17 +9,16 @@ The tests and intervals are described in docs/statistics.md.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from covey.evaluation.intervals import Estimate, paired_difference
+from covey.evaluation.intervals import Estimate, likely_bounds, paired_difference
 from covey.lab.compare import statistics
 from covey.lab.compare.comparison import Metric, RunResult
-from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, Array
+from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, Array, Bounds
 
 Decision = Literal[
     "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
@@ -36,8 +35,8 @@ class CheckpointResult:
     """The comparison of two arms' final checkpoints for one seed."""
 
     seed: int
-    difference: Estimate
-    """The first arm's mean minus the second arm's mean, with a bootstrap interval over prompts."""
+    difference: float
+    """The first arm's mean minus the second arm's mean."""
     gained: int
     """The number of prompts that only the first arm's checkpoint solves."""
     lost: int
@@ -61,16 +60,26 @@ class PairResult:
     mean: float | None
     """The mean of `differences`, or None if no seed has finished in both arms."""
     difference: Estimate | None
-    """The mean difference with Student's t interval over seeds. `difference` is None with fewer
-    than three seeds, or if both arms have equal final weights in every seed.
+    """The mean difference with its interval over seeds. The intervals of all pairs contain their
+    true differences together with 95 % confidence, so an interval excludes 0 if and only if
+    `p_corrected` is below 5 %. `difference` is None with fewer than three seeds, or if both arms
+    have equal final weights in every seed.
     """
     difference_new_prompts: Estimate | None
-    """The mean difference, with an interval that covers the choice of seeds and of prompts."""
+    """The mean difference, with an interval that covers the choice of seeds and of prompts, for all
+    pairs together."""
     p_value: float | None
-    """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
-    p_holm: float | None
-    sign_flip_p: float | None
-    """The p-value of the exact sign flip test, or None with fewer than six seeds."""
+    """The two-sided p-value of the test over seeds, before the correction for several pairs."""
+    p_corrected: float | None
+    """`p_value` times the number of tested pairs (Bonferroni)."""
+    p_student: float | None
+    """The p-value of the paired t-test alone, before the correction. It does not consider runs that
+    end very differently from all seeds."""
+    p_sign: float | None
+    """The p-value of the exact sign test over seeds, before the correction."""
+    cancelling_share: float | None
+    """The share of runs, unlike all seeds, that would make the means equal if these runs of one
+    arm ended at the lowest or the highest possible value."""
     decision: Decision
     better: str | None
     """The name of the significantly better arm, or None if neither arm is significantly better."""
@@ -78,8 +87,8 @@ class PairResult:
     """The number of seeds needed to detect the observed difference with 80 % power. `seeds_needed`
     is None if `decision` is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
     detectable: float | None
-    """The smallest difference that a comparison with this number of seeds detects with 80 %
-    power."""
+    """A difference that this number of seeds detects with at least 80 % power; the statement holds
+    with a probability of 90 %."""
     checkpoints: tuple[CheckpointResult, ...]
     summary: str = ""
     """A sentence that names the better algorithm, written by conclusion.py."""
@@ -112,14 +121,14 @@ class _Pair:
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property
-    def span(self) -> float:
-        """The range of the compared values: 1 for success, or the range of observed rewards."""
-        return 1.0 if self.by == "success" else float(np.ptp([self.a, self.b])) or 1.0
+    def bounds(self) -> Bounds:
+        """The lowest and the highest possible value: 0 and 1 for success."""
+        return (0.0, 1.0) if self.by == "success" else likely_bounds([self.a, self.b])
 
     @property
-    def limit(self) -> float:
-        """The largest possible difference between the mean values of two arms."""
-        return 1.0 if self.by == "success" else math.inf
+    def means(self) -> tuple[Array, Array]:
+        """The mean values of both arms for each seed."""
+        return self.a.mean(axis=1), self.b.mean(axis=1)
 
     @property
     def tested(self) -> bool:
@@ -136,16 +145,11 @@ def pair_results(
     run.
     """
     pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
-    tested = [pair for pair in pairs if pair.tested]
-    p_values = [float(statistics.seed_test(p.differences, p.a.shape[1], p.span)) for p in tested]
-    corrected = iter(zip(p_values, statistics.holm(p_values), strict=True))
-    level = LEVEL / max(1, len(tested))
-    results = []
-    for pair, checkpoints in zip(pairs, _checkpoints(pairs), strict=True):
-        p_value, p_holm = next(corrected) if pair.tested else (None, None)
-        lacking = missing[pair.first] + missing[pair.second]
-        results.append(_result(pair, p_value, p_holm, level, lacking, checkpoints))
-    return tuple(results)
+    level = LEVEL / max(1, sum(pair.tested for pair in pairs))
+    return tuple(
+        _result(pair, level, missing[pair.first] + missing[pair.second], checkpoints)
+        for pair, checkpoints in zip(pairs, _checkpoints(pairs), strict=True)
+    )
 
 
 def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _Pair:
@@ -161,54 +165,63 @@ def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _
 
 
 def _result(
-    pair: _Pair,
-    p_value: float | None,
-    p_holm: float | None,
-    level: float,
-    missing: tuple[str, ...],
-    checkpoints: tuple[CheckpointResult, ...],
+    pair: _Pair, level: float, missing: tuple[str, ...], checkpoints: tuple[CheckpointResult, ...]
 ) -> PairResult:
-    """Build the result of a pair from its p-value before and after Holm's correction."""
-    several = len(pair.seeds) >= FEW_SEEDS
+    """Build the result of a pair. `level` is the level of its test, corrected for several pairs."""
     differences = pair.differences if pair.seeds else np.zeros(0)
-    items = pair.a.shape[1] if pair.seeds else 0
-    mean = float(differences.mean()) if pair.seeds else None
-    decision = _decide(pair, p_holm)
-    better = None
-    if decision == "better":
-        assert mean is not None
-        better = pair.first if mean > 0 else pair.second
-    needed = detectable = None
-    if pair.tested:
-        assert mean is not None
-        deviation = float(statistics.seed_deviation(differences, items, pair.span))
-        detectable = statistics.detectable(deviation, len(pair.seeds), level)
-        if decision == "cannot tell":
-            needed = statistics.seeds_needed(mean, deviation, level)
-    return PairResult(
+    result = PairResult(
         first=pair.first,
         second=pair.second,
         seeds=pair.seeds,
         missing=missing,
         differences=tuple(differences.tolist()),
-        mean=mean,
-        difference=statistics.seed_interval(differences, items, pair.span, pair.limit)
-        if pair.tested
-        else None,
-        difference_new_prompts=statistics.change(pair.a - pair.b, pair.limit) if several else None,
-        p_value=p_value,
-        p_holm=p_holm,
-        sign_flip_p=statistics.sign_flip_test(differences.tolist()) if pair.tested else None,
-        decision=decision,
-        better=better,
-        seeds_needed=needed,
-        detectable=detectable,
+        mean=float(differences.mean()) if pair.seeds else None,
+        difference=None,
+        difference_new_prompts=None,
+        p_value=None,
+        p_corrected=None,
+        p_student=None,
+        p_sign=None,
+        cancelling_share=None,
+        decision=_decide(pair),
+        better=None,
+        seeds_needed=None,
+        detectable=None,
         checkpoints=checkpoints,
         by=pair.by,
     )
+    if not pair.tested:
+        return result
+    (a, b), bounds, items = pair.means, pair.bounds, pair.a.shape[1]
+    mean, span = float(differences.mean()), bounds[1] - bounds[0]
+    p_value = float(statistics.seed_test(a, b, items, bounds))
+    low, high = (float(end) for end in statistics.seed_bounds(a, b, items, bounds, level))
+    other = statistics.change(pair.a - pair.b, span, level)
+    decision, needed = result.decision, None
+    if decision == "cannot tell" and p_value < level:
+        decision = "better"
+    elif decision == "cannot tell":
+        deviation = float(statistics.seed_deviation(differences, items, span))
+        worse = min(float(a.mean()), float(b.mean()))
+        needed = statistics.seeds_needed(mean, deviation, level, worse, bounds)
+    return replace(
+        result,
+        difference=Estimate(mean, low, high),
+        difference_new_prompts=Estimate(mean, min(low, other.low), max(high, other.high)),
+        p_value=p_value,
+        p_corrected=min(1.0, p_value * LEVEL / level),
+        p_student=float(statistics.student_test(differences, items, span)),
+        p_sign=statistics.sign_test(differences.tolist()),
+        cancelling_share=float(statistics.cancelling_share(a, b, bounds)),
+        decision=decision,
+        better=None if decision != "better" else pair.first if mean > 0 else pair.second,
+        seeds_needed=needed,
+        detectable=statistics.detectable(a, b, items, bounds, level),
+    )
 
 
-def _decide(pair: _Pair, p_holm: float | None) -> Decision:
+def _decide(pair: _Pair) -> Decision:
+    """Return what is known of a pair before the test over seeds."""
     if not pair.seeds:
         return "nothing to compare"
     if pair.same:
@@ -217,9 +230,7 @@ def _decide(pair: _Pair, p_holm: float | None) -> Decision:
         return "one seed"
     if np.array_equal(pair.a, pair.b):
         return "no difference"
-    if p_holm is None:
-        return "two seeds"
-    return "better" if p_holm < LEVEL else "cannot tell"
+    return "cannot tell" if pair.tested else "two seeds"
 
 
 def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
@@ -238,7 +249,7 @@ def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
         tuple(
             CheckpointResult(
                 seed=seed,
-                difference=each.estimate,
+                difference=each.estimate.value,
                 gained=each.gained,
                 lost=each.lost,
                 p_value=each.p_value,

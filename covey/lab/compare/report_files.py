@@ -40,7 +40,7 @@ from covey.lab.page.render import (
 )
 from covey.records.files import finite, write_text
 
-SCHEMA = 3
+SCHEMA = 4
 """The format version of report.json, which increases when a field is renamed, removed or
 redefined."""
 COLOURS = 8

@@ -33,8 +33,9 @@ TRAINING_NOTE = (
     "far below an earlier {value}."
 )
 PAIR_NOTE = (
-    "{difference} at the end, over the seeds that both arms finished, with Student's 95 % interval "
-    "over seeds; p of the paired t-test, with Holm's correction over all pairs. Needed: seeds per "
+    "{difference} at the end, over the seeds that both arms finished, with simultaneous 95 % "
+    "intervals over seeds and p corrected for all pairs (Bonferroni): an interval excludes 0 if "
+    "and only if p is below 0.05. Both consider runs unlike all seeds. Needed: seeds per "
     "arm for 80 % power if the difference is as observed."
 )
 DIFFERENCES: Mapping[Metric, str] = {
@@ -165,13 +166,13 @@ def pair_table(found: Conclusion) -> TextTable:
     """Return a table with a row for each pair of arms."""
     return TextTable(
         title="Pairs of arms",
-        head=["first - second", "difference", "95 % interval", "p (Holm)", "seeds", "needed"],
+        head=["first - second", "difference", "95 % interval", "p", "seeds", "needed"],
         rows=[
             [
                 f"{pair.first} - {pair.second}",
                 EMPTY if pair.mean is None else points(pair.mean, pair.by),
                 _pair_interval(pair),
-                EMPTY if pair.p_holm is None else p_value(pair.p_holm),
+                EMPTY if pair.p_corrected is None else p_value(pair.p_corrected),
                 str(len(pair.seeds)),
                 _needed(pair),
             ]
@@ -203,13 +204,12 @@ def checkpoint_table(found: Conclusion) -> TextTable:
     """Return a table that compares the final checkpoints of each pair of arms, for each seed."""
     return TextTable(
         title="Checkpoints of each seed",
-        head=["first, second", "seed", "difference", "95 % interval", "only 1st", "only 2nd", "p"],
+        head=["first, second", "seed", "difference", "only 1st", "only 2nd", "p"],
         rows=[
             [
                 f"{pair.first}, {pair.second}",
                 str(one.seed),
-                points(one.difference.value, pair.by),
-                _interval(one.difference, pair.by),
+                points(one.difference, pair.by),
                 str(one.gained),
                 str(one.lost),
                 p_value(one.p_holm),

@@ -79,12 +79,12 @@ def conclusion() -> Conclusion:
         finals=(0.25, 0.5), improvements=(0.25, 0.5), collapsed=(Collapse(seed=2, before=0.8, final=0.2, kind="lost half of its best"),),
     )  # fmt: skip
     checkpoints = CheckpointResult(
-        seed=1, difference=Estimate(0.5, 0.0, 1.0), gained=2, lost=0, p_value=0.5, p_holm=0.75
+        seed=1, difference=0.5, gained=2, lost=0, p_value=0.5, p_holm=0.75
     )
     pair = PairResult(
         first="grpo", second="<b>", seeds=(1, 2), missing=("seed 3 failed",), differences=(0.5, 0.5),
-        mean=0.5, difference=Estimate(0.5, -0.123, 0.987), difference_new_prompts=None, p_value=0.0421, p_holm=0.0842,
-        sign_flip_p=None, decision="cannot tell", better=None, seeds_needed=7, detectable=0.6,
+        mean=0.5, difference=Estimate(0.5, -0.123, 0.987), difference_new_prompts=None, p_value=0.0421, p_corrected=0.0842,
+        p_student=0.0123, p_sign=0.5, cancelling_share=0.4, decision="cannot tell", better=None, seeds_needed=7, detectable=0.6,
         checkpoints=(checkpoints,), summary="grpo and <b> do not differ; about 7 seeds would be needed",
         checkpoint_summary="seed 1: the checkpoints do not differ",
     )  # fmt: skip

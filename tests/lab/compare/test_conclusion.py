@@ -78,32 +78,73 @@ def only_pair(comparison: Comparison) -> PairResult:
 
 
 def test_the_better_algorithm_is_found_over_seeds() -> None:
-    found = conclude(compared({"a": [60, 64, 62], "b": [50, 50, 52]}))
+    found = conclude(compared({"a": [98, 99, 98], "b": [2, 1, 2]}))
     (pair,) = found.pairs
-    assert pair.differences == (0.10, 0.14, 0.10)
+    assert pair.differences == (0.96, 0.98, 0.96)
     assert (pair.decision, pair.better, pair.seeds) == ("better", "a", (0, 1, 2))
-    p_value = stats.ttest_1samp([0.10, 0.14, 0.10], 0.0).pvalue
-    assert pair.p_value == pair.p_holm == pytest.approx(p_value)
-    half = 4.302653 * np.std([10, 14, 10], ddof=1) / math.sqrt(3)
+    assert pair.p_student == pytest.approx(stats.ttest_1samp([0.96, 0.98, 0.96], 0.0).pvalue)
+    # If both arms were at 50 %, three seeds like these would have a probability of 1.7 %.
+    top = 2.95 / 3
+    assert pair.cancelling_share == pytest.approx(1 - 0.25 / top**2)
+    assert pair.p_value == pair.p_corrected == pytest.approx(2 * (0.25 / top**2) ** 3)
     assert pair.difference is not None
-    assert 100 * pair.difference.low == pytest.approx(11.3333 - half, abs=1e-3)
-    assert pair.sign_flip_p is None
+    assert pair.difference.low == pytest.approx(2 * top * 0.025 ** (1 / 6) - 1)
+    half = 4.302653 * np.std([0.96, 0.98, 0.96], ddof=1) / math.sqrt(3)
+    assert pair.difference.high == pytest.approx(2.90 / 3 + half)
+    assert pair.p_sign == 0.25
     assert pair.seeds_needed is None
     assert found.complete
-    assert found.cautions == ()
+    assert all("b seed" in text for text in found.cautions)  # b fell below its start
     assert found.headline == pair.summary
     assert pair.summary == (
-        "a is better than b: +11.3 points, 95 % interval +5.6 to +17.1, over 3 seeds, p = 0.014."
+        "a is better than b: +96.7 points, 95 % interval +6.3 to +99.5, over 3 seeds, p = 0.035."
     )
     assert "a's is better in seed 0, 1 and 2" in pair.checkpoint_summary
     assert "not about the algorithms" in pair.checkpoint_summary
 
 
 def test_order_of_arms_changes_signs_but_not_the_summary() -> None:
-    pair = only_pair(compared({"b": [50, 50, 52], "a": [60, 64, 62]}))
+    pair = only_pair(compared({"b": [2, 1, 2], "a": [98, 99, 98]}))
     assert pair.better == "a"
-    assert pair.differences == (-0.10, -0.14, -0.10)
-    assert pair.summary.startswith("a is better than b: +11.3 points, 95 % interval +5.6 to +17.1")
+    assert pair.differences == (-0.96, -0.98, -0.96)
+    assert pair.summary.startswith("a is better than b: +96.7 points, 95 % interval +6.3 to +99.5")
+
+
+def test_seeds_that_agree_do_not_show_what_rare_runs_would_do() -> None:
+    pair = only_pair(compared({"b": [51, 50, 51, 50, 51], "a": [60, 60, 61, 60, 60]}))
+    assert (pair.decision, pair.better, pair.p_sign) == ("cannot tell", None, 1 / 16)
+    assert pair.p_student is not None
+    assert pair.p_student < 0.001
+    assert pair.cancelling_share == pytest.approx(0.096 / 0.602)
+    assert pair.p_value == pytest.approx(2 * (1 - 0.096 / 0.602) ** 5)
+    assert pair.summary.startswith(
+        "a leads b, but 5 seeds cannot show that it is better on average: +9.6 points, 95 % "
+        "interval -24.6 to +37.9, over 5 seeds, p = 0.839. It is ahead in 5 of 5 seeds; if a ended "
+        "at 0% or b at 100% in 16% of all runs, the means could be equal, and 5 seeds miss such "
+        "runs with a probability of 42%."
+    )
+
+
+@pytest.mark.parametrize("seeds", [5, 8, 12])
+def test_an_interval_excludes_0_if_and_only_if_the_corrected_p_is_below_5_percent(
+    seeds: int,
+) -> None:
+    generator = np.random.default_rng(seeds)
+    decided = 0
+    for _ in range(30):
+        tops = generator.uniform(2, 98, 3)
+        ends = {
+            arm: np.clip(generator.normal(top, 4, seeds), 0, 100).astype(int).tolist()
+            for arm, top in zip("abc", tops, strict=True)
+        }
+        for pair in conclude(compared(ends)).pairs:
+            assert pair.difference is not None
+            assert pair.p_value is not None
+            assert pair.p_corrected == pytest.approx(min(1.0, 3 * pair.p_value))
+            excludes = not pair.difference.low <= 0 <= pair.difference.high
+            assert excludes == (pair.p_corrected < 0.05) == (pair.decision == "better")
+            decided += excludes
+    assert 0 < decided < 90
 
 
 def test_checkpoints_can_differ_where_algorithms_do_not() -> None:
@@ -126,11 +167,20 @@ def test_undecided_pair_says_how_many_seeds_are_needed() -> None:
     pair = only_pair(compared({"a": [60, 52, 58], "b": [55, 53, 54]}))
     assert pair.decision == "cannot tell"
     differences = np.array([0.05, -0.01, 0.04])
-    needed = seeds_needed(differences.mean(), differences.std(ddof=1))
-    assert pair.seeds_needed == needed == 14
-    assert pair.detectable == pytest.approx(0.1049, abs=5e-4)
-    assert "About 14 seeds per arm would be needed if the difference and the" in pair.summary
-    assert "3 seeds detect +10.5 points with 80 % power" in pair.summary
+    deviation = differences.std(ddof=1)
+    # A run of a at 0, or of b at 100 %, would move the difference by 57 points.
+    needed = seeds_needed(differences.mean(), deviation, worse=0.54)
+    assert pair.seeds_needed == needed
+    assert needed is not None
+    assert needed > 3 * (seeds_needed(differences.mean(), deviation) or 0)
+    assert f"About {needed} seeds per arm would be needed if the difference and the" in pair.summary
+    # No difference between an arm near 50 % and another one is certain with three seeds.
+    assert pair.detectable is not None
+    assert pair.detectable > 1
+    assert pair.summary.endswith("3 seeds detect no difference with 80 % power.")
+    pair = only_pair(compared({"a": [60, 52, 58] * 4, "b": [55, 53, 54] * 4}))
+    assert pair.detectable == pytest.approx(0.2173, abs=5e-4)
+    assert "points or more with at least 80 % power" in pair.summary
 
 
 def test_zero_mean_difference_needs_too_many_seeds() -> None:
@@ -144,7 +194,7 @@ def test_one_seed_compares_only_checkpoints() -> None:
     found = conclude(compared({"a": [80], "b": [40]}))
     (pair,) = found.pairs
     assert (pair.decision, pair.better) == ("one seed", None)
-    assert pair.p_value is pair.p_holm is pair.difference is pair.seeds_needed is None
+    assert pair.p_value is pair.p_corrected is pair.difference is pair.seeds_needed is None
     assert pair.mean == pytest.approx(0.4)
     assert pair.checkpoints[0].p_value < 1e-9
     assert found.headline.startswith("One seed cannot show which algorithm is better")
@@ -182,7 +232,7 @@ def test_same_policy_does_not_count_in_the_correction() -> None:
     assert pairs["a", "b"].decision == "same policy"
     tested = pairs["a", "c"]
     assert tested.p_value is not None
-    assert tested.p_holm == pytest.approx(2 * tested.p_value)
+    assert tested.p_corrected == pytest.approx(min(1.0, 2 * tested.p_value))
     assert "corrected for 2 pairs" in tested.summary
 
 
@@ -239,9 +289,11 @@ def test_rewards_without_success_are_compared_by_their_mean() -> None:
     runs += [graded("b", s, 0.1, -5.0 + s / 40) for s in range(3)]
     found = conclude(by_reward(*runs, seeds=3))
     (pair,) = found.pairs
-    assert (pair.decision, pair.better, pair.by) == ("better", "a", "reward")
+    # The rewards are from -5 to 0.2, so a rare run may get less than -5.
+    assert (pair.decision, pair.better, pair.by) == ("cannot tell", None, "reward")
     assert pair.mean == pytest.approx(2.0 - (0.005 + 0.01) / 3)
-    assert found.headline.startswith("a is better than b: +1.995 in mean reward, 95 % interval")
+    assert found.headline.startswith("a leads b, but 3 seeds cannot show")
+    assert "+1.995 in mean reward, 95 % interval" in found.headline
     assert any("compared by their mean reward" in text for text in found.cautions)
     arm = found.arms[0]
     assert arm.initial is not None
@@ -298,43 +350,60 @@ def test_equal_accuracies_on_different_prompts_are_not_called_equal() -> None:
 def test_equal_differences_have_a_finite_p() -> None:
     pair = only_pair(compared({"a": [60, 70, 65], "b": [50, 60, 55]}))
     assert pair.differences == (0.1, 0.1, 0.1)
-    assert pair.p_value is not None
-    assert 0.0 < pair.p_value < 0.001
-    assert pair.decision == "better"
-    assert pair.summary.endswith("p < 0.001.")
+    assert pair.p_student is not None
+    assert 0.0 < pair.p_student < 0.001
+    assert pair.decision == "cannot tell"
 
 
 def test_small_difference_is_limited_to_these_prompts() -> None:
-    # Three more prompts in every seed: certain on these 100, but three of 100 may be chance.
-    pair = only_pair(compared({"a": [30, 30, 30, 31], "b": [26, 26, 26, 26]}))
+    pair = only_pair(compared({"a": [99] * 12, "b": [2] * 12}))
     assert pair.decision == "better"
     assert pair.difference_new_prompts is not None
     assert pair.difference_new_prompts.low > 0
-    pair = only_pair(compared({"a": [30, 30, 30, 30], "b": [27, 27, 27, 27]}))
+    # One of two prompts in each of twelve seeds: certain for these two, but not for others.
+    runs = [
+        replace(each, points=tuple(
+            replace(point, correct={"p0": each.arm == "a", "p1": False}) for point in each.points
+        ))
+        for each in (run(arm, seed, START, 50) for arm in "ab" for seed in range(12))
+    ]  # fmt: skip
+    pair = only_pair(compared({}, *runs, seeds=12))
     assert pair.decision == "better"
     assert pair.difference_new_prompts is not None
     assert pair.difference_new_prompts.low < 0
     assert "This holds for these held-out prompts" in pair.summary
 
 
-def test_holms_correction_is_over_all_pairs() -> None:
-    found = conclude(compared({"a": [70, 74, 71], "b": [60, 61, 63], "c": [50, 52, 50]}))
-    assert holm([p.p_value for p in found.pairs]) == pytest.approx([p.p_holm for p in found.pairs])
-    assert [p.better for p in found.pairs] == ["a", "a", "b"]
-    assert found.headline == (
-        "a is better than every other arm: +10.3 points over b, +21.0 points over c."
+def test_the_correction_is_over_all_pairs() -> None:
+    ends = {"a": [99, 98, 99] * 2, "b": [50, 52, 50] * 2, "c": [2, 1, 2] * 2}
+    found = conclude(compared(ends))
+    for pair in found.pairs:
+        assert pair.p_value is not None
+        assert pair.p_corrected == pytest.approx(min(1.0, 3 * pair.p_value))
+        assert pair.difference is not None
+        (low, high) = pair.difference.low, pair.difference.high
+        alone = only_pair(compared({arm: ends[arm] for arm in (pair.first, pair.second)}))
+        assert alone.difference is not None
+        assert low < alone.difference.low < alone.difference.high < high
+    assert "simultaneous 95 % interval" in found.pairs[1].summary
+    assert [p.better for p in found.pairs] == [None, "a", None]
+    wide = conclude(compared({"a": [99, 98, 99] * 4, "b": [50, 52, 50] * 4, "c": [2, 1, 2] * 4}))
+    assert [p.better for p in wide.pairs] == ["a", "a", "b"]
+    assert wide.headline == (
+        "a is better than every other arm: +48.0 points over b, +97.0 points over c."
     )
 
 
 def test_headline_names_decided_and_undecided_pairs() -> None:
-    found = conclude(compared({"a": [70, 74, 71], "b": [71, 72, 73], "c": [50, 52, 50]}))
+    found = conclude(compared({"a": [97, 98] * 3, "b": [98, 96] * 3, "c": [1, 2] * 3}))
     assert found.headline == (
         "No arm is better than all others: a is better than c, b is better than c; the other pairs "
         "do not differ significantly."
     )
     found = conclude(compared({"a": [70, 60, 71], "b": [71, 62, 70], "c": [65, 72, 71]}))
     assert found.headline.startswith(
-        "No significant difference between the arms with this budget. The largest is between a and c"
+        "No significant difference between the arms with this budget. The largest is between a and "
+        "c: -2.3 points."
     )
 
 
@@ -344,24 +413,24 @@ def test_headline_claims_nothing_about_pairs_without_a_test() -> None:
     assert found.headline == found.pairs[0].summary + few
     assert "The largest" not in found.headline
     assert any("fewer than 3 seeds" in text for text in found.cautions)
-    found = conclude(compared({"a": [70, 74, 71], "b": [50, 52, 50], "c": [20, 90]}))
+    found = conclude(compared({"a": [98, 99, 98], "b": [1, 2, 1], "c": [20, 90]}))
     assert found.headline == found.pairs[0].summary + few
     assert found.headline.startswith("a is better than b: ")
     late = run("c", 3, START, 50)
-    found = conclude(compared({"a": [70, 74, 71], "b": [50, 52, 50]}, late, seeds=4))
+    found = conclude(compared({"a": [98, 99, 98], "b": [1, 2, 1]}, late, seeds=4))
     assert found.headline.endswith(few)  # no seed in common
 
-    arms = {"a": [70, 74, 71], "b": [50, 52, 50], "c": [51, 53, 50], "d": [99]}
+    arms = {"a": [97, 98] * 3, "b": [1, 2] * 3, "c": [2, 3] * 3, "d": [99]}
     found = conclude(compared(arms))
     assert found.headline == (
         "In the tested pairs: a is better than b, a is better than c; the other pairs do not "
         "differ significantly. Not tested, with fewer than 3 seeds in common: a - d, b - d and "
         "c - d."
     )
-    found = conclude(compared({**arms, "a": [50, 51, 50]}))
+    found = conclude(compared({**arms, "a": [1, 1] * 3}))
     assert found.headline.startswith(
         "No significant difference in the tested pairs with this budget. The largest is between a "
-        "and c: a - c is -1.0 points"
+        "and c: -1.5 points."
     )
 
 
@@ -535,10 +604,10 @@ def test_collapse_loses_half_or_falls_below_the_start_beyond_chance(
     assert any("a seed 0 collapsed" in text for text in found.cautions) == bool(kind)
 
 
-def test_six_seeds_also_get_the_exact_test() -> None:
+def test_the_sign_test_stands_beside() -> None:
     pair = only_pair(compared({"a": [60, 62, 64, 61, 63, 65], "b": [50, 55, 51, 52, 53, 54]}))
-    assert pair.sign_flip_p == 2 / 64
-    assert pair.decision == "better"
+    assert pair.p_sign == 2 / 64
+    assert pair.decision == "cannot tell"
 
 
 def test_conclusion_is_plain_data() -> None:

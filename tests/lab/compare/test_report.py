@@ -232,7 +232,7 @@ def test_tables_without_results_have_dashes() -> None:
     nothing = dict.fromkeys(("initial", "final", "improvement", "best", "area"))
     empty = replace(found.arms[0], seeds=0, time_to_accuracy=(), **nothing)
     alone = replace(
-        found.pairs[0], difference=None, p_holm=None, decision="one seed", seeds_needed=None
+        found.pairs[0], difference=None, p_corrected=None, decision="one seed", seeds_needed=None
     )
     none = replace(alone, mean=None, decision="nothing to compare", checkpoints=())
     unsaid = replace(found, arms=(empty, found.arms[1]), pairs=(alone, none))
@@ -314,13 +314,13 @@ def test_text_is_literal_in_markdown() -> None:
 
 def test_json_has_every_section_and_a_schema_version(contents: ReportContents) -> None:
     data = report_data(contents)
-    assert data["schema"] == SCHEMA == 3
+    assert data["schema"] == SCHEMA == 4
     assert data["prompts"][1] == {"id": "p/1", "prompt": f"p/1: {sample.EVIL}", "target": "<p/1>"}
     assert [(r["arm"], r["seed"], r["state"]) for r in data["runs"]][-1] == ("<b>", 3, "failed")
     assert data["runs"][0]["evaluations"][2] == {
         "step": 20, "tokens": 20_000, "updates": 80, "seconds": 10.0, "accuracy": 0.75, "correct": "1110",
     }  # fmt: skip
-    assert data["conclusion"]["pairs"][0]["p_holm"] == 0.0842
+    assert data["conclusion"]["pairs"][0]["p_corrected"] == 0.0842
     assert data["agreement"]["solved_only_by"] == {"grpo": 2, "<b>": 0}
     assert data["curves"][0]["high"] == (0.0, 0.5, 1.0)
 

@@ -19,13 +19,18 @@ from covey.lab.compare.statistics import (
     fell,
     half_width,
     holm,
-    over_seeds,
+    least_difference,
+    mean_reward,
     power,
+    rare_test,
     reached,
-    seed_interval,
+    seed_bounds,
     seed_test,
     seeds_needed,
-    sign_flip_test,
+    sign_test,
+    student_test,
+    unseen_share,
+    upper_deviation,
 )
 
 PROMPTS = 128
@@ -61,7 +66,7 @@ def drawn(
 def test_false_alarm_rate_is_the_level(seeds: int, training: float) -> None:
     one, other = (drawn(4000, seeds, training=training, seed=arm) for arm in (1, 2))
     differences = one.mean(axis=-1) - other.mean(axis=-1)
-    alarms = (seed_test(differences, PROMPTS) < 0.05).mean()
+    alarms = (student_test(differences, PROMPTS) < 0.05).mean()
     assert 0.035 <= alarms <= 0.065
 
 
@@ -78,7 +83,7 @@ def test_a_test_over_prompts_of_one_seed_has_30_percent_false_alarms() -> None:
 def test_power_matches_simulated_comparisons(seeds: int, shift: float, rate: float) -> None:
     one, other = drawn(4000, seeds, mean=shift, seed=1), drawn(4000, seeds, mean=0.0, seed=2)
     differences = one.mean(axis=-1) - other.mean(axis=-1)
-    found = (seed_test(differences, PROMPTS) < 0.05) & (differences.mean(axis=-1) > 0)
+    found = (student_test(differences, PROMPTS) < 0.05) & (differences.mean(axis=-1) > 0)
     effect = differences.mean() / differences.std(axis=-1, ddof=1).mean()
     effect *= _bias(seeds)
     assert found.mean() == pytest.approx(power(effect, seeds), abs=0.03)
@@ -126,7 +131,7 @@ def test_on_the_same_prompts_a_preference_is_a_true_difference() -> None:
     # Hence a summary says when it holds for these held-out prompts only.
     one, other = (drawn(2000, 5, mean=0.0, preference=1.0, training=0.1, seed=a) for a in (1, 2))
     differences = one.mean(axis=-1) - other.mean(axis=-1)
-    assert (seed_test(differences, PROMPTS) < 0.05).mean() > 0.1
+    assert (student_test(differences, PROMPTS) < 0.05).mean() > 0.1
 
 
 def test_variance_components_match_the_analysis_of_variance() -> None:
@@ -173,45 +178,73 @@ def test_an_accuracy_lies_in_its_interval_between_0_and_1(
 def test_interval_of_a_change_of_one_seed_is_over_prompts() -> None:
     values = np.array([[1.0] * 6 + [0.0] * 14])
     assert change(values).value == 0.3
-    assert 0.05 < change(values).low < 0.2 < 0.4 < change(values).high < 0.6
+    assert 0.0 < change(values).low < 0.2 < 0.4 < change(values).high < 0.6
     both = change(np.concatenate([values, values]))
     assert (both.low, both.high) == pytest.approx((0.3 - 0.22, 0.3 + 0.22), abs=0.005)
 
 
-@given(st.lists(st.integers(-60, 60), min_size=2, max_size=8))
-def test_seed_test_is_students_t_and_agrees_with_its_interval(counts: list[int]) -> None:
-    differences = np.array(counts) / 100
-    p_value, interval = float(seed_test(differences, 100)), seed_interval(differences, 100)
-    assert 0.0 < p_value <= 1.0
-    if len(set(counts)) > 1:
-        assert p_value == pytest.approx(stats.ttest_1samp(differences, 0.0).pvalue, rel=1e-9)
-    if abs(p_value - 0.05) > 1e-9:
-        assert (p_value < 0.05) == (not interval.low <= 0.0 <= interval.high)
-    assert seed_test(-differences, 100) == pytest.approx(p_value)
+counts = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=2, max_size=8)
+
+
+@given(counts, st.sampled_from([0.05, 0.05 / 6]))
+def test_an_interval_excludes_0_if_and_only_if_the_test_is_significant(
+    counts: list[tuple[int, int]], level: float
+) -> None:
+    a, b = np.array(counts).T / 100
+    p_value = float(seed_test(a, b, 100))
+    low, high = seed_bounds(a, b, 100, level=level)
+    assert 0.0 <= p_value <= 1.0
+    assert -1.0 <= low <= high <= 1.0
+    if abs(p_value - level) > 1e-9:
+        assert (p_value < level) == (not low <= 0.0 <= high)
+    assert float(seed_test(b, a, 100)) == pytest.approx(p_value)
+    student = float(student_test(a - b, 100))
+    if len(set((a - b).round(9))) > 1:
+        assert student == pytest.approx(stats.ttest_1samp(a - b, 0.0).pvalue, rel=1e-6)
+    assert p_value == max(student, float(rare_test(a, b)))
+
+
+@pytest.mark.parametrize("seeds", [8, 12])
+def test_seeds_miss_the_unseen_share_with_a_probability_of_2_5_percent(seeds: int) -> None:
+    share = unseen_share(seeds)
+    assert (1 - share) ** seeds == pytest.approx(0.025)
+    # An arm at 80 % that collapses to 0 in this share of its runs is as good as a steady arm at
+    # the mean, and the seeds show no collapse: p is twice that probability.
+    a, b = np.full(seeds, 0.8), np.full(seeds, 0.8 * (1 - share))
+    assert rare_test(a, b) == pytest.approx(0.05)
+    assert rare_test(1 - a, 1 - b) == pytest.approx(0.05)  # one takes off in as many runs
+
+
+@pytest.mark.parametrize("worse", [0.0, 0.1, 0.3, 0.5, 0.6])
+def test_the_least_difference_is_what_the_rare_test_accepts(worse: float) -> None:
+    for seeds in (8, 20):
+        least = least_difference(worse, seeds)
+        if worse + least <= 1:
+            a, b = np.full(seeds, worse + least), np.full(seeds, worse)
+            assert rare_test(a, b) == pytest.approx(0.05)
 
 
 def test_equal_differences_have_the_deviation_of_rounding() -> None:
-    assert seed_test(np.zeros(3), 100) == 1.0
+    assert student_test(np.zeros(3), 100) == 1.0
     # Two seeds, both one prompt of 100 better: t = 1 * sqrt(12) * sqrt(2), one degree of freedom.
     p_value = 2 * stats.t.sf(math.sqrt(24), 1)
-    assert seed_test(np.array([0.01, 0.01]), 100) == pytest.approx(p_value)
+    assert student_test(np.array([0.01, 0.01]), 100) == pytest.approx(p_value)
     assert p_value == pytest.approx(0.128, abs=5e-4)
-    assert seed_test(np.array([0.3, 0.3]), 100) < 0.01
+    assert student_test(np.array([0.3, 0.3]), 100) < 0.01
 
 
 @pytest.mark.parametrize(
     ("values", "p_value"),
     [
-        ([1, 1, 1, 1, 1], None),
+        ([1, 1, 1, 1, 1], 2 / 32),
         ([1, 1, 1, 1, 1, 1], 2 / 64),
-        ([1, 1, 1, 1, 1, -1], 14 / 64),  # sums of 4 and more: none or one of six turned, mirrored
-        ([3, 1, 2, -1, 2, 4], 6 / 64),  # at most 1 of 13 turned: none, either of the ones
+        ([9, 1, 1, 1, 1, -1], 14 / 64),
+        ([0, 0, 3], 1.0),
         ([0, 0, 0, 0, 0, 0], 1.0),
-        ([1] * 20, 2**-16),
     ],
 )
-def test_sign_flip_test_counts_flips(values: list[float], p_value: float | None) -> None:
-    assert sign_flip_test([0.01 * v for v in values]) == p_value
+def test_sign_test_counts_seeds(values: list[float], p_value: float) -> None:
+    assert sign_test([0.01 * v for v in values]) == pytest.approx(p_value)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
@@ -242,16 +275,24 @@ def test_no_number_of_seeds_detects_a_zero_difference() -> None:
     assert power(0.0, 5) == pytest.approx(0.025, abs=1e-3)
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5, 20])
+@pytest.mark.parametrize("seeds", [3, 5, 20])
 @pytest.mark.parametrize("level", [0.05, 0.05 / 6])
-def test_detectable_difference_needs_that_many_seeds(seeds: int, level: float) -> None:
-    least = detectable(0.03, seeds, level)
-    assert seeds_needed(least * 1.001, 0.03, level) == seeds
-    assert seeds_needed(least * 0.98, 0.03, level) == seeds + 1
-    if seeds > 2:
-        limit = stats.t.ppf(1 - level / 2, seeds - 1)
-        exact = stats.nct.sf(limit, seeds - 1, least / 0.03 * math.sqrt(seeds))
-        assert exact == pytest.approx(0.8, abs=1e-3)
+def test_detectable_difference_has_its_power_at_the_upper_bound_of_the_deviation(
+    seeds: int, level: float
+) -> None:
+    steps = np.linspace(-0.03, 0.03, seeds)
+    a, b = 0.5 + steps, np.full(seeds, 0.5)
+    least = detectable(a, b, 128, level=level)
+    deviation = upper_deviation(float(steps.std(ddof=1)), seeds)
+    assert deviation == pytest.approx(
+        steps.std(ddof=1) * math.sqrt((seeds - 1) / stats.chi2.ppf(0.1, seeds - 1))
+    )
+    error = deviation / math.sqrt(seeds)
+    rare = max(least_difference(end, seeds, level=level) for end in (0.5 - error, 0.5 + error))
+    assert power(least / deviation, seeds, level, rare / deviation) == pytest.approx(0.8, abs=1e-6)
+    limit = stats.t.ppf(1 - level / 2, seeds - 1)
+    exact = stats.nct.sf(limit, seeds - 1, least / deviation * math.sqrt(seeds))
+    assert exact >= 0.8 - 1e-3  # what the t-test alone would detect
 
 
 @pytest.mark.parametrize(
@@ -259,7 +300,7 @@ def test_detectable_difference_needs_that_many_seeds(seeds: int, level: float) -
     [(20, 0.375), (10, 0.25), (5, 0.125), (15, 1 / 3), (0, 0.0)],
 )
 def test_an_area_is_the_mean_accuracy_up_to_the_common_end(end: float, value: float) -> None:
-    assert area([0, 10, 20], [0.0, 0.5, 0.5], end) == pytest.approx(value)
+    assert area([0, 10, 20], np.array([0.0, 0.5, 0.5]), end) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -271,11 +312,22 @@ def test_a_level_is_reached_where_the_curve_first_crosses_it(level: float, place
     assert found == pytest.approx(place)
 
 
-def test_mean_over_seeds_has_students_interval() -> None:
-    assert over_seeds([0.4]).low == over_seeds([0.4]).high == 0.4
-    estimate = over_seeds([0.4, 0.5, 0.6])
-    half = 4.302653 * 0.1 / math.sqrt(3)
-    assert (estimate.low, estimate.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+def test_an_area_is_computed_for_each_prompt() -> None:
+    solved = np.array([[0, 1, 1], [0, 0, 1], [0, 0, 0], [1, 1, 1]])
+    found = area([0, 10, 20], solved, end=15)
+    assert found == pytest.approx([2 / 3, 1 / 12, 0.0, 1.0])
+    one = accuracy(found[None])  # a single seed has an interval over prompts
+    assert one.value == pytest.approx(found.mean())
+    assert 0.0 < one.low < one.value < one.high < 1.0
+
+
+def test_a_mean_reward_of_equal_values_has_an_interval_with_a_width() -> None:
+    for seeds in (1, 3):
+        estimate = mean_reward(np.full((seeds, 40), 1.0))
+        assert (estimate.value, estimate.high) == (1.0, 1.0)
+        assert estimate.low == pytest.approx(0.025 ** (1 / 40))
+        same = change(np.zeros((seeds, 40)))
+        assert same.low == -same.high == pytest.approx(0.025 ** (1 / 40) - 1)
 
 
 def test_fall_must_exceed_chance() -> None:
