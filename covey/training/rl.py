@@ -172,8 +172,8 @@ class Reinforcement(Trainer):
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
             every = (*collected.groups, *replayed)
-            means = _mean_advantages(every, groups, batch)
-            log.table("rollouts", state.step, run.rollout_rows(every, means, len(replayed)))
+            means, used = _mean_advantages(every, groups, batch)
+            log.table("rollouts", state.step, run.rollout_rows(every, means, len(replayed), used))
         self._write_samples(run, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
         if state.step == 1 and parts.config.engine.rounds and parts.learner.settings.sampled:
@@ -224,13 +224,14 @@ def _progress(parts: Parts, state: State) -> dict[str, Any]:
 
 def _mean_advantages(
     collected: Sequence[Group], trained: Sequence[Group], batch: Batch | None
-) -> list[list[float | None]]:
-    """Return the mean advantage of each rollout, by group; None if the rollout is not trained on.
+) -> tuple[list[list[float | None]], list[list[bool]]]:
+    """Return the mean advantage of each rollout, and whether any token is trained, by group.
 
-    `trained` are the groups from which the batch was collated. `batch.rollout` contains the index
-    of each row's rollout, counted over all groups of `trained`.
+    The advantage is None if a filter dropped the group. `trained` are the groups from which the
+    batch was collated. `batch.rollout` contains the index of each row's rollout, counted over all
+    groups of `trained`.
     """
-    found: dict[int, float] = {}
+    found: dict[int, tuple[float, bool]] = {}
     if batch is not None:
         assert batch.advantage is not None
         assert batch.rollout is not None
@@ -239,9 +240,10 @@ def _mean_advantages(
         tokens = batch.mask.sum(dim=1)
         total = sums.new_zeros(len(rollouts)).index_add(0, batch.rollout, sums)
         count = tokens.new_zeros(len(rollouts)).index_add(0, batch.rollout, tokens)
-        means = (total / count.clamp(min=1)).tolist()
-        found = {id(rollout): mean for rollout, mean in zip(rollouts, means, strict=True)}
-    return [[found.get(id(rollout)) for rollout in group.rollouts] for group in collected]
+        pairs = zip((total / count.clamp(min=1)).tolist(), (count > 0).tolist(), strict=True)
+        found = {id(rollout): pair for rollout, pair in zip(rollouts, pairs, strict=True)}
+    rows = [[found.get(id(r), (None, False)) for r in group.rollouts] for group in collected]
+    return [[mean for mean, _ in row] for row in rows], [[used for _, used in row] for row in rows]
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:

@@ -181,7 +181,7 @@ def rollout(site: Site, query: Query) -> dict[str, Any]:
         "target": cut(row["target"]),
         "ids": tokens,
         "texts": texts or [f"[{token}]" for token in tokens],
-        "trained": [True] * len(tokens) if trained is True else trained,
+        "trained": [trained] * len(tokens) if isinstance(trained, bool) else trained,
         "sampler_logp": logp,
         "missing": missing,
         "explain": {name: value for name, value in explained.items() if name != "result"},

@@ -144,8 +144,10 @@ def _rollout(row: dict[str, Any]) -> Rollout:
             ) from None
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
-    trained = row["trained"]
-    values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
+    if isinstance(row["trained"], bool):  # False if a filter masked it, as relearn does again
+        values["trained"] = (True,) * len(row["tokens"])
+    else:
+        values["trained"] = tuple(row["trained"])
     values["kept"] = tuple(row.get("kept", ()))
     return Rollout.single_turn(**values)
 
