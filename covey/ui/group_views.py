@@ -70,11 +70,14 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
 def summary(group: Sequence[Entry]) -> dict[str, Any]:
     """Return a group's row in the list of groups, with prompt, rewards and length."""
     rewards = [entry.reward for entry in group if entry.reward is not None]
-    # Plain sums are used for speed, because a step may have thousands of groups.
-    mean = sum(rewards) / len(rewards) if rewards else None
-    spread = None
-    if mean is not None:
-        spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    # Plain sums are used for speed, because a step may have thousands of groups. They are of
+    # differences from one reward, so that equal rewards have exactly this mean and no spread.
+    mean = spread = None
+    if rewards:
+        offsets = [reward - rewards[0] for reward in rewards]
+        offset = sum(offsets) / len(rewards)
+        mean = rewards[0] + offset
+        spread = math.sqrt(sum((each - offset) ** 2 for each in offsets) / len(rewards))
     return {
         "prompt_id": group[0].prompt_id,
         "prompt": group[0].prompt,
