@@ -157,11 +157,21 @@ class Seen:
     """Detached log-probs and entropies, computed before the optimizer step."""
 
 
-Observer = Callable[[Seen], None]
+class Observer:
+    """Watches a training step; this base class does nothing."""
+
+    def seen(self, one: Seen) -> None:
+        """Take the data of a forward and backward pass."""
+
+    def before_step(self, number: int) -> None:
+        """Look at the gradient of optimizer step `number`, and leave it as it is."""
+
+
+UNWATCHED = Observer()
 
 
 def training_step(
-    learner: Learner, groups: Sequence[Group], step: int, observer: Observer | None = None
+    learner: Learner, groups: Sequence[Group], step: int, observer: Observer = UNWATCHED
 ) -> Learned:
     """Run training step number `step`, which may take several optimizer steps."""
     objective = learner.objective
@@ -335,7 +345,7 @@ def check_finite(batch: Batch, step: int) -> None:
 
 
 def optimize(
-    learner: Learner, batch: Batch, step: int, observer: Observer | None = None
+    learner: Learner, batch: Batch, step: int, observer: Observer = UNWATCHED
 ) -> dict[str, float]:
     """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
     objective, critic, meter = learner.objective, learner.critic, Meter()
@@ -359,7 +369,7 @@ def _train_policy(
     facts: RowFacts,
     step: int,
     meter: Meter,
-    observer: Observer | None,
+    observer: Observer,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
@@ -385,8 +395,8 @@ def _train_policy(
             meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
             if number == 0 and settings.sampled:
                 observe_sampler(meter, micro, now.logp)
-            if observer is not None:
-                observer(Seen(number=number, rows=index[rows], micro=micro, now=now))
+            observer.seen(Seen(number=number, rows=index[rows], micro=micro, now=now))
+        observer.before_step(number)
         rate = learner.learning_rate
         stepped = policy.step(rate)
         for other in learner.references:

@@ -208,7 +208,7 @@ def start_explain(site: Site, query: Query) -> dict[str, Any]:
 
 def _explain(path: str, step: int) -> dict[str, Any]:
     """Run `covey explain`, and map each line of the rollout file to the fields of its tokens."""
-    found = covey_json("explain", path, "--step", str(step))
+    found = covey_json("explain", path, "--step", str(step), "--seconds", "0")
     return {
         str(rollout["line"]): {
             name: [token.get(name) for token in rollout["tokens"]] for name in TOKEN_FIELDS

@@ -9,13 +9,15 @@ not generate or score any rollout again.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from covey.analysis.exact_logp import recorded_exact_logp
-from covey.analysis.explain.effect import Effect, effect
+from covey.analysis.explain.effect import Effect, effect, projections
 from covey.config import Config, load_config
 from covey.errors import RunError
 from covey.notices import notice
@@ -29,7 +31,7 @@ from covey.training.models import load_model, policy_of
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of
 from covey.training.state import State
-from covey.training.step import Learner, Seen, training_step
+from covey.training.step import Learner, Observer, Seen, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 
 
@@ -231,13 +233,23 @@ Watched = dict[str, torch.Tensor]
 """Maps the names of token values to tensors [B, T]. The names are logp, entropy, weight, and the
 fields of `Effect` except `loss`. The value of a token comes from the last optimizer step that
 trains on the token. The entry `number` [B] is the index, counted from 0, of the last optimizer step
-that trains on each row."""
+that trains on each row. The entry `projection` [B] is each row's part of the step's gradient; NaN
+means that the time did not suffice."""
+
+SECONDS = 120.0
+"""Default time for the projections of rollouts on the gradient."""
 
 
-def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
+def relearn(
+    trainee: Trainee,
+    recorded: Recorded,
+    seconds: float = 0.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Batch, Watched, dict[str, float]]:
     """Repeat the optimizer steps of a recorded training step.
 
-    Return a batch with one row for each rollout, the token values, and the step's metrics.
+    Return a batch with one row for each rollout, the token values, and the step's metrics. The
+    projections on the gradient take at most `seconds`.
     """
     state = trainee.state
     state.step = recorded.step
@@ -249,23 +261,70 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
         # With other weights, recorded log-probs would look like a change of the policy.
         settings = replace(settings, old_logp_from_sampler=False)
     learner = replace(learner, settings=settings)
-    seen: list[Seen] = []
+    watch = _Watch(learner=learner, seconds=seconds, say=say)
     batch, metrics, state.beta = training_step(
-        learner, recorded.groups, recorded.step, observer=seen.append
+        learner, recorded.groups, recorded.step, observer=watch
     )
     assert batch is not None, "there are groups"
     watched: Watched = {"number": torch.zeros_like(batch.lengths)}
-    for one in seen:
-        _record(watched, effect(learner.objective, one.micro, one.now), batch, one)
+    for one, found in watch.passes:
+        _record(watched, found, batch, one)
+    watched["projection"] = watch.shares(len(batch))
     rollouts = joined(batch)
     if rollouts.batch is batch:
         return batch, watched, metrics
     assert batch.rollout is not None
     assert rollouts.batch.rollout is not None
-    first = [(batch.rollout == number).nonzero()[0, 0] for number in rollouts.batch.rollout]
+    places = [(batch.rollout == number).nonzero()[:, 0] for number in rollouts.batch.rollout]
     tokens = {name: rollouts.join(v) for name, v in watched.items() if v.ndim == 2}
-    watched = {**tokens, "number": watched["number"][torch.stack(first)]}
+    watched = {
+        **tokens,
+        "number": watched["number"][torch.stack([rows[0] for rows in places])],
+        "projection": torch.stack([watched["projection"][rows.cpu()].sum() for rows in places]),
+    }
     return rollouts.batch, watched, metrics
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watch(Observer):
+    """Keeps the passes of a training step, and projects rows on the gradients of its last epoch."""
+
+    learner: Learner
+    seconds: float
+    say: Callable[[str], None]
+    passes: list[tuple[Seen, Effect]] = field(default_factory=list)
+    projected: list[dict[int, float]] = field(default_factory=list)
+    """For each optimizer step of the last epoch, the projection of each row on its gradient."""
+
+    def seen(self, one: Seen) -> None:
+        self.passes.append((one, effect(self.learner.objective, one.micro, one.now)))
+
+    def before_step(self, number: int) -> None:
+        settings = self.learner.settings
+        first = settings.mini_batches * (settings.epochs - 1)
+        if number < first or not self.seconds:
+            return
+        passes = [(one.rows, one.micro, e) for one, e in self.passes if one.number == number]
+        total, started = sum(len(rows) for rows, *_ in passes), time.monotonic()
+        step = f"optimizer step {number + 1}"
+        left = settings.mini_batches * settings.epochs - number
+        found = projections(
+            self.learner.policy,
+            passes,
+            started + self.seconds / left,
+            lambda done: self.say(f"{step}: projected the gradients of {done} of {total} rows"),
+        )
+        self.seconds = max(1e-9, self.seconds - (time.monotonic() - started))
+        self.projected.append(found)
+
+    def shares(self, rows: int) -> torch.Tensor:
+        """Return the projection of each row, divided so that all of the step add up to 1."""
+        shares = torch.full((rows,), torch.nan, dtype=torch.float64)
+        steps = max(1, sum(any(found.values()) for found in self.projected))
+        for found in self.projected:
+            for row, value in found.items():
+                shares[row] = value / steps
+        return shares
 
 
 def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
