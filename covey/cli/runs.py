@@ -18,6 +18,7 @@ from covey.errors import RunError
 from covey.run.estimate_text import estimate_text
 from covey.run.folder import FAILURE, RunFolder, limit_of, list_runs, settings_of
 from covey.run.health import silence, timeline
+from covey.run.health_checks import CERTAIN
 from covey.run.records import turn_lines, unsaid
 from covey.run.reward_changes import logged_change
 from covey.screen import UNLIMITED, Screen, cell, echo
@@ -85,8 +86,10 @@ def check_command(
     last = rows[-1]["step"]
     problem = any(finding.problem and finding.until is None for finding in found)
     if as_json:
+        early = len(rows) < CERTAIN
+        findings = [f.row() for f in found]
         typer.echo(
-            json.dumps({"run": str(path), "step": last, "findings": [f.row() for f in found]})
+            json.dumps({"run": str(path), "step": last, "early": early, "findings": findings})
         )
     else:
         console = Screen(soft_wrap=True)
@@ -95,7 +98,10 @@ def check_command(
             style = "dim" if over else "yellow" if finding.problem else "default"
             console.print(f"{'(over) ' * over}{finding.line()}", style=style)
         if not problem:
-            console.print(f"{path}: nothing is wrong at step {last}")
+            said = f"nothing is wrong at step {last}"
+            if len(rows) < CERTAIN:
+                said = f"too early to say whether something is wrong, at step {last}"
+            console.print(f"{path}: {said}")
     if problem:
         raise typer.Exit(1)
 
