@@ -27,7 +27,7 @@ from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.collate import collate
 from covey.training.policy import Policy
-from covey.training.step import Learner, Seen, StepSettings, optimize
+from covey.training.step import Learner, Observer, Seen, StepSettings, optimize
 from covey.types import Batch, Group
 
 SHARP = 3.0
@@ -146,10 +146,11 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
     differences: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
 
-    def watch(seen: Seen) -> None:
-        mask = seen.micro.mask
-        differences.append((seen.micro.sampler_logp - seen.now.logp)[mask].abs())
-        entropies.append(seen.now.entropy[mask].clone())
+    class Watch(Observer):
+        def seen(self, one: Seen) -> None:
+            mask = one.micro.mask
+            differences.append((one.micro.sampler_logp - one.now.logp)[mask].abs())
+            entropies.append(one.now.entropy[mask].clone())
 
     for _ in range(UPDATES):
         differences.clear()
@@ -158,7 +159,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
             Learner(policy=policy, objective=objective, settings=settings),
             batch,
             step=0,
-            observer=watch,
+            observer=Watch(),
         )
     difference = torch.cat(differences)
     assert len(difference) == int(batch.mask.sum()), "each token must be seen once"

@@ -11,7 +11,6 @@ from covey.analysis.plan.findings import findings
 from covey.analysis.plan.task_facts import facts_of
 from covey.rollout.prompts import prompt_notes
 from covey.run.folder import RunFolder
-from covey.run.reward_changes import read_change
 from covey.run.settings import edited_settings
 from covey.run.trackers import Tracker
 from covey.run.trackers.console import ConsoleTracker, console_tracker
@@ -57,10 +56,6 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
         reporter.note(
             f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
         )
-    change = read_change(folder)
-    if change is not None:
-        why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
-        reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
     reward, now_reward = environment.get("reward"), parts.scorer.identity
     if reward and reward != now_reward:
         reporter.note(

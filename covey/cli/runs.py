@@ -20,7 +20,6 @@ from covey.run.folder import FAILURE, RunFolder, limit_of, list_runs, settings_o
 from covey.run.health import silence, timeline
 from covey.run.health_checks import CERTAIN
 from covey.run.records import turn_lines, unsaid
-from covey.run.reward_changes import logged_change
 from covey.screen import UNLIMITED, Screen, cell, echo
 
 if TYPE_CHECKING:
@@ -268,10 +267,8 @@ def _number(value: float | str | None, form: str) -> str:
 
 def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     evaluations = run.evaluations()
-    changed = logged_change(run)
     if as_json:
-        about = {"reward_change": None if changed is None else changed.row()}
-        typer.echo(json.dumps({**_overview(run, evaluations), **about, "evaluations": evaluations}))
+        typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
         return
     if not evaluations:
         _print_runs([_overview(run, evaluations)], console)
@@ -289,9 +286,6 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
         )
     if evaluations:
         console.print(table)
-    if changed is not None:
-        for line in changed.lines():
-            console.print(cell(line))
 
 
 def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> None:

@@ -313,15 +313,6 @@ class Teacher(Section):
     placeholders `{prompt}` and `{context}`."""
 
 
-class RewardChange(Section):
-    """Settings in [reward_change]: notes for the log of reward changes, ignored in training."""
-
-    reason: str = ""
-    """Why the reward was changed since the previous run of the same task."""
-    expected_effect: str = ""
-    """The expected effect of the changed reward, such as "fewer completions without an answer"."""
-
-
 class Environment(Named):
     """[environment]. Keys that are not fields of this class are options of the environment."""
 
@@ -785,7 +776,6 @@ class Config(Section):
     adapter: Adapter = Adapter()
     task: Task = Task()
     reward: Reward = Reward()
-    reward_change: RewardChange = RewardChange()
     length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
     reference: Reference = Reference()

@@ -19,7 +19,6 @@ from covey.run.files import append_line, write_text
 from covey.run.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
 from covey.run.provenance import describe_environment
 from covey.run.resume import Start, resume_command, start_of
-from covey.run.reward_changes import record_change
 from covey.run.settings import changed_settings
 from covey.stopping import StopSignal, stop_signal
 from covey.training.build import Components
@@ -105,10 +104,7 @@ def created_run(parts: Components, path: Path) -> RunFolder:
         }
         if note := set_aside_failed(path):
             notice(note)
-        run = RunFolder.create(path, to_toml(parts.config), environment)
-        if not run.is_sft:
-            record_change(run, **parts.config.reward_change.model_dump())
-        return run
+        return RunFolder.create(path, to_toml(parts.config), environment)
 
     return parts.world.from_main(create)
 

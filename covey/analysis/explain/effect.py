@@ -104,10 +104,11 @@ def projections(
     todo: list[tuple[float, int, Batch, torch.Tensor, torch.Tensor]] = []
     for index, micro, effects in passes:
         sizes = (effects.gradient.abs() + effects.entropy_gradient.abs()).sum(dim=1)
-        for row, (number, size) in enumerate(zip(index.tolist(), sizes.tolist(), strict=True)):
+        for place, (number, size) in enumerate(zip(index.tolist(), sizes.tolist(), strict=True)):
             if size and square:
-                slopes = (effects.gradient[row], effects.entropy_gradient[row])
-                todo.append((size, number, micro.rows(torch.tensor([row])), *slopes))
+                row = micro.rows(torch.tensor([place]))
+                slopes = (effects.gradient[place], effects.entropy_gradient[place])
+                todo.append((size, number, row, *slopes))
             else:
                 found[number] = 0.0
     todo.sort(key=lambda one: -one[0])
