@@ -749,9 +749,9 @@ class Save(Section):
     """Number of newest checkpoints to keep."""
     best: str = ""
     """Metric whose best checkpoint is also kept; empty means no best checkpoint. The metric comes
-    from evaluations, such as `greedy` or `pass@4`, or from training steps, such as
-    `objective/scores`. If the metric comes from training steps, Covey looks for a new best value
-    once every `save.every` steps."""
+    from evaluations, such as `greedy`, `pass@4` or a part of the reward, or from training steps,
+    such as `objective/scores`. If the metric comes from training steps, Covey looks for a new best
+    value once every `save.every` steps."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether the highest or the lowest value of the metric `save.best` counts as best."""
     rollouts: bool = True
