@@ -28,7 +28,7 @@ from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.policy.policy import Policy
 from covey.run import Run
-from covey.step import Seen, StepSettings, optimize
+from covey.step import Observer, Seen, StepSettings, optimize
 from covey.types import Batch, Group
 
 SHARP = 3.0
@@ -147,10 +147,11 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
     differences: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
 
-    def watch(seen: Seen) -> None:
-        mask = seen.micro.mask
-        differences.append((seen.micro.sampler_logp - seen.now.logp)[mask].abs())
-        entropies.append(seen.now.entropy[mask].clone())
+    class Watch(Observer):
+        def seen(self, one: Seen) -> None:
+            mask = one.micro.mask
+            differences.append((one.micro.sampler_logp - one.now.logp)[mask].abs())
+            entropies.append(one.now.entropy[mask].clone())
 
     for _ in range(UPDATES):
         differences.clear()
@@ -159,7 +160,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
             Run(policy=policy, objective=objective, settings=settings),
             batch,
             step=0,
-            observer=watch,
+            observer=Watch(),
         )
     difference = torch.cat(differences)
     assert len(difference) == int(batch.mask.sum()), "each token must be seen once"

@@ -217,6 +217,7 @@ def rl_step(run: Run, log: Tracker, clock: Clock) -> Made:
         **usage_metrics(run, groups, ended - training),
     }
     every = (*collected.groups, *replayed)
+    advantages, trained = _mean_advantages(every, groups, batch)
     return Made(
         step=step,
         before=before,
@@ -224,7 +225,8 @@ def rl_step(run: Run, log: Tracker, clock: Clock) -> Made:
         beta=beta,
         rollouts=rollouts,
         recorded=every,
-        advantages=_mean_advantages(every, groups, batch) if config.save.rollouts else [],
+        advantages=advantages,
+        trained=trained,
         replayed=len(replayed),
     )
 
@@ -236,7 +238,7 @@ def record(made: Made, run: Run, log: Tracker) -> None:
     if made.rollouts is None:
         return log.step(metrics)
     if config.save.rollouts:
-        rows = run.folder.rollout_rows(made.recorded, made.advantages, made.replayed)
+        rows = run.folder.rollout_rows(made.recorded, made.advantages, made.replayed, made.trained)
         log.table("rollouts", step, rows)
     every = config.save.samples_every
     if run.world.is_main and every:
@@ -251,13 +253,14 @@ def record(made: Made, run: Run, log: Tracker) -> None:
 
 def _mean_advantages(
     collected: Sequence[Group], trained: Sequence[Group], batch: Batch | None
-) -> list[list[float | None]]:
-    """Return the mean advantage of each rollout, by group; None if the rollout is not trained on.
+) -> tuple[list[list[float | None]], list[list[bool]]]:
+    """Return the mean advantage of each rollout, and whether any token is trained, by group.
 
-    `trained` are the groups from which the batch was collated. `batch.rollout` contains the index
-    of each row's rollout, counted over all groups of `trained`.
+    The advantage is None if a filter dropped the group. `trained` are the groups from which the
+    batch was collated. `batch.rollout` contains the index of each row's rollout, counted over all
+    groups of `trained`.
     """
-    found: dict[int, float] = {}
+    found: dict[int, tuple[float, bool]] = {}
     if batch is not None:
         assert batch.advantage is not None
         assert batch.rollout is not None
@@ -266,9 +269,10 @@ def _mean_advantages(
         tokens = batch.mask.sum(dim=1)
         total = sums.new_zeros(len(rollouts)).index_add(0, batch.rollout, sums)
         count = tokens.new_zeros(len(rollouts)).index_add(0, batch.rollout, tokens)
-        means = (total / count.clamp(min=1)).tolist()
-        found = {id(rollout): mean for rollout, mean in zip(rollouts, means, strict=True)}
-    return [[found.get(id(rollout)) for rollout in group.rollouts] for group in collected]
+        pairs = zip((total / count.clamp(min=1)).tolist(), (count > 0).tolist(), strict=True)
+        found = {id(rollout): pair for rollout, pair in zip(rollouts, pairs, strict=True)}
+    rows = [[found.get(id(r), (None, False)) for r in group.rollouts] for group in collected]
+    return [[mean for mean, _ in row] for row in rows], [[used for _, used in row] for row in rows]
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:

@@ -90,7 +90,9 @@ class Made:
     """The groups to record: those sampled, and `replayed` earlier ones at the end."""
     replayed: int = 0
     advantages: Sequence[Sequence[float | None]] = ()
-    """The mean advantage of each recorded rollout, by group; None where it was not trained on."""
+    """The mean advantage of each recorded rollout, by group; None where a filter dropped it."""
+    trained: Sequence[Sequence[bool]] = ()
+    """Whether any token of each recorded rollout was trained."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -105,11 +105,21 @@ class Seen:
     """Detached log-probs and entropies, computed before the optimizer step."""
 
 
-Observer = Callable[[Seen], None]
+class Observer:
+    """Watches a training step; this base class does nothing."""
+
+    def seen(self, one: Seen) -> None:
+        """Take the data of a forward and backward pass."""
+
+    def before_step(self, number: int) -> None:
+        """Look at the gradient of optimizer step `number`, and leave it as it is."""
+
+
+UNWATCHED = Observer()
 
 
 def train_on(
-    groups: Sequence[Group], run: Run, step: int, observer: Observer | None = None
+    groups: Sequence[Group], run: Run, step: int, observer: Observer = UNWATCHED
 ) -> Learned:
     """Train on the groups of step number `step`, with one or more optimizer steps.
 
@@ -294,9 +304,7 @@ def check_finite(batch: Batch, step: int) -> None:
 # From a batch to optimizer steps.
 
 
-def optimize(
-    run: Run, batch: Batch, step: int, observer: Observer | None = None
-) -> dict[str, float]:
+def optimize(run: Run, batch: Batch, step: int, observer: Observer = UNWATCHED) -> dict[str, float]:
     """Take all optimizer steps of a training step on a prepared batch, and return the metrics."""
     objective, critic, meter = run.objective, run.critic, Meter()
     facts = RowFacts.of(
@@ -324,7 +332,7 @@ def _train_policy(
     facts: RowFacts,
     step: int,
     meter: Meter,
-    observer: Observer | None,
+    observer: Observer,
 ) -> dict[str, float]:
     """Take the policy's optimizer steps; return learning rate and number of skipped steps."""
     policy, objective, settings = run.policy, run.objective, run.settings
@@ -350,8 +358,8 @@ def _train_policy(
             meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
             if number == 0 and settings.sampled:
                 observe_sampler(meter, micro, now.logp)
-            if observer is not None:
-                observer(Seen(number=number, rows=index[rows], micro=micro, now=now))
+            observer.seen(Seen(number=number, rows=index[rows], micro=micro, now=now))
+        observer.before_step(number)
         rate = settings.learning_rate(policy.version, start)
         stepped = policy.step(rate)
         for other in run.references:

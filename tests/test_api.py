@@ -174,7 +174,7 @@ def test_a_finding_ends_the_run_if_the_settings_say_so(tmp_path: Path) -> None:
     settings = {"train.steps": 12, "rollout.max_tokens": 4, "evaluate.every": 0}
     nothing = lambda completions, **columns: [0.0] * len(completions)  # noqa: E731
     result = small(tmp_path, rewards=nothing, **settings, **{"train.stop_on": ["no_signal"]})
-    assert (result.step, result.stopped) == (10, "train.stop_on: no_signal since step 1")
+    assert (result.step, result.stopped) == (3, "train.stop_on: no_signal since step 1")
 
 
 def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path) -> None:

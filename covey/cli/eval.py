@@ -25,7 +25,7 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.config import Config, toml_value
-from covey.errors import DataError
+from covey.errors import DataError, RunError
 from covey.models.model_path import check_model_path
 from covey.records.checkpoint_choice import run_around, weights_of
 from covey.records.estimate_text import change_text, estimate_text
@@ -63,6 +63,14 @@ Source = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")
 ]
+Step = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|best",
+        help="Evaluate the run's checkpoint of training step N, or the best one by save.best. "
+        "Default: the newest.",
+    ),
+]
 Samples = Annotated[
     int | None,
     typer.Option(
@@ -98,6 +106,7 @@ def eval_command(
     target: Target,
     source: Source = None,
     overrides: Overrides = None,
+    step: Step = None,
     samples: Samples = None,
     against: Against = None,
     by: By = None,
@@ -109,13 +118,13 @@ def eval_command(
     """Evaluate a model on held-out prompts, with 95 % confidence intervals.
 
     The command reports greedy accuracy and, with --samples, also mean@k and pass@k. For a run
-    folder, the command evaluates the run's newest checkpoint on the run's task. With --against, the
+    folder, the command evaluates a checkpoint of the run on the run's task. With --against, the
     command compares two models on the same prompts.
     """
     settings = list(overrides or [])
     if samples is not None:
         settings.append(f"evaluate.samples={samples}")
-    config = _config(target, source, settings, smoke)
+    config = _config(target, source, settings, smoke, step)
 
     from covey.training.passed_objects import check_evaluated, check_scored
 
@@ -137,20 +146,26 @@ def eval_command(
         _show(results, by, Screen(soft_wrap=True))
 
 
-def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
+def _config(
+    target: str, source: str | None, settings: list[str], smoke: bool, step: str | None
+) -> Config:
     """Return the configuration of an evaluation, with the evaluated model as `model.path`."""
     run = run_around(Path(target))
     if run is not None:
         tell_edited(RunFolder(run))
         source = source or str(run / "config.toml")
-    model = f"model.path={toml_value(_model(target))}"
+    model = f"model.path={toml_value(_model(target, step))}"
     return loaded(source or "arithmetic", [*settings, model], smoke=smoke)
 
 
-def _model(target: str) -> str:
-    """Return the path of the model to load; for a run, return the path of its newest checkpoint."""
+def _model(target: str, step: str | None = None) -> str:
+    """Return the path of the model to load; for a run, return the path of its checkpoint."""
     path = Path(target)
-    return str(weights_of(path, "covey eval {}")) if run_around(path) else target
+    if run_around(path):
+        return str(weights_of(path, "covey eval {}", step))
+    if step is not None:
+        raise RunError(f"--step {step}: {target} is not a run folder; leave out --step")
+    return target
 
 
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:

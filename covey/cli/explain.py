@@ -68,6 +68,13 @@ Exact = Annotated[
         "explained step, which then starts with exactly the same weights as in the run.",
     ),
 ]
+Seconds = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Time for the projections of rollouts on the step's gradient; 0 leaves them out.",
+    ),
+]
 
 
 def explain_command(
@@ -77,6 +84,7 @@ def explain_command(
     algorithms: Algorithms = None,
     options: Options = None,
     exact: Exact = False,
+    seconds: Seconds = 120.0,
     trust: Trust = None,
     as_json: AsJson = False,
 ) -> None:
@@ -103,7 +111,7 @@ def explain_command(
         say(_loading(step, exact))
         trainee = policy_before(run, step, exact=exact)
         say(f"training step {step} again")
-        explained = explain_step(trainee, recorded)
+        explained = explain_step(trainee, recorded, seconds, say)
     rollout = next((a for a in explained.rollouts if a.line == line), None)
     if as_json:
         data = {**asdict(explained), "exact": explained.origin.exact}
@@ -206,24 +214,36 @@ def weights_line(origin: Origin) -> str:
 def show_step(explained: Explanation, console: Console) -> None:
     """Print a summary of a training step, and a table of its groups."""
     _head(explained, console)
-    with_gradient = sum(g.share > 0 for g in explained.groups)
+    with_gradient = sum(g.token_share > 0 for g in explained.groups)
     equal = sum(g.zero_variance for g in explained.groups)
+    count = len(explained.rollouts)
     lines = [
         f"{with_gradient} of {len(explained.groups)} groups have a gradient; in {equal} all "
         "rewards are equal",
         f"{explained.tokens} trained tokens, {explained.zero_gradient} with gradient 0, "
         f"{explained.clipped} clipped",
-        f"{explained.share_raised:.1%} of the gradient makes tokens likelier, the rest less likely",
-        f"half of the gradient comes from {explained.half_gradient_from} of "
-        f"{len(explained.rollouts)} rollouts",
+        f"{explained.token_share_raised:.1%} of the sum of |d loss / d logp| makes tokens "
+        "likelier, the rest less likely",
+        f"half of the sum of |d loss / d logp| comes from {explained.half_token_share_from} of "
+        f"{count} rollouts",
     ]
+    known = sum(r.projection is not None for r in explained.rollouts)
+    if explained.half_gradient_from is not None:
+        lines.append(
+            "half of the gradient, by projection, comes from "
+            f"{explained.half_gradient_from} of {count} rollouts"
+        )
+    elif known:
+        lines.append(f"projected {known} of {count} rollouts in the time that --seconds allows")
     if explained.filtered_out:
         lines.append(f"{explained.filtered_out} more rollouts were filtered out of the step")
     for line in lines:
         console.print(line)
     console.print(_group_table(explained))
     console.print(
-        "share: part of the step's sum of |d loss / d logp|. --rollout K shows rollout K."
+        "gradient: projection of the group's gradient on the step's; all add up to 100 %, and a "
+        "negative one works against the step.\n|dL/dlogp|: part of the step's sum of |d loss / d "
+        "logp|, which ignores how the tokens' gradients add up.\n--rollout K shows rollout K."
     )
 
 
@@ -254,7 +274,7 @@ def _head(explained: Explanation, console: Console) -> None:
 def _group_table(explained: Explanation) -> Table:
     table = Table(
         Column("rollouts", no_wrap=True), "prompt", "rewards", "advantages",
-        *map(number_column, ("tokens", "clipped", "share")), box=SIMPLE,
+        *map(number_column, ("tokens", "clipped", "gradient", "|dL/dlogp|")), box=SIMPLE,
     )  # fmt: skip
     by_line = {rollout.line: rollout for rollout in explained.rollouts}
     for group in explained.groups:
@@ -267,8 +287,9 @@ def _group_table(explained: Explanation) -> Table:
             _counted(f"{r.advantage:+.2f}" for r in rollouts),
             f"{min(lengths)}-{max(lengths)}",
             f"{group.clipped:.1%}",
-            f"{group.share:.1%}",
-            style="dim" if group.share == 0 else None,
+            "" if group.projection is None else f"{group.projection:.1%}",
+            f"{group.token_share:.1%}",
+            style="dim" if group.token_share == 0 else None,
         )
     return table
 
@@ -301,7 +322,12 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
         f"\nrollout {rollout.line}: {reward}, advantage {rollout.advantage:+.4g} (recorded "
         f"{rollout.recorded_advantage:+.4g}), trained in optimizer step {rollout.update} of "
         f"{explained.updates}, {rollout.clipped:.1%} clipped, "
-        f"{rollout.gradient / total if total else 0.0:.1%} of the step's gradient",
+        + (
+            ""
+            if rollout.projection is None
+            else f"{rollout.projection:.1%} of the step's gradient by projection, "
+        )
+        + f"{rollout.gradient / total if total else 0.0:.1%} of its sum of |d loss / d logp|",
     )
     console.print(_token_table(rollout.tokens, largest))
     console.print(

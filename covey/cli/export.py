@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from covey.cli.startup import STARTING, tell_edited, waiting
+from covey.cli.startup import STARTING, Trust, tell_edited, waiting
 from covey.config import Config, load_config
 from covey.errors import ConfigError, RunError
 from covey.models.hub_push import Push, files_to_push
@@ -29,8 +29,12 @@ Folder = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="The folder to create for the exported model.")
 ]
 Step = Annotated[
-    int | None,
-    typer.Option(min=0, help="Export the checkpoint of this training step. Default: the newest."),
+    str | None,
+    typer.Option(
+        metavar="N|best",
+        help="Export the checkpoint of training step N, or the best one by save.best. Default: the "
+        "newest.",
+    ),
 ]
 Dtype = Annotated[
     Literal["auto", "bfloat16", "float32"],
@@ -66,6 +70,7 @@ def export_command(
     push: Repository = None,
     public: Public = False,
     dry_run: DryRun = False,
+    trust: Trust = None,
 ) -> None:
     """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
@@ -81,11 +86,8 @@ def export_command(
             upload.check_access()
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target
-    if step is not None and found != Path(target):
-        raise RunError(
-            f"--step {step} chooses a checkpoint of a run, but {target} is not a run folder; leave "
-            "out --step"
-        )
+    if step is not None and run is None:
+        raise RunError(f"--step {step}: {target} is not a run folder; leave out --step")
     if run is not None:
         tell_edited(run)
         source = str(weights_of(Path(target), "covey export {} " + shlex.quote(str(folder)), step))

@@ -1,4 +1,4 @@
-"""`covey rewards`: list rewards, score completions, test a reward, or show how it changed."""
+"""`covey rewards`: list rewards, score completions, or test a reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from covey.scoring import Scorer
 
 app = typer.Typer(
-    help="List rewards, score a file of completions, test a reward, or show how rewards changed.",
+    help="List rewards, score a file of completions, or test a reward.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -188,32 +188,6 @@ def _summary_lines(summary: dict[str, Any]) -> str:
         f"mean reward {summary['mean_reward']:.4f}, correct {summary['success']:.1%}, "
         f"unscored {summary['unscored']}{error}{parts}"
     )
-
-
-@app.command("log")
-def log_command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A folder that contains runs.")
-    ] = Path("runs"),
-    as_json: AsJson = False,
-) -> None:
-    """List changes of the reward function between runs, with the reason and effect of each.
-
-    The reason and the expected effect come from the section [reward_change] of the configuration.
-    """
-    from covey.records.reward_changes import reward_log
-
-    found = reward_log(folder)
-    if as_json:
-        typer.echo(json.dumps([logged.row() for logged in found]))
-        return
-    console = Screen(soft_wrap=True)
-    if not found:
-        console.print(f"no run in {folder} changed the reward of its task")
-    for logged in found:
-        console.print(logged.run, style="bold")
-        for line in logged.lines():
-            console.print(f"  {line}")
 
 
 @app.command("lab")

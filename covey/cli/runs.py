@@ -18,8 +18,8 @@ from covey.errors import RunError
 from covey.records.estimate_text import estimate_text
 from covey.records.folder import FAILURE, RunFolder, limit_of, list_runs, settings_of
 from covey.records.health import silence, timeline
+from covey.records.health_checks import CERTAIN
 from covey.records.records import turn_lines, unsaid
-from covey.records.reward_changes import logged_change
 from covey.screen import UNLIMITED, Screen, cell, echo
 
 if TYPE_CHECKING:
@@ -85,8 +85,10 @@ def check_command(
     last = rows[-1]["step"]
     problem = any(finding.problem and finding.until is None for finding in found)
     if as_json:
+        early = len(rows) < CERTAIN
+        findings = [f.row() for f in found]
         typer.echo(
-            json.dumps({"run": str(path), "step": last, "findings": [f.row() for f in found]})
+            json.dumps({"run": str(path), "step": last, "early": early, "findings": findings})
         )
     else:
         console = Screen(soft_wrap=True)
@@ -95,7 +97,10 @@ def check_command(
             style = "dim" if over else "yellow" if finding.problem else "default"
             console.print(f"{'(over) ' * over}{finding.line()}", style=style)
         if not problem:
-            console.print(f"{path}: nothing is wrong at step {last}")
+            said = f"nothing is wrong at step {last}"
+            if len(rows) < CERTAIN:
+                said = f"too early to say whether something is wrong, at step {last}"
+            console.print(f"{path}: {said}")
     if problem:
         raise typer.Exit(1)
 
@@ -262,10 +267,8 @@ def _number(value: float | str | None, form: str) -> str:
 
 def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     evaluations = run.evaluations()
-    changed = logged_change(run)
     if as_json:
-        about = {"reward_change": None if changed is None else changed.row()}
-        typer.echo(json.dumps({**_overview(run, evaluations), **about, "evaluations": evaluations}))
+        typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
         return
     if not evaluations:
         _print_runs([_overview(run, evaluations)], console)
@@ -283,9 +286,6 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
         )
     if evaluations:
         console.print(table)
-    if changed is not None:
-        for line in changed.lines():
-            console.print(cell(line))
 
 
 def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> None:

@@ -28,6 +28,8 @@ DEEPEST = 16
 """Maximum depth of nested tables; settings need only a few levels."""
 PLAIN = ("seed", "trackers")
 """Settings that belong to no section."""
+REMOVED = ("reward_change",)
+"""Sections of earlier versions that had no effect on training; files may still contain them."""
 MAIN = ("model", "rollout", "optimizer", "train", "evaluate")
 """Sections that every run uses."""
 
@@ -63,6 +65,7 @@ def _order(override: str) -> tuple[bool, int]:
 def parse_config(data: Mapping[str, Any]) -> Config:
     """Check settings against the schema, and return them as a configuration."""
     _check_depth(data, "config")
+    data = {section: values for section, values in data.items() if section not in REMOVED}
     if old := check_names(data):
         raise ConfigError(old)
     try:
@@ -116,6 +119,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
             f"the setting {override!r} must have the form key=value, such as train.steps=100"
         )
     *sections, last = key.strip().split(".")
+    if (sections or [last])[0] in REMOVED:
+        raise ConfigError(f"config: {key} has been removed, and has no effect; leave it out")
     table = data
     for section in sections:
         table = table.setdefault(section, {})

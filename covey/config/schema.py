@@ -313,15 +313,6 @@ class Teacher(Section):
     placeholders `{prompt}` and `{context}`."""
 
 
-class RewardChange(Section):
-    """Settings in [reward_change]: notes for the log of reward changes, ignored in training."""
-
-    reason: str = ""
-    """Why the reward was changed since the previous run of the same task."""
-    expected_effect: str = ""
-    """The expected effect of the changed reward, such as "fewer completions without an answer"."""
-
-
 class Environment(Named):
     """[environment]. Keys that are not fields of this class are options of the environment."""
 
@@ -758,9 +749,9 @@ class Save(Section):
     """Number of newest checkpoints to keep."""
     best: str = ""
     """Metric whose best checkpoint is also kept; empty means no best checkpoint. The metric comes
-    from evaluations, such as `greedy` or `pass@4`, or from training steps, such as
-    `objective/scores`. If the metric comes from training steps, Covey looks for a new best value
-    once every `save.every` steps."""
+    from evaluations, such as `greedy`, `pass@4` or a part of the reward, or from training steps,
+    such as `objective/scores`. If the metric comes from training steps, Covey looks for a new best
+    value once every `save.every` steps."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether the highest or the lowest value of the metric `save.best` counts as best."""
     rollouts: bool = True
@@ -785,7 +776,6 @@ class Config(Section):
     adapter: Adapter = Adapter()
     task: Task = Task()
     reward: Reward = Reward()
-    reward_change: RewardChange = RewardChange()
     length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
     reference: Reference = Reference()

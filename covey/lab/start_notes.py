@@ -9,7 +9,6 @@ import torch
 from covey.lab.plan.findings import findings
 from covey.lab.plan.task_facts import facts_of
 from covey.records.folder import RunFolder
-from covey.records.reward_changes import read_change
 from covey.records.settings import edited_settings
 from covey.records.trackers import Tracker
 from covey.records.trackers.console import ConsoleTracker, console_tracker
@@ -55,10 +54,6 @@ def tell_notes(reporter: Tracker, folder: RunFolder, run: Run) -> None:
         )
     if run.bad_rows:
         reporter.note(f"{len(run.bad_rows)} bad rows skipped; the first error: {run.bad_rows[0]}")
-    change = read_change(folder)
-    if change is not None:
-        why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
-        reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
     reward, now_reward = environment.get("reward"), run.scorer.identity
     if reward and reward != now_reward:
         reporter.note(

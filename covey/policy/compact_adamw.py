@@ -86,6 +86,11 @@ class CompactAdamW:
         """Return the accumulated gradients by parameter name."""
         return {name: grad_holder(p).grad for name, p in self.parameters.items()}
 
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Put back gradients that `gradients` returned before `zero_grad`."""
+        for name, gradient in gradients.items():
+            grad_holder(self.parameters[name]).grad = gradient
+
     def zero_grad(self) -> None:
         """Clear the gradients."""
         for parameter in self.parameters.values():

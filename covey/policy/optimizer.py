@@ -56,6 +56,9 @@ class Optimizer(Protocol):
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the accumulated gradients by parameter name."""
 
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Put back gradients that `gradients` returned before `zero_grad`."""
+
     def zero_grad(self) -> None:
         """Clear the gradients."""
 
@@ -127,6 +130,11 @@ class MasterAdamW:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the accumulated gradients by parameter name."""
         return {name: master.grad for name, master in self.masters.items()}
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Put back gradients that `gradients` returned before `zero_grad`."""
+        for name, gradient in gradients.items():
+            self.masters[name].grad = gradient
 
     def zero_grad(self) -> None:
         """Clear the gradients."""

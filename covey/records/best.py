@@ -5,6 +5,7 @@ Covey computes the best step from eval.jsonl or steps.jsonl, so a resumed run fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any, Literal
 from covey.errors import ConfigError, closest, nearest
 from covey.records.folder import RunFolder, settings_of
 from covey.records.metric_registry import MACHINE, METRICS, current_name, is_number, metric
+
+NUMBERS = ("greedy", "reward", "mean_tokens", "unscored", "distinct_answers", "best_constant")
+"""Names of the numbers of every evaluation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +54,22 @@ class Best:
         return f"step {self.step} with {self.metric} {self.value:.4g}"
 
 
+def metric_of(name: str) -> str:
+    """Return the metric that a value of `save.best` means.
+
+    A name of a training step's metric means that metric. All other names are of evaluations, as
+    tables and trackers show them: `evaluation/NAME` and `greedy: NAME` mean NAME, and a plain word
+    that is no number of evaluations is a part of the reward.
+
+    >>> metric_of("correct"), metric_of("greedy: correct"), metric_of("evaluation/greedy")
+    ('parts/correct', 'parts/correct', 'greedy')
+    """
+    if metric(name) is not None:
+        return name
+    name = name.removeprefix("evaluation/").removeprefix("greedy: ")
+    return f"parts/{name}" if re.fullmatch(r"\w+", name) and name not in NUMBERS else name
+
+
 def measured(row: Mapping[str, Any], name: str) -> float | None:
     """Return the value of the metric `name` in a row, or None if it is missing or not finite."""
     value = row.get(name)
@@ -66,7 +86,7 @@ def best_of(run: RunFolder) -> Best | None:
     save = settings_of(run).get("save", {})
     if not save.get("best"):
         return None
-    best = Best(metric=save["best"], mode=save.get("best_is", "highest"))
+    best = Best(metric=metric_of(save["best"]), mode=save.get("best_is", "highest"))
     kept = dict(run.checkpoints())
     for row in run.evaluations() if best.of_evaluations else run.steps():
         if row["step"] in kept:
@@ -87,7 +107,10 @@ def best_checkpoint(run: RunFolder) -> Path | None:
 
 
 def check_metric(name: str, *, samples: int) -> None:
-    """Raise ConfigError for an unknown, renamed or machine-dependent metric."""
+    """Raise ConfigError for an unknown, renamed or machine-dependent metric.
+
+    Parts of the reward are known only after an evaluation; `check_part` checks them then.
+    """
     own, present = metric(name), current_name(name)
     if own is None and metric(present) is not None:
         raise ConfigError(f"config: save.best: the metric {name!r} was renamed to {present!r}")
@@ -105,9 +128,23 @@ def check_metric(name: str, *, samples: int) -> None:
         *([f"mean@{samples}"] if samples else []),
         *(f"pass@{k}" for k in powers),
     ]
-    if name not in known:
+    wanted = metric_of(name)
+    is_part = wanted.startswith("parts/") and not closest(name, known)
+    if wanted not in (*known, *NUMBERS) and not is_part:
         choices = [*known, *METRICS] if closest(name, METRICS) else known
         raise ConfigError(
             f"config: save.best: {name!r} is not a metric of training steps or of evaluations "
             f"with evaluate.samples = {samples}{nearest(name, choices)}"
+        )
+
+
+def check_part(name: str, row: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the first evaluation of a run, `row`, lacks the metric `name`."""
+    if name not in row:
+        known = [
+            key for key, value in row.items() if isinstance(value, Mapping) and "value" in value
+        ]
+        raise ConfigError(
+            f"config: save.best: the evaluations of this run have no metric {name!r}"
+            f"{nearest(name, known)}"
         )

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from covey.errors import RunError
+from covey.records.best import best_step
 from covey.records.digests import damage
 from covey.records.folder import RunFolder
 
@@ -19,10 +20,11 @@ def run_around(path: Path) -> Path | None:
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
 
-def weights_of(target: Path, command: str, step: int | None = None) -> Path:
+def weights_of(target: Path, command: str, step: str | None = None) -> Path:
     """Return the checkpoint to load; `target` is a checkpoint or a run folder.
 
-    For a run folder, return the checkpoint of `step`, or the newest checkpoint if `step` is None.
+    For a run folder, return the checkpoint of `step`, which is a number or "best", or the newest
+    checkpoint if `step` is None. A checkpoint as target has no other steps.
 
     Raises RunError if the checkpoint is damaged. `command` is a command line with a placeholder
     `{}` for the checkpoint. The error message suggests this command line with an intact checkpoint.
@@ -30,6 +32,11 @@ def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     found = run_around(target)
     assert found is not None, "callers check run_around first"
     run = RunFolder(found)
+    if step is not None and found != target:
+        raise RunError(
+            f"--step {step} chooses a checkpoint of a run, but {target} is not a run folder; leave "
+            "out --step"
+        )
     chosen = target if found != target else _checkpoint(run, step)
     problem = damage(chosen, but=ONLY_FOR_TRAINING)
     if problem is None:
@@ -42,7 +49,7 @@ def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     raise RunError(f"{problem}; to use the last good checkpoint, run: {instead}")
 
 
-def _checkpoint(run: RunFolder, step: int | None) -> Path:
+def _checkpoint(run: RunFolder, step: str | None) -> Path:
     checkpoints = dict(run.checkpoints())
     if not checkpoints:
         saved = max(run.saved_steps() or [], default=None)
@@ -53,9 +60,16 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
             f"the run {run.path} saved a checkpoint of step {saved}, but the folder {folder} has "
             "no checkpoints; mount the disk of this folder, or restore the folder"
         )
-    wanted = max(checkpoints) if step is None else step
+    kept = ", ".join(str(s) for s in checkpoints)
+    if step is None:
+        return checkpoints[max(checkpoints)]
+    wanted = best_step(run) if step == "best" else int(step) if step.isdecimal() else None
+    if wanted is None and step == "best":
+        raise RunError(
+            f"--step best: the run {run.path} has no best checkpoint, because save.best names no "
+            f"metric that was measured; it has checkpoints of steps {kept}"
+        )
     if wanted not in checkpoints:
-        kept = ", ".join(str(s) for s in checkpoints)
         raise RunError(
             f"--step {step}: the run {run.path} has no checkpoint of this step; it has checkpoints "
             f"of steps {kept}"

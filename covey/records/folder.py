@@ -160,16 +160,21 @@ class RunFolder:
         groups: Sequence[Group],
         advantages: Sequence[Sequence[float | None]],
         replayed: int = 0,
+        used: Sequence[Sequence[bool]] | None = None,
     ) -> list[dict[str, Any]]:
         """Return the rollouts of a step as rows, in which the most readable fields come first.
 
         `replayed` is the number of groups, at the end of `groups`, that were sampled in earlier
-        steps.
+        steps. `used` says of each rollout whether the step trained on any of its tokens; None means
+        that the step trained on every rollout with an advantage.
         """
+        used = used or [[value is not None for value in values] for values in advantages]
         rows = []
-        for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
+        for number, (group, means, learned) in enumerate(
+            zip(groups, advantages, used, strict=True)
+        ):
             again = {"replayed": True} if number >= len(groups) - replayed else {}
-            for rollout, advantage in zip(group.rollouts, values, strict=True):
+            for rollout, advantage, trained in zip(group.rollouts, means, learned, strict=True):
                 row = {
                     "prompt": group.prompt.text,
                     "target": group.prompt.target,
@@ -183,7 +188,7 @@ class RunFolder:
                     "sample": rollout.sample,
                     "prompt_tokens": rollout.prompt_tokens,
                     "tokens": rollout.tokens,
-                    "trained": all(rollout.trained) or rollout.trained,
+                    "trained": trained and (all(rollout.trained) or rollout.trained),
                     "sampler_logp": rollout.sampler_logp,
                     **_optional(rollout),
                     "policy_version": rollout.policy_version,

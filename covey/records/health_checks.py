@@ -30,6 +30,9 @@ steps."""
 BLOCK = 5
 """Number of training steps in a block. Health checks compare a metric's means over two blocks of
 steps."""
+CERTAIN = 3
+"""Number of steps after which a run without any training signal is a finding; with fewer steps, it
+is too early to say that nothing is wrong."""
 REWARD = "objective/scores"
 SUCCESS = "objective/success"
 NUMBERS = (REWARD, "loss/policy_avg", "optim/grad_norm", "policy/approxkl_avg")
@@ -172,16 +175,19 @@ def ratio_drift(history: History) -> str | None:
 
 
 def uniform_groups(history: History, *, learned: bool) -> str | None:
-    """Find many groups with equal rewards.
+    """Find many groups with equal rewards in the last 10 steps, or only such groups in the run.
 
     With `learned`, report only runs with a success rate above 90 %. Without `learned`, report only
     runs with a success rate of at most 90 %.
     """
     name = "rollout/zero_variance_groups"
-    share = history.mean(name, 10)
-    if not share > high(name) or (history.mean(SUCCESS, 10) > 0.9) != learned:
+    steps = min(len(history.rows), 10)
+    share = history.mean(name, steps)
+    # A run that never had a group with different rewards is certain to have learned nothing.
+    limit = high(name) if steps == 10 else 1 - 1e-9 if steps >= CERTAIN else 1.0
+    if not share > limit or (history.mean(SUCCESS, steps) > 0.9) != learned:
         return None
-    return f"over 10 steps {share:.0%} of groups had equal rewards and no gradient"
+    return f"over {steps} steps {share:.0%} of groups had equal rewards and no gradient"
 
 
 def entropy_collapse(history: History) -> str | None:

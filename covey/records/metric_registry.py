@@ -87,6 +87,11 @@ METRICS: Mapping[str, Metric] = {
         "reward",
         trl="rewards/*/mean",
     ),
+    "objective/parts/length_penalty": Metric(
+        "Mean length penalty, which is 0 or negative, and which objective/scores includes. Logged "
+        "only with a length_penalty.",
+        "reward",
+    ),
     "objective/unscored": Metric(
         "Completions whose scoring failed, and which no other statistic includes.", "completions"
     ),
@@ -132,7 +137,11 @@ METRICS: Mapping[str, Metric] = {
     "rollout/lengths_unsolved": Metric(
         "Mean tokens of the wrong completions. Logged only if there are any.", "tokens"
     ),
-    "rollout/stop_rate": Metric("Share of completions that ended before the token limit.", "share"),
+    "rollout/stop_rate": Metric(
+        "Share of completions that ended before the token limit; with an environment, share of "
+        "episodes that ended neither at rollout.max_tokens nor at environment.max_tokens.",
+        "share",
+    ),
     "rollout/turns": Metric(
         "Mean number of the policy's turns in an episode. Logged only with an environment, like "
         "the next five metrics.",
@@ -148,7 +157,9 @@ METRICS: Mapping[str, Metric] = {
         "segments",
     ),
     "rollout/limit_rate": Metric(
-        "Share of episodes that ended at a limit of turns, calls or tokens.", "share"
+        "Share of episodes that ended at a limit of turns, of calls, or of the tokens of a turn "
+        "(rollout.max_tokens) or an episode (environment.max_tokens).",
+        "share",
     ),
     "rollout/environment_errors": Metric(
         "Episodes that ended without a reward, because the environment failed.",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.escape import printable
+from covey.records.best import Best, best_of
 from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder
 
@@ -42,7 +43,7 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
     if run is None:
         origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
         parts = [_front_matter(exported.source), f"# {exported.name}", origin, _use(exported, {})]
-        return printable("\n\n".join(parts)) + "\n"
+        return printable(without_folders("\n\n".join(parts))) + "\n"
     settings = run.config_file.read_text(encoding="utf-8").strip()
     config, environment = tomllib.loads(settings), run.environment()
     base = config.get("model", {}).get("path", exported.source)
@@ -52,12 +53,25 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
         f"# {exported.name}",
         f"`{base}` after {exported.step} {training}. The weights are {exported.dtype}.{merged}",
         _use(exported, config.get("model", {})),
-        _results(run.evaluations(), exported.step),
+        _results(run.evaluations(), exported.step, best_of(run)),
         _data(config.get("task", {})),
         _made_with(environment),
         f"## Configuration\n\n```toml\n{settings}\n```",
     ]
-    return printable("\n\n".join(parts)) + "\n"
+    return printable(without_folders("\n\n".join(parts))) + "\n"
+
+
+def without_folders(text: str) -> str:
+    """Return a text in which an absolute path is only its last part, because a card is published.
+
+    >>> without_folders("`/home/me/bin/covey train --run runs/a --set model.path='~/models/b'`")
+    "`covey train --run runs/a --set model.path='b'`"
+    """
+    return _FOLDERS.sub("", text)
+
+
+_PART = r"[^/\s\"'`,\])]+/"
+_FOLDERS = re.compile(rf"(?<![^\s\"'`=\[(,])(?:~/|/{_PART})(?:{_PART})*(?=[^/\s\"'`])")
 
 
 def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
@@ -101,22 +115,28 @@ def _use(exported: Exported, model: Mapping[str, Any]) -> str:
     return "## Use\n\n" + " ".join(lines)
 
 
-def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
+def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None, best: Best | None) -> str:
     """Return a table of the evaluations at the first, best, last and exported step."""
     if not evaluations:
         return "## Results\n\nThe run was not evaluated."
-    best = max(evaluations, key=lambda row: row["greedy"]["value"])
-    labelled = [("first", evaluations[0]), ("best", best), ("last", evaluations[-1])]
+    labelled = [("first", evaluations[0])]
+    if best is not None:
+        labelled += [("best", row) for row in evaluations if row["step"] == best.step]
+    labelled += [("last", evaluations[-1])]
     labelled += [("exported", row) for row in evaluations if row["step"] == step]
     names = [n for n, v in evaluations[-1].items() if isinstance(v, dict) and "low" in v]
     table = ["| | step | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for label, row in labelled:
         cells = [estimate_text(name, row[name]) if name in row else "-" for name in names]
         table.append(f"| {label} | {row['step']} | " + " | ".join(cells) + " |")
+    chosen = ""
+    if best is not None:
+        chosen = f" The best checkpoint is {best.line()}."
+        if best.of_evaluations:
+            chosen += " It was chosen on the same prompts, so its value is biased upwards."
     return (
-        f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals. The "
-        "best checkpoint was chosen on the same prompts, so its value is biased upwards.\n\n"
-        + "\n".join(table)
+        f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals."
+        f"{chosen}\n\n" + "\n".join(table)
     )
 
 
@@ -133,7 +153,9 @@ def _made_with(environment: Mapping[str, Any]) -> str:
     lines = [
         f"- command: `{shlex.join(environment.get('command', []))}`",
         f"- versions: python {environment.get('python')}, {versions}",
-        f"- machine: {environment.get('platform')}, on {environment.get('device')}",
+        # The rest of the text names the kernel, which may name a provider or a customer.
+        f"- machine: {str(environment.get('platform')).partition('-')[0]}, on "
+        f"{environment.get('device')}",
         f"- seed: {environment.get('seed')}",
         *([f"- git commit of the working folder: {commit}"] if commit else []),
         *([f"- reward: {environment['reward']}"] if environment.get("reward") else []),

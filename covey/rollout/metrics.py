@@ -14,7 +14,7 @@ import torch
 
 from covey.objective.advantage import zero_variance
 from covey.rollout.collect import Collected, StepRollouts
-from covey.types import Group, Rollout
+from covey.types import TRUNCATED, Group, Rollout
 
 if TYPE_CHECKING:
     from covey.config.schema import Overlap
@@ -37,7 +37,7 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
         "objective/success": _mean([float(bool(r.success)) for r in scored]),
         "objective/unscored": len(rollouts) - len(scored),
         **_signal_metrics(collected.groups),
-        "rollout/stop_rate": _mean([float(r.finish == "stop") for r in rollouts]),
+        "rollout/stop_rate": _mean([float(r.finish not in TRUNCATED) for r in rollouts]),
     }
     for name in sorted({name for r in scored for name in r.parts}):
         metrics[f"objective/parts/{name}"] = _mean(
@@ -60,19 +60,15 @@ def repetition(rows: Sequence[Sequence[int]]) -> float:
     >>> repetition([[1, 2, 1, 2, 1, 2]])  # of three, 1212 comes twice
     0.3333333333333333
     """
-    lengths = np.array([len(row) for row in rows])
-    tokens = np.fromiter(chain.from_iterable(rows), dtype=np.uint64, count=lengths.sum())
-    if len(tokens) < GRAM:
-        return 0.0
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=lengths.sum())
     row = np.repeat(np.arange(len(rows)), lengths)
-    # A 64-bit hash of row and four tokens; different 4-grams hardly ever have the same hash.
-    prime = np.uint64(0x9E3779B97F4A7C15)
-    gram = row[GRAM - 1 :].astype(np.uint64)
-    for offset in range(GRAM):
-        gram = (gram ^ tokens[offset : len(tokens) - GRAM + 1 + offset]) * prime
-        gram ^= gram >> np.uint64(29)
-    found = np.sort(gram[row[GRAM - 1 :] == row[: len(row) - GRAM + 1]])
-    return float((found[1:] == found[:-1]).sum() / max(1, len(found)))
+    # Pairs of tokens are numbered, then pairs of these numbers: equal numbers are equal 4-grams.
+    for distance in (1, 2):
+        tokens = np.unique(tokens[:-distance] << 32 | tokens[distance:], return_inverse=True)[1]
+    within = row[GRAM - 1 :] == row[: len(tokens)]
+    grams = np.unique(row[: len(tokens)][within] << 32 | tokens[within])
+    return float((within.sum() - len(grams)) / max(1, within.sum()))
 
 
 def selection_metrics(rollouts: StepRollouts) -> dict[str, float]:
@@ -135,7 +131,7 @@ def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if not episodes:
         return {}
     calls = [call for episode in episodes for call in episode.tool_calls]
-    limits = ("turn_limit", "tool_limit", "token_limit")
+    limits = {"turn_limit", "tool_limit", *TRUNCATED}
     return {
         "rollout/turns": _mean([len(episode.turn_rewards) for episode in episodes]),
         "rollout/tool_calls": len(calls) / len(episodes),

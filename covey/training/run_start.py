@@ -20,7 +20,6 @@ from covey.records.files import append_line, write_text
 from covey.records.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
 from covey.records.provenance import describe_environment
 from covey.records.resume import Start, resume_command, start_of
-from covey.records.reward_changes import record_change
 from covey.records.settings import changed_settings
 from covey.run import Run
 from covey.stopping import StopSignal, stop_signal
@@ -102,10 +101,7 @@ def created_run(run: Run, path: Path) -> RunFolder:
         }
         if note := set_aside_failed(path):
             notice(note)
-        folder = RunFolder.create(path, to_toml(run.config), environment)
-        if not folder.is_sft:
-            record_change(folder, **run.config.reward_change.model_dump())
-        return folder
+        return RunFolder.create(path, to_toml(run.config), environment)
 
     return run.world.from_main(create)
 

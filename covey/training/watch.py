@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from covey.records.best import Best
+from covey.records.best import Best, check_part, metric_of
 from covey.records.folder import RunFolder
 from covey.records.health import Finding, Health
 from covey.records.metric_registry import current_name
@@ -36,7 +36,8 @@ class Watch(Tracker):
     def __post_init__(self) -> None:
         self.health = Health(self.config.model_dump())
         if self.config.save.best:
-            self.best = Best(metric=self.config.save.best, mode=self.config.save.best_is)
+            save = self.config.save
+            self.best = Best(metric=metric_of(save.best), mode=save.best_is)
 
     def replay(self, run: RunFolder, until: int) -> None:
         """Restore the state of this `Watch` from the run's records up to step `until`."""
@@ -66,8 +67,11 @@ class Watch(Tracker):
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Compare an evaluation with the best evaluation so far."""
-        if self.best is not None and self.best.of_evaluations:
-            self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
+        best, row = self.best, {"step": step, **evaluation.row()}
+        if best is not None and best.of_evaluations:
+            if best.step is None:
+                check_part(best.metric, row)
+            self.is_best = best.add(row) and step > 0
 
     def _is_saved(self, step: int) -> bool:
         """Whether `save.every` requires a checkpoint of `step`; only a saved step can be best."""

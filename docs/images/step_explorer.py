@@ -72,7 +72,7 @@ def question(algorithm: str, rewards: str, drift: str, clip: str) -> dict[str, A
 
 
 def answers() -> dict[str, Any]:
-    """Return the answer to every choice, with four digits."""
+    """Return the answer to every choice."""
     choices = [list(texts) for _, texts in CHOICES.values()]
     return {
         "|".join(chosen): rounded(small_step(question(*chosen)))
@@ -81,12 +81,13 @@ def answers() -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Return plain data with four digits of each number."""
+    """Return plain data with nine digits of each number, which identify a float32."""
+    # The page rounds what it shows; fewer digits here would round twice.
     if isinstance(value, dict):
         return {name: rounded(each) for name, each in value.items()}
     if isinstance(value, list):
         return [rounded(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
 def script() -> str:

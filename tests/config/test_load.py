@@ -78,7 +78,6 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "context": st.dictionaries(text, text, max_size=3),
         "template": text,
     },
-    "reward_change": {"reason": text, "expected_effect": text},
     "reference": {
         "kind": st.sampled_from(
             ["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from rich.console import Console
 
 from covey.cli.main import run
 from covey.config import parse_config
@@ -20,7 +23,10 @@ from covey.models.export import export_model
 from covey.models.hub_push import Push
 from covey.models.load_model import load_language_model, wrap
 from covey.policy.models import load_model
+from covey.records.best import best_of
+from covey.records.folder import RunFolder
 from covey.records.model_card import Exported, model_card
+from covey.records.trackers.console import ConsoleTracker
 from covey.rollout.episode import EncodedPrompt
 from covey.tasks.arithmetic import Arithmetic
 from covey.types import Prompt
@@ -101,8 +107,8 @@ def test_the_model_card_describes_the_model(finished: Path, tmp_path: Path) -> N
     assert (finished / "config.toml").read_text().strip() in card
     assert "torch " + torch.__version__.partition("+")[0] in card
     rows = [json.loads(line) for line in (finished / "eval.jsonl").read_text().splitlines()]
-    values = [row["greedy"]["value"] for row in rows]
-    picked = {"first": 0, "best": values.index(max(values)), "last": 3, "exported": 2}
+    assert "| best |" not in card  # save.best is not set
+    picked = {"first": 0, "last": 3, "exported": 2}
     for label, index in picked.items():
         greedy = rows[index]["greedy"]
         numbers = f"{greedy['value']:.1%} [{greedy['low']:.1%}, {greedy['high']:.1%}]"
@@ -110,6 +116,73 @@ def test_the_model_card_describes_the_model(finished: Path, tmp_path: Path) -> N
     assert "base_model" not in card  # the embedded model is not on a hub
     weights = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert {p.dtype for p in weights.parameters()} == {torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def with_best(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # The lowest mean length is not where accuracy is highest.
+    more = ("save.best=evaluation/mean_tokens", "save.best_is=lowest", "save.keep=9")
+    return trained(tmp_path_factory.mktemp("runs") / "best", *more)
+
+
+def test_console_card_and_step_best_agree_on_the_best_step(
+    with_best: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = RunFolder(with_best).evaluations()
+    kept = [row for row in rows if row["step"]]  # step 0 has no checkpoint
+    best = min(kept, key=lambda row: row["mean_tokens"])["step"]
+    out = tmp_path / "model"
+    assert run(["export", str(with_best), str(out), "--step", "best", "--trust", "json"]) == 0
+    assert f"checkpoints/{best:06d} to" in capsys.readouterr().out
+    card = (out / "README.md").read_text()
+    assert f"| best | {best} | " in card
+    assert f"`embedded` after {best} of 3 steps" in card
+    assert best_of(RunFolder(with_best)).line() in card
+    screen = io.StringIO()
+    ConsoleTracker(RunFolder(with_best), Console(file=screen, width=300)).finished(3, 3, None)
+    assert f"{best:06d}  ({best_of(RunFolder(with_best)).line()})" in screen.getvalue()
+    found = {}
+    for step in ("best", str(best), "3"):
+        assert run(["eval", str(with_best), "--step", step, "--json"]) == 0
+        found[step] = json.loads(capsys.readouterr().out)
+    assert found["best"] == found[str(best)]
+    for step, name in (("best", best), ("3", 3)):
+        assert found[step]["model"] == str(with_best / f"checkpoints/{name:06d}")
+        assert found[step]["greedy"] == rows[name]["greedy"]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"), [("best", "save.best"), ("7", "--step 7"), ("x", "--step x")]
+)
+def test_a_step_without_checkpoint_is_refused(
+    step: str, message: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["export", str(finished), str(tmp_path / "m")], ["eval", str(finished)]):
+        assert run([*command, "--step", step]) == 1
+        assert message in capsys.readouterr().err
+    checkpoint = finished / "checkpoints/000003"
+    for command in (["export", str(checkpoint), str(tmp_path / "m")], ["eval", "embedded"]):
+        assert run([*command, "--step", "3"]) == 1
+        assert "--step 3" in capsys.readouterr().err
+
+
+def test_the_card_names_no_folders_and_no_kernel(finished: Path, tmp_path: Path) -> None:
+    copy = RunFolder.open(shutil.copytree(finished, tmp_path / "run"))
+    environment = {
+        **copy.environment(),
+        "platform": "Linux-6.1.0-acme17-amd64-x86_64-with-glibc2.36",
+        "command": ["/home/me/bin/covey", "train", "--run=/srv/acme/run", "--set", "a='/srv/b/c'"],
+    }
+    (copy.path / "environment.json").write_text(json.dumps(environment))
+    config = copy.config_file.read_text().replace('"embedded"', '"/srv/acme/base"', 1)
+    copy.config_file.write_text(config)
+    exported = Exported(name="m", source="/srv/x/y", step=2, dtype="float32", stop_ids=[1])
+    for card in (model_card(exported, copy), model_card(exported, None)):
+        assert not any(word in card for word in ("acme", "/srv", "/home"))
+    card = model_card(exported, copy)
+    assert "- machine: Linux, on" in card
+    assert "covey train --run=run --set" in card
+    assert "began with '<think>'" in card
 
 
 @pytest.mark.parametrize("file", [False, True])
@@ -120,7 +193,7 @@ def test_the_card_of_an_sft_run_does_not_mention_rl(file: bool, tmp_path: Path) 
         answers = tmp_path / "answers.jsonl"
         answers.write_text(json.dumps({"question": "1+1", "completion": "2"}) + "\n")
         settings.append(f"sft.file='{answers}'")
-        origin = f"on the completions in `{answers}`"
+        origin = "on the completions in `answers.jsonl`"
     overrides = [word for setting in settings for word in ("--set", setting)]
     assert run(["sft", "--run", str(tmp_path / "warm"), *overrides]) == 0
     assert run(["export", str(tmp_path / "warm"), str(tmp_path / "model")]) == 0

@@ -245,6 +245,29 @@ def test_the_command_reports_and_ends_with_a_code(
     assert f"{name} since step" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flat", "success", "found"),
+    [([1.0] * 2, 0.0, []), ([1.0] * 3, 0.0, ["no_signal"]), ([1.0] * 6, 0.0, ["no_signal"]),
+     ([0.9, *[1.0] * 5], 0.0, []), ([1.0] * 3, 1.0, ["learned"])],
+)  # fmt: skip
+def test_a_run_that_never_had_a_signal_is_named_after_three_steps(
+    flat: list[float], success: float, found: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = RunFolder.create(tmp_path / "run", to_toml(load_config("arithmetic")), {})
+    for n, share in enumerate(flat, start=1):
+        run.log_step(
+            {"step": n, "objective/scores": success, "objective/success": success,
+             "rollout/zero_variance_groups": share, "optim/grad_norm": 0.0}
+        )  # fmt: skip
+    assert [finding.name for finding in timeline(run.steps(), SETTINGS)] == found
+    assert covey(["runs", "check", str(run.path)]) == (found == ["no_signal"])
+    output = capsys.readouterr().out
+    assert ("too early to say" in output) == (len(flat) < 3)
+    assert covey(["runs", "check", str(run.path), "--json"]) == (found == ["no_signal"])
+    assert json.loads(capsys.readouterr().out)["early"] == (len(flat) < 3)
+
+
 def test_a_run_without_steps_cannot_be_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

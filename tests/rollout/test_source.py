@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from covey.objective.advantage import group_centered
 from covey.objective.penalty import adapted_beta
 from covey.policy.policy import Policy
 from covey.records.folder import RunFolder
-from covey.records.trackers.console import ConsoleTracker
+from covey.records.metric_registry import METRICS, metric
+from covey.records.trackers.console import ConsoleTracker, summary
 from covey.rewards import Score, ThinkAnswer, as_reward
 from covey.rollout.collect import StepRollouts, collect_step, penalized
 from covey.rollout.filter import (
@@ -211,7 +214,29 @@ def test_a_length_penalty_is_a_part_of_its_own_and_lowers_the_reward(tmp_path: P
         assert answer["parts"]["length_penalty"] == pytest.approx(penalty)
         expected = 0.9 * answer["parts"]["correct"] + 0.1 * answer["parts"]["format"] + penalty
         assert answer["reward"] == pytest.approx(expected)
-    assert run.steps()[0]["objective/parts/length_penalty"] < 0
+    metrics = run.steps()[0]
+    mean = sum(answer["parts"]["length_penalty"] for answer in answers) / len(answers)
+    assert metrics["objective/parts/length_penalty"] == pytest.approx(mean)
+    assert mean < 0
+    assert f"(length penalty {mean:.3f})" in summary(metrics)
+    assert metric("objective/parts/length_penalty") is METRICS["objective/parts/length_penalty"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ("filter.drop_flat=true", lambda row: row["advantage"] is not None),
+        ("filter.mask_truncated=true", lambda row: row["finish"] == "stop"),
+    ],
+)
+def test_rollouts_that_a_filter_left_out_are_not_recorded_as_trained(
+    tmp_path: Path, setting: str, kept: Callable[[dict[str, Any]], bool]
+) -> None:
+    run = RunFolder.create(tmp_path / "run", "", {})
+    train(parts_with(setting, "rollout.max_tokens=30"), run, [Notes()], StopSignal())
+    rows = [*run.rollouts(1), *run.rollouts(2)]
+    assert {row["trained"] for row in rows} == {True, False}
+    assert [row["trained"] for row in rows] == [kept(row) for row in rows]
 
 
 def test_unscored_rollouts_get_no_length_penalty() -> None:

@@ -22,7 +22,7 @@ from covey.policy.preferences import read_pairs
 from covey.records.folder import RunFolder
 from covey.reference import FrozenReference
 from covey.run import Run
-from covey.step import RowFacts, optimize, prepare, skips_rows
+from covey.step import Observer, RowFacts, Seen, optimize, prepare, skips_rows
 from covey.stopping import StopSignal
 from covey.training.resolve import resolve
 from tests.conftest import build, make_batch
@@ -149,7 +149,12 @@ def test_only_the_pair_of_a_group_passes_through_the_models() -> None:
     assert filled.ref_logp is not None
     computed = (filled.ref_logp != batch.sampler_logp).any(dim=1)
     assert computed.tolist() == [True, False, True] + [False] * 5
-    metrics = optimize(learns, filled, 1, observer=lambda found: seen.extend(found.rows.tolist()))
+
+    class Watching(Observer):
+        def seen(self, one: Seen) -> None:
+            seen.extend(one.rows.tolist())
+
+    metrics = optimize(learns, filled, 1, observer=Watching())
     assert sorted(seen) == [0, 2]
     assert (metrics["pairs/count"], metrics["pairs/ties"]) == (1, 1)
     assert metrics["loss/policy_avg"] == pytest.approx(math.log(2), abs=0.2)

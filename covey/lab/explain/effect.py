@@ -9,7 +9,9 @@ all tokens. An algorithm affects the parameters only through its token gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,6 +78,64 @@ def whole_effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
     """Return token gradients and ratios for one optimizer step on the whole batch."""
     batch = with_marks(objective, with_weight(objective, batch), now.logp)
     return effect(objective, batch, now)
+
+
+# The projection of each row's gradient on the gradient of its optimizer step.
+
+
+def projections(
+    policy: Policy,
+    passes: Sequence[tuple[torch.Tensor, Batch, Effect]],
+    until: float,
+    say: Callable[[int], None],
+) -> dict[int, float]:
+    """Return g . G / |G|^2 for each row, where G is the accumulated gradient and g the row's part.
+
+    `passes` has the batch indices, the micro-batch and the token gradients of each pass of the
+    optimizer step. The projections of all rows add up to 1, or are all 0 if G is 0. Rows with the
+    largest token gradients come first, and rows that are not reached until the time `until` (of
+    `time.monotonic`) are missing. Each row takes a forward and a backward pass of its own; `say`
+    is told the number of rows done. The accumulated gradient is left as it was.
+    """
+    optimizer = policy.optimizer
+    whole = {n: None if g is None else g.clone() for n, g in optimizer.gradients().items()}
+    square = _dot(whole, whole)
+    found: dict[int, float] = {}
+    todo: list[tuple[float, int, Batch, torch.Tensor, torch.Tensor]] = []
+    for index, micro, effects in passes:
+        sizes = (effects.gradient.abs() + effects.entropy_gradient.abs()).sum(dim=1)
+        for place, (number, size) in enumerate(zip(index.tolist(), sizes.tolist(), strict=True)):
+            if size and square:
+                row = micro.rows(torch.tensor([place]))
+                slopes = (effects.gradient[place], effects.entropy_gradient[place])
+                todo.append((size, number, row, *slopes))
+            else:
+                found[number] = 0.0
+    todo.sort(key=lambda one: -one[0])
+    # Dropout of these passes must not change that of the next optimizer step.
+    device = next(iter(optimizer.parameters.values())).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for done, (_, number, row, by_logp, by_entropy) in enumerate(todo):
+            if time.monotonic() >= until:
+                break
+            optimizer.zero_grad()
+            now, width = policy.plain_logp(row), row.tokens.shape[1]
+            outputs, sent = [now.logp], [by_logp[None, :width].to(now.logp.dtype)]
+            if by_entropy.any():
+                outputs.append(now.entropy)
+                sent.append(by_entropy[None, :width].to(now.entropy.dtype))
+            torch.autograd.backward(outputs, sent)
+            found[number] = _dot(optimizer.gradients(), whole) / square
+            say(done + 1)
+    optimizer.zero_grad()
+    optimizer.set_gradients(whole)
+    return found
+
+
+def _dot(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | None]) -> float:
+    """Return the inner product of two gradients."""
+    pairs = [(x, y) for name, x in a.items() if x is not None and (y := b[name]) is not None]
+    return math.fsum(float(torch.dot(x.flatten().float(), y.flatten().float())) for x, y in pairs)
 
 
 # Computes gradients of the parameters from gradients of log-probs and entropies.

@@ -7,7 +7,7 @@ If several epochs train on a token, the token's values come from the last epoch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from covey.lab.explain.effect import CLIPPED
 from covey.lab.explain.recorded import (
+    SECONDS,
     Origin,
     Recorded,
     RecordedRollout,
@@ -81,6 +82,11 @@ class ExplainedRollout:
     """The fraction of the rollout's tokens whose ratio is clipped."""
     gradient: float
     """The sum of `|d loss / d logp|` over the rollout's tokens."""
+    projection: float | None
+    """g . G / |G|^2, the rollout's part of the step's gradient: G is the gradient of the optimizer
+    step that trains on the rollout, and g is the part of G that comes from the rollout. All parts
+    add up to 1, with equal weight for each optimizer step. A part is negative if the other rollouts
+    push the weights against the rollout. None if it was not computed."""
     push: float
     """The sum of `-d loss / d logp` over the rollout's tokens; if the sum is positive, an optimizer
     step makes the completion more likely."""
@@ -101,7 +107,9 @@ class ExplainedGroup:
     """Whether all completions of the group have the same reward."""
     clipped: float
     """The fraction of the group's tokens whose ratio is clipped."""
-    share: float
+    projection: float | None
+    """The sum of the projections of the group's rollouts; None if one was not computed."""
+    token_share: float
     """The group's share of the step's sum of `|d loss / d logp|`."""
 
 
@@ -123,10 +131,13 @@ class Explanation:
     zero_gradient: int
     """Number of trained tokens whose gradient is 0."""
     clipped: int
-    share_raised: float
+    token_share_raised: float
     """The fraction of the step's sum of `|d loss / d logp|` that comes from tokens that become more
     likely."""
-    half_gradient_from: int
+    half_gradient_from: int | None
+    """The smallest number of rollouts whose projections add up to half of the step's gradient; None
+    if not all projections were computed."""
+    half_token_share_from: int
     """The smallest number of rollouts whose tokens account for half of the step's sum of
     `|d loss / d logp|`."""
     metrics: dict[str, float]
@@ -135,10 +146,18 @@ class Explanation:
     """The values that the original run logged for the metrics in `metrics`."""
 
 
-def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
-    """Repeat a recorded training step, and explain the gradient of each token."""
+def explain_step(
+    trainee: Trainee,
+    recorded: Recorded,
+    seconds: float = SECONDS,
+    say: Callable[[str], None] = lambda text: None,
+) -> Explanation:
+    """Repeat a recorded training step, and explain the gradient of each rollout and token.
+
+    The projections of rollouts on the gradient take at most `seconds`; `say` is told of progress.
+    """
     check_trained(recorded)
-    batch, watched, metrics = relearn(trainee, recorded)
+    batch, watched, metrics = relearn(trainee, recorded, seconds, say)
     tokens = {token for one in recorded.learned for token in one.rollout.tokens}
     decode = trainee.run.policy.model.tokenizer.decode
     texts = {token: decode([token]) for token in tokens}
@@ -158,8 +177,11 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
         tokens=int(mask.sum()),
         zero_gradient=int((silent & mask).sum()),
         clipped=int((watched["clipped"] != 0).sum()),
-        share_raised=_share(-watched["gradient"].clamp(max=0).sum(), size.sum()),
-        half_gradient_from=_half_gradient_from(size),
+        token_share_raised=_share(-watched["gradient"].clamp(max=0).sum(), size.sum()),
+        half_gradient_from=(
+            None if watched["projection"].isnan().any() else _half_from(watched["projection"], 0.5)
+        ),
+        half_token_share_from=_half_from(size, float(size.sum()) / 2),
         metrics=metrics,
         logged={
             name: recorded.metrics[name]
@@ -189,6 +211,7 @@ def _rollout(
         update=int(watched["number"][row]) + 1,
         clipped=int((watched["clipped"][row] != 0).sum()) / count,
         gradient=float(gradient.abs().sum()),
+        projection=_known(watched["projection"][row]),
         push=-float(gradient.sum()),
         tokens=_tokens(batch, watched, row, rollout.tokens, texts),
         turns=tuple(turn_lines(episode_row(rollout))),
@@ -230,16 +253,22 @@ def _groups(batch: Batch, watched: Watched, recorded: Recorded) -> tuple[Explain
                 lines=tuple(one.line for one in rollouts),
                 zero_variance=bool(flat[rows[0]]),
                 clipped=int((watched["clipped"][rows] != 0).sum()) / tokens,
-                share=_share(size[rows].sum(), size.sum()),
+                projection=_known(watched["projection"][rows].sum()),
+                token_share=_share(size[rows].sum(), size.sum()),
             )
         )
     return tuple(found)
 
 
-def _half_gradient_from(size: torch.Tensor) -> int:
-    size = size.cpu()  # on a GPU, sums have no fixed order
-    reached = size.sort(descending=True).values.cumsum(0)
-    return int((reached < size.sum() / 2).sum()) + 1 if size.any() else 0
+def _half_from(parts: torch.Tensor, half: float) -> int:
+    """Return the smallest number of parts that add up to `half`; 0 if all parts are 0."""
+    parts = parts.cpu()  # on a GPU, sums have no fixed order
+    reached = parts.sort(descending=True).values.cumsum(0)
+    return int((reached < half).long().argmin()) + 1 if parts.any() else 0
+
+
+def _known(value: torch.Tensor) -> float | None:
+    return None if value.isnan() else float(value)
 
 
 def _share(part: torch.Tensor, whole: torch.Tensor) -> float:

@@ -9,7 +9,9 @@ not generate or score any rollout again.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from covey.config import load_config
 from covey.errors import RunError
 from covey.lab.exact_logp import recorded_exact_logp
-from covey.lab.explain.effect import Effect, effect
+from covey.lab.explain.effect import Effect, effect, projections
 from covey.notices import notice
 from covey.objective.masked import joined
 from covey.policy.critic import critic_of
@@ -27,7 +29,7 @@ from covey.records.folder import RunFolder
 from covey.records.records import read_episode, unsaid
 from covey.records.resume import last_good
 from covey.run import Run, reference_of, step_settings_of, teacher_of
-from covey.step import Seen, train_on
+from covey.step import Observer, Seen, train_on
 from covey.training.resolve import objective_of
 from covey.types import Batch, Group, Prompt, Rollout
 
@@ -143,8 +145,10 @@ def _rollout(row: dict[str, Any]) -> Rollout:
             ) from None
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
-    trained = row["trained"]
-    values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
+    if isinstance(row["trained"], bool):  # False if a filter masked it, as relearn does again
+        values["trained"] = (True,) * len(row["tokens"])
+    else:
+        values["trained"] = tuple(row["trained"])
     values["kept"] = tuple(row.get("kept", ()))
     return Rollout.single_turn(**values)
 
@@ -223,13 +227,23 @@ Watched = dict[str, torch.Tensor]
 """Maps the names of token values to tensors [B, T]. The names are logp, entropy, weight, and the
 fields of `Effect` except `loss`. The value of a token comes from the last optimizer step that
 trains on the token. The entry `number` [B] is the index, counted from 0, of the last optimizer step
-that trains on each row."""
+that trains on each row. The entry `projection` [B] is each row's part of the step's gradient; NaN
+means that the time did not suffice."""
+
+SECONDS = 120.0
+"""Default time for the projections of rollouts on the gradient."""
 
 
-def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
+def relearn(
+    trainee: Trainee,
+    recorded: Recorded,
+    seconds: float = 0.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Batch, Watched, dict[str, float]]:
     """Repeat the optimizer steps of a recorded training step.
 
-    Return a batch with one row for each rollout, the token values, and the step's metrics.
+    Return a batch with one row for each rollout, the token values, and the step's metrics. The
+    projections on the gradient take at most `seconds`.
     """
     run = trainee.run
     if (beta := recorded.metrics.get("objective/beta")) is not None:
@@ -238,23 +252,69 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
     if not trainee.origin.exact:
         # With other weights, recorded log-probs would look like a change of the policy.
         settings = replace(settings, old_logp_from_sampler=False)
-    seen: list[Seen] = []
-    batch, metrics, run.beta = train_on(
-        recorded.groups, replace(run, settings=settings), recorded.step, observer=seen.append
-    )
+    run = replace(run, settings=settings)
+    watch = _Watch(run=run, seconds=seconds, say=say)
+    batch, metrics, trainee.run.beta = train_on(recorded.groups, run, recorded.step, observer=watch)
     assert batch is not None, "there are groups"
     watched: Watched = {"number": torch.zeros_like(batch.lengths)}
-    for one in seen:
-        _record(watched, effect(run.objective, one.micro, one.now), batch, one)
+    for one, found in watch.passes:
+        _record(watched, found, batch, one)
+    watched["projection"] = watch.shares(len(batch))
     rollouts = joined(batch)
     if rollouts.batch is batch:
         return batch, watched, metrics
     assert batch.rollout is not None
     assert rollouts.batch.rollout is not None
-    first = [(batch.rollout == number).nonzero()[0, 0] for number in rollouts.batch.rollout]
+    places = [(batch.rollout == number).nonzero()[:, 0] for number in rollouts.batch.rollout]
     tokens = {name: rollouts.join(v) for name, v in watched.items() if v.ndim == 2}
-    watched = {**tokens, "number": watched["number"][torch.stack(first)]}
+    watched = {
+        **tokens,
+        "number": watched["number"][torch.stack([rows[0] for rows in places])],
+        "projection": torch.stack([watched["projection"][rows.cpu()].sum() for rows in places]),
+    }
     return rollouts.batch, watched, metrics
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watch(Observer):
+    """Keeps the passes of a training step, and projects rows on the gradients of its last epoch."""
+
+    run: Run
+    seconds: float
+    say: Callable[[str], None]
+    passes: list[tuple[Seen, Effect]] = field(default_factory=list)
+    projected: list[dict[int, float]] = field(default_factory=list)
+    """For each optimizer step of the last epoch, the projection of each row on its gradient."""
+
+    def seen(self, one: Seen) -> None:
+        self.passes.append((one, effect(self.run.objective, one.micro, one.now)))
+
+    def before_step(self, number: int) -> None:
+        settings = self.run.settings
+        first = settings.mini_batches * (settings.epochs - 1)
+        if number < first or not self.seconds:
+            return
+        passes = [(one.rows, one.micro, e) for one, e in self.passes if one.number == number]
+        total, started = sum(len(rows) for rows, *_ in passes), time.monotonic()
+        step = f"optimizer step {number + 1}"
+        left = settings.mini_batches * settings.epochs - number
+        found = projections(
+            self.run.policy,
+            passes,
+            started + self.seconds / left,
+            lambda done: self.say(f"{step}: projected the gradients of {done} of {total} rows"),
+        )
+        self.seconds = max(1e-9, self.seconds - (time.monotonic() - started))
+        self.projected.append(found)
+
+    def shares(self, rows: int) -> torch.Tensor:
+        """Return the projection of each row, divided so that all of the step add up to 1."""
+        shares = torch.full((rows,), torch.nan, dtype=torch.float64)
+        steps = max(1, sum(any(found.values()) for found in self.projected))
+        for found in self.projected:
+            for row, value in found.items():
+                shares[row] = value / steps
+        return shares
 
 
 def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:

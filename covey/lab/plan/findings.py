@@ -94,7 +94,6 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
     rest = config.model_dump(
         exclude={
             "objective": True,
-            "reward_change": True,
             "scoring": True,
             "save": True,
             "evaluate": True,

@@ -13,6 +13,8 @@ from covey.objective import surrogate as surrogates
 from covey.scoring.baselines import REMEDY
 from covey.training.prompt_limit import limit_reason, longest_prompt
 
+SLOW_ADAPTER = 2e-6
+"""The highest learning rate that counts as one of full training, whose default is 1e-6."""
 COLD = 0.3
 """The highest temperature at which most completions of a prompt are equal."""
 TIGHT_CLIP = 0.01
@@ -57,6 +59,20 @@ def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
             why=f"The learning rate reaches at most {reached:.0%} of its value, and the schedule "
             "never begins.",
             remedy="lower optimizer.warmup_steps; it counts optimizer steps, not train.steps",
+        )
+
+
+@rule("risk", "learning-rate")
+def learning_rate_of_full_training(setup: Setup) -> Iterator[Said]:
+    """Report a learning rate with which an adapter hardly changes."""
+    rank, rate = setup.config.adapter.rank, setup.config.optimizer.learning_rate
+    if rank and 0 < rate <= SLOW_ADAPTER:
+        yield Said(
+            ("optimizer.learning_rate", "adapter.rank"),
+            title=f"optimizer.learning_rate = {rate:g} hardly changes an adapter",
+            why="An adapter starts without any effect and has few weights, so it needs about ten "
+            "times the rate of full training or more.",
+            remedy="set optimizer.learning_rate = 1e-5 to 1e-4",
         )
 
 

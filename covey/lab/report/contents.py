@@ -25,7 +25,6 @@ from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline
 from covey.records.metric_registry import is_number
 from covey.records.records import Note
-from covey.records.reward_changes import logged_change
 from covey.records.rollout_index import Entry, RolloutIndex
 
 PANELS = MappingProxyType(
@@ -71,10 +70,6 @@ class RunReport:
     samples: Sequence[Mapping[str, Any]]
     """The last step's rollouts with the highest rewards, and then with the lowest rewards."""
     findings: Sequence[Finding]
-    reward_change: Sequence[str]
-    """Lines of text about how the reward differs from the previous run's reward; empty if both runs
-    have the same reward.
-    """
     command: str
     environment: str
     config: str
@@ -88,7 +83,6 @@ def run_report(run: RunFolder) -> RunReport:
     steps, evaluations = run.steps(notes.append), run.evaluations(notes.append)
     environment = run.environment(notes.append)
     sampled, samples = _samples(run, notes.append)
-    changed = logged_change(run)
     return RunReport(
         name=run.path.resolve().name,
         headline=headline(steps, evaluations),
@@ -99,7 +93,6 @@ def run_report(run: RunFolder) -> RunReport:
         sampled_step=sampled,
         samples=samples,
         findings=timeline(steps, settings_of(run)),
-        reward_change=[] if changed is None else changed.lines(),
         command=" ".join(environment.get("command", [])) or "not recorded",
         environment=json.dumps({k: v for k, v in environment.items() if k != "config"}, indent=2),
         config=_config(run, notes.append),

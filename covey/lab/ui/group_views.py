@@ -70,11 +70,14 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
 def summary(group: Sequence[Entry]) -> dict[str, Any]:
     """Return a group's row in the list of groups, with prompt, rewards and length."""
     rewards = [entry.reward for entry in group if entry.reward is not None]
-    # Plain sums are used for speed, because a step may have thousands of groups.
-    mean = sum(rewards) / len(rewards) if rewards else None
-    spread = None
-    if mean is not None:
-        spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    # Plain sums are used for speed, because a step may have thousands of groups. They are of
+    # differences from one reward, so that equal rewards have exactly this mean and no spread.
+    mean = spread = None
+    if rewards:
+        offsets = [reward - rewards[0] for reward in rewards]
+        offset = sum(offsets) / len(rewards)
+        mean = rewards[0] + offset
+        spread = math.sqrt(sum((each - offset) ** 2 for each in offsets) / len(rewards))
     return {
         "prompt_id": group[0].prompt_id,
         "prompt": group[0].prompt,
@@ -181,7 +184,7 @@ def rollout(site: Site, query: Query) -> dict[str, Any]:
         "target": cut(row["target"]),
         "ids": tokens,
         "texts": texts or [f"[{token}]" for token in tokens],
-        "trained": [True] * len(tokens) if trained is True else trained,
+        "trained": [trained] * len(tokens) if isinstance(trained, bool) else trained,
         "sampler_logp": logp,
         "missing": missing,
         "explain": {name: value for name, value in explained.items() if name != "result"},
@@ -205,7 +208,7 @@ def start_explain(site: Site, query: Query) -> dict[str, Any]:
 
 def _explain(path: str, step: int) -> dict[str, Any]:
     """Run `covey explain`, and map each line of the rollout file to the fields of its tokens."""
-    found = covey_json("explain", path, "--step", str(step))
+    found = covey_json("explain", path, "--step", str(step), "--seconds", "0")
     return {
         str(rollout["line"]): {
             name: [token.get(name) for token in rollout["tokens"]] for name in TOKEN_FIELDS

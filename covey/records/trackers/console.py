@@ -55,8 +55,10 @@ def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
     # A step without groups to train on has no KL.
     names = {"objective/kl_avg": "kl", "policy/approxkl_avg": "kl old"}
     kl = next((f"{label} {metrics[m]:.4f}" for m, label in names.items() if m in metrics), "no kl")
+    penalty = metrics.get("objective/parts/length_penalty")
+    of = "" if penalty is None else f" (length penalty {penalty:.3f})"
     return (
-        f"reward {metrics['objective/scores']:.3f}  "
+        f"reward {metrics['objective/scores']:.3f}{of}  "
         f"success {metrics['objective/success']:5.1%}  "
         f"length {metrics['rollout/lengths']:.0f}  "
         f"{kl}  "

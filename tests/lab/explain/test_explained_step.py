@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from covey.cli.main import run as command
+from covey.embedded import MODELS
 from covey.errors import RunError
 from covey.lab.explain.explained_step import explain_step
 from covey.lab.explain.recorded import policy_before, read_step
@@ -134,20 +136,69 @@ def test_rollouts_groups_and_the_step_add_up(explained) -> None:
     for rollout in explained.rollouts:
         assert rollout.gradient == pytest.approx(sum(abs(t.gradient) for t in rollout.tokens))
         assert rollout.push == pytest.approx(-sum(t.gradient for t in rollout.tokens))
-    assert sum(g.share for g in explained.groups) == pytest.approx(1)
+    assert sum(g.token_share for g in explained.groups) == pytest.approx(1)
     by_line = {a.line: a for a in explained.rollouts}
     for group in explained.groups:
         members = [by_line[line] for line in group.lines]
-        assert group.share == pytest.approx(sum(a.gradient for a in members) / whole)
+        assert group.token_share == pytest.approx(sum(a.gradient for a in members) / whole)
         assert group.zero_variance == (len({a.reward for a in members}) == 1)
     largest = sorted((a.gradient for a in explained.rollouts), reverse=True)
     assert (
-        sum(largest[: explained.half_gradient_from])
+        sum(largest[: explained.half_token_share_from])
         >= whole / 2
-        > sum(largest[: explained.half_gradient_from - 1])
+        > sum(largest[: explained.half_token_share_from - 1])
     )
     raised = -sum(min(0.0, t.gradient) for a in explained.rollouts for t in a.tokens)
-    assert explained.share_raised == pytest.approx(raised / whole)
+    assert explained.token_share_raised == pytest.approx(raised / whole)
+
+
+def test_projections_are_those_of_float64_gradients_of_the_formula(recorded_run: RunFolder) -> None:
+    """In the first optimizer step, all ratios are 1, and policy and reference are equal."""
+    recorded = read_step(recorded_run, 1)
+    explained = explain_step(policy_before(recorded_run, 1), recorded)
+    model = AutoModelForCausalLM.from_pretrained(MODELS["embedded"], dtype=torch.float64).eval()
+    rows = [row for row in explained.rollouts if row.update == 1]
+    assert len(rows) == 16
+    gradients = []
+    for row in rows:
+        rollout = recorded.rollouts[row.line - 1].rollout
+        prompt, tokens = rollout.prompt_tokens, rollout.tokens
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        logp = logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None])
+        loss = -row.recorded_advantage * logp.mean() / len(rows)
+        parts = torch.autograd.grad(loss, [*model.parameters()])
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    whole = torch.stack(gradients).sum(dim=0)
+    for row, gradient in zip(rows, gradients, strict=True):
+        expected = float(gradient @ whole / (whole @ whole)) / explained.updates
+        assert row.projection == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert any(row.projection < 0 for row in rows)  # some work against the step
+    for update in (1, 2):
+        parts = [row.projection for row in explained.rollouts if row.update == update]
+        assert sum(parts) == pytest.approx(1 / 2, abs=1e-5)
+    assert sum(group.projection for group in explained.groups) == pytest.approx(1, abs=1e-5)
+
+
+def test_projections_change_nothing_and_end_in_time(recorded_run: RunFolder) -> None:
+    recorded = read_step(recorded_run, 2)
+    told: list[str] = []
+    long = explain_step(policy_before(recorded_run, 2), recorded, 1000.0, told.append)
+    assert len(told) == 32
+    without = explain_step(policy_before(recorded_run, 2), recorded, 0.0)
+    assert without.metrics == long.metrics
+    assert {row.projection for row in without.rollouts} == {None}
+    assert without.half_gradient_from is None
+    short = explain_step(policy_before(recorded_run, 2), recorded, 1e-6)
+    assert short.half_gradient_from is None
+    assert short.metrics == long.metrics
+
+
+def test_the_projections_of_a_step_with_epochs_and_an_adapter_add_up(tmp_path: Path) -> None:
+    overrides = [word for setting in ELABORATE for word in ("--set", setting)]
+    assert command(["train", "arithmetic", "--run", str(tmp_path / "run"), *overrides]) == 0
+    run = RunFolder.open(tmp_path / "run")
+    explained = explain_step(policy_before(run, 2), read_step(run, 2))
+    assert sum(row.projection for row in explained.rollouts) == pytest.approx(1, abs=1e-4)
 
 
 def test_groups_are_separated_and_filtered_ones_are_not_trained(

@@ -124,6 +124,8 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "scoring": (["scoring.workers=3"], "idle", "scoring.workers = 3: no effect",
                 ["scoring.workers=3", "reward.name=code_tests"]),
     "no rate": (["optimizer.learning_rate=0"], "risk", "optimizer.learning_rate = 0: no weight changes", []),
+    "slow adapter": (["adapter.rank=8", "optimizer.learning_rate=1e-6"], "risk", "optimizer.learning_rate = 1e-06 hardly changes",
+                     ["adapter.rank=8", "optimizer.learning_rate=1e-5"]),
     "warm-up": (["optimizer.warmup_steps=400"], "risk", "optimizer.warmup_steps = 400 is longer than the run",
                 ["optimizer.warmup_steps=399"]),
     "cold": (["rollout.temperature=0.3"], "risk", "rollout.temperature = 0.3 makes the completions of a group equal",

@@ -80,13 +80,23 @@ def test_the_page_of_the_docs_has_our_script_and_our_numbers(made: ModuleType) -
         assert table["answers"][key]["algorithm"] == again["algorithm"]
         for row, mine in zip(table["answers"][key]["rows"], again["rows"], strict=True):
             assert row["clipped"] == mine["clipped"]
-            assert row["gradient"] == pytest.approx(mine["gradient"], rel=2e-3, abs=1e-6)
+            assert row["gradient"] == pytest.approx(mine["gradient"], rel=1e-5, abs=1e-8)
 
 
 def test_the_page_of_the_docs_works_offline(browser: Browser) -> None:
     browser.open((DOCS / "step-explorer.html").as_uri())
     browser.wait("document.querySelectorAll('.step-token').length === 33")
     browser.wait("document.querySelectorAll('.step-token.clipped').length > 0")
+    shown = "[...document.querySelectorAll('.step-row:not(.head)')].map((row) => row.innerText)"
+    browser.wait(f"{shown}.length === 6")
+    found = small_step(
+        {"algorithm": "grpo", "rewards": "1,0,0,1,0,0", "lengths": "4,8,6,5,7,3", "drift": "0.3"}
+    )
+    for text, row in zip(browser.run(shown), found["rows"], strict=True):
+        advantage, *ratios = [float(word) for word in text.split()]
+        assert advantage == (1.29 if row["reward"] else -0.645)
+        assert ratios == [float(f"{ratio:.3g}") for ratio in row["ratio"]]  # rounded once
+    assert browser.run("document.querySelectorAll('.token-legend li').length") == 4
     browser.run(
         "(() => { const s = document.querySelectorAll('select')[1]; s.value = '1,1,1,1,1,1'; s.dispatchEvent(new Event('change')); })()"
     )

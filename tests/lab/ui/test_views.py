@@ -199,6 +199,17 @@ def test_groups_are_sorted_and_filtered(tmp_path: Path) -> None:
     )
 
 
+def test_equal_rewards_have_exactly_their_mean_and_no_spread(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    prompt = run.rollouts(1)[0]
+    rows = [{**prompt, "sample": sample, "reward": 0.1} for sample in range(10)]
+    run.write_table("rollouts", 1, rows)
+    index = rollout_index(run.path / "rollouts/000001.jsonl")
+    index.update(10.0)
+    found = group_views.summary(index.entries)
+    assert (found["mean"], found["spread"]) == (0.1, 0.0)
+
+
 def test_runs_are_found_in_runs_and_comparisons_but_not_behind_links(tmp_path: Path) -> None:
     make_run(tmp_path / "runs/a")
     make_run(tmp_path / "comparisons/c/runs/grpo/seed-0")

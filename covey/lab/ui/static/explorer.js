@@ -6,6 +6,11 @@ const MOST = 16, LONGEST = 16;
 const CLIP = { low: "clipped at the low bound", high: "clipped at the high bound", dual: "clipped by the dual bound" };
 const WORDS = { clip_low: "Clip below 1 −", clip_high: "Clip above 1 +", beta: "KL coefficient β", drift: "Policy moved since sampling" };
 
+// An entry of the legend: a token with a bar, stripes or a ratio, and what it means.
+function sample(bar, text, kind = "", ratio = "") {
+  return el("li", {}, el("span", { class: `legend-token ${kind}`, "aria-hidden": "true" }, bar ? el("i", { class: bar, style: { height: "32%" } }) : null, el("small", { text: ratio })), el("span", { text }));
+}
+
 // `fixed` lists the choices of a page with precomputed results: name -> label and pairs.
 export class Explorer {
   constructor(compute = (query) => api("explore", query), fixed = null) {
@@ -16,7 +21,8 @@ export class Explorer {
     this.node = el("div", { class: "explorer" },
       el("p", { text: "One optimizer step on one group of completions. Change a reward, the clip range or the algorithm to see how the gradient of each token changes." }),
       this.controls, this.status, this.picture,
-      el("p", { class: "quiet", text: "The bar in a token shows how much the step makes it likelier (up, blue) or less likely (down, orange): minus the gradient of the loss with respect to its log-probability. A striped token is clipped." }));
+      el("ul", { class: "token-legend", "aria-label": "Legend" }, sample("up", "the step makes the token likelier"), sample("down", "the step makes it less likely"), sample("", "clipped", "clipped"), sample("", "ratio of the token's probabilities, now to sampling, as the algorithm uses it", "", "1.35")),
+      el("p", { class: "quiet", text: "The height of a bar is minus the gradient of the loss with respect to the token's log-probability, relative to the largest one in the picture." }));
     this.changed = debounce(() => this.ask(), 15);
   }
 
@@ -66,7 +72,8 @@ export class Explorer {
     const rows = this.answer.rows, most = Math.max(1e-12, ...rows.flatMap((row) => row.gradient.map(Math.abs)));
     const focus = document.activeElement?.dataset?.focus;
     fill(this.picture, el("div", { class: "step-row head" }, el("span", { text: "reward" }), el("span", { text: "advantage" }), el("span", { text: "tokens" })), rows.map((row, i) => {
-      const mean = row.advantage.reduce((a, b) => a + b, 0) / row.advantage.length;
+      const first = row.advantage[0]; // equal values have exactly this mean
+      const mean = first + row.advantage.reduce((sum, value) => sum + (value - first), 0) / row.advantage.length;
       const reward = el("input", { type: "number", min: 0, max: 1, step: 0.1, value: row.reward, disabled: Boolean(this.fixed), "aria-label": `Reward of completion ${i + 1}`, "data-focus": `r${i}`, on: { input: (event) => { if (event.target.value === "") return; this.asked.rewards[i] = Number(event.target.value); this.changed(); } } });
       const length = (turn) => { this.asked.lengths[i] = Math.min(LONGEST, Math.max(1, this.asked.lengths[i] + turn)); this.changed(); };
       return el("div", { class: "step-row" }, el("span", { class: "reward" }, reward),
@@ -81,6 +88,6 @@ export class Explorer {
     const size = Math.round(38 * (Math.abs(slope) / most)), up = slope < 0, clip = CLIP[row.clipped[t]];
     const told = `token ${t + 1}: ratio ${number(row.ratio[t], 3)}, advantage ${number(row.advantage[t], 3)}, gradient ${number(slope, 3)}${clip ? `, ${clip}` : ""}`;
     return el("span", { class: clip ? "step-token clipped" : "step-token", title: told, role: "img", "aria-label": told, "data-gradient": slope },
-      el("i", { class: up ? "up" : "down", style: { height: `${size}%` } }), el("small", { text: number(row.ratio[t], 2) }));
+      el("i", { class: up ? "up" : "down", style: { height: `${size}%` } }), el("small", { text: number(row.ratio[t], 3) }));
   }
 }

@@ -27,8 +27,8 @@ export class Health {
     if (this.node.isConnected && [...this.boxes.keys()].some((id) => !this.stamps.has(id))) { clearTimeout(this.timer); this.timer = setTimeout(() => this.update(), 400); }
   }
 
-  findings({ findings, step }) {
-    if (!findings.length) return el("p", { class: "correct", text: `Nothing is wrong up to step ${step}.` });
+  findings({ findings, step, early }) {
+    if (!findings.length) return early ? el("p", { class: "quiet", text: `Too early to say whether something is wrong, at step ${step}.` }) : el("p", { class: "correct", text: `Nothing is wrong up to step ${step}.` });
     const rows = findings.map((finding) => {
       const until = finding.until ?? step, first = 100 * (finding.since / step), width = Math.max(0.7, 100 * ((until - finding.since) / step));
       const bar = el("div", { class: "track" }, el("div", { class: finding.problem ? "bar problem" : "bar", style: { left: `${Math.min(99, first)}%`, width: `${Math.min(width, 100 - Math.min(99, first))}%` } }));
