@@ -12,9 +12,10 @@ from covey.config import Config
 from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory, make_factory, make_host
-from covey.environments.calls import CALL_FORMATS
+from covey.environments.calls import CALL_FORMATS, format_in
 from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
+from covey.models.conversation import Conversations
 from covey.models.language_model import LanguageModel
 from covey.objective import Objective
 from covey.reference import Reference
@@ -283,12 +284,19 @@ def interaction_of(
             f"config: environment.max_tokens = {section.max_tokens} (for a whole conversation) "
             f"must be more than rollout.max_tokens = {config.rollout.max_tokens} (for one turn)"
         )
-    name = section.call_format if section.call_format != "auto" else call_format_of(model)
+    given = section.call_format
+    name, refusal = call_format_of(model) if given == "auto" else (given, "")
     form = CALL_FORMATS[name]
     stops: list[str] = []
-    if not section.parallel_calls or name == "tags":
+    if name == "tags" or not (section.parallel_calls or form.one_per_turn):
         tools = getattr(factory(), "tools", None) if name == "tags" else None
-        stops = form.stops(list(tools()) if callable(tools) else [])
+        stops = form.stops(tools() if callable(tools) else {})
+        if not stops and name != "tags":
+            raise ConfigError(
+                f"config: environment.parallel_calls = false does not work with the tool-call "
+                f"format {name}, whose calls have no end of their own; set "
+                "environment.parallel_calls = true"
+            )
     return Interaction(
         host=make_host(
             section.name,
@@ -302,6 +310,7 @@ def interaction_of(
         max_turns=section.max_turns,
         max_calls=section.max_calls,
         max_tokens=section.max_tokens,
+        refusal=refusal,
     )
 
 
@@ -313,9 +322,22 @@ def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
     return replace(sampling, stop_strings=tuple(stops))
 
 
-def call_format_of(model: LanguageModel) -> str:
-    """Return the tool-call format that the chat template describes; the default is hermes."""
+def call_format_of(model: LanguageModel) -> tuple[str, str]:
+    """Return the tool-call format that the chat template describes, and why tools are refused.
+
+    A template that does not support tools gets Covey's own description, whose format is hermes. A
+    template that describes tools in a format that Covey cannot read refuses tools.
+    """
     renderer = model.renderer
-    template = renderer.tokenizer.get_chat_template() if renderer and renderer.chat else ""
-    is_llama = "<tool_call>" not in template and "ipython" in template
-    return "llama3" if is_llama else "hermes"
+    if renderer is None or not renderer.chat:
+        return "hermes", ""
+    if found := format_in(renderer.tokenizer.get_chat_template()):
+        return found, ""
+    if not Conversations(renderer=renderer, instruction="").takes_tools:
+        return "hermes", ""
+    return "hermes", (
+        "config: environment.call_format = 'auto': the model's chat template describes tools, but "
+        "in none of the tool-call formats that Covey reads; set environment.call_format to the "
+        f"format that the model writes ({', '.join(CALL_FORMATS)}), or set model.template to "
+        "'plain'"
+    )
