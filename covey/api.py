@@ -111,7 +111,7 @@ def load_config(source: Source = None, **overrides: Any) -> Config:
         settings = {str(key): plain_value(str(key), value) for key, value in source.items()}
     else:
         settings = {} if source is None else read_settings(str(source))
-    return parse_config(overridden(settings, _settings(overrides)))
+    return parse_config(overridden(settings, _settings(overrides), notices.notice))
 
 
 def _settings(overrides: Mapping[str, Any]) -> list[str]:

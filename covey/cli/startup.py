@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,7 +132,7 @@ def loaded(source: str | None, overrides: Iterable[str] = (), *, smoke: bool = F
     stderr.
     """
     if not smoke:
-        return load_config(source, overrides)
+        return load_config(source, overrides, partial(echo, err=True))
     config, notes = load_smoke(source, overrides)
     for note in notes:
         echo(note, err=True)

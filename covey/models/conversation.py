@@ -159,7 +159,9 @@ class Conversations:
         ]
         if not self.renderer.chat:
             return self.renderer.text(inert)
-        shown = inert if not tools or self.takes_tools else self._with_instruction(inert, tools)
+        shown: Sequence[Message] = (
+            inert if not tools or self.takes_tools else self._with_instruction(inert, tools)
+        )
         if self._result_role:
             shown = self._native(shown, self._result_role)
         elif not self._takes_results:
