@@ -175,12 +175,13 @@ def _drop_others(
 
 def _section_at(path: list[str]) -> type[BaseModel] | None:
     """Return the section with a dotted path; None if the path leads into a table of options."""
-    section: Any = Config
+    section: type[BaseModel] = Config
     for part in path:
         field = section.model_fields.get(part)
-        section = field and field.annotation
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return None
+        section = inner
     return section
 
 

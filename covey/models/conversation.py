@@ -261,7 +261,7 @@ class Conversations:
         if not self.apart or not self.renderer.chat:
             return ""
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-        talk = [
+        talk: list[Message] = [
             {"role": "user", "content": "1"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": PROBE},

@@ -14,14 +14,12 @@ from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory, make_factory, make_host
 from covey.environments.calls import CALL_FORMATS, format_in
 from covey.environments.registry import NONE
-from covey.errors import ConfigError, DataError
 from covey.models.conversation import Conversations
 from covey.models.language_model import LanguageModel
 from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.user import check_columns
 from covey.rollout.episode import Interaction
 from covey.rollout.privileged import Privileged, privileged_of
 from covey.scoring import Scorer
@@ -34,11 +32,9 @@ from covey.training.make_engine import check_engine, make_engine
 from covey.training.models import load_frozen, load_model, policy_of, with_path
 from covey.training.parallel.join import check_alike
 from covey.training.policy import Policy
-from covey.training.preferences import read_pairs
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.ray_actors import ray_reference
 from covey.training.resolve import (
-    held_out_of,
     objective_of,
     old_logp_from_sampler,
     over_epochs,
@@ -48,6 +44,7 @@ from covey.training.resolve import (
 )
 from covey.training.schedule import schedule_of
 from covey.training.scorers import scorers_of
+from covey.training.start_checks import check_calls, check_start, checked_prompts
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
 from covey.world import ALONE, World
@@ -124,16 +121,15 @@ def assemble(
     environment: Factory | None = None,
 ) -> Parts:
     """Build all components of an RL run; `reward`, `task` and `environment` override `config`."""
+    check_start(config, world.size)
     check_engine(config)
     task = task_of(config) if task is None else task
-    train_prompts, held_out = _prompts(config, task)
-    objective = objective_of(config)
     reward = reward_of(config) if reward is None else reward
-    for prompt in (held_out if config.preferences.file else train_prompts)[:1]:
-        check_columns(reward, prompt)
+    train_prompts, held_out = checked_prompts(config, task, reward)
+    objective = objective_of(config)
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
-        _check_ranks(config, world, model, train_prompts, held_out)
+        _check_ranks(world, model, train_prompts, held_out)
     train_prompts, notes = fitting_prompts(config, model, train_prompts, "training")
     held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
     config = over_epochs(config, len(train_prompts))
@@ -163,25 +159,8 @@ def assemble(
     )
 
 
-def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Return the training and held-out prompts; raise DataError if a split is empty."""
-    file = config.preferences.file
-    train_prompts = read_pairs(file) if file else task.train()
-    held_out = held_out_of(config, task, needed=config.evaluate.every > 0)
-    if not train_prompts:
-        raise DataError(f"task: {task.name} has no training prompts")
-    return train_prompts, held_out
-
-
-def _check_ranks(
-    config: Config, world: World, model: LanguageModel, *prompts: Sequence[Prompt]
-) -> None:
-    """Raise ConfigError if ranks differ in weights or data, or if a setting needs a single rank."""
-    if config.overlap.staleness and config.overlap.mode == "copy":
-        raise ConfigError(
-            "config: overlap.mode = 'copy' works only on one rank; set overlap.mode = 'ahead' or "
-            "overlap.staleness = 0"
-        )
+def _check_ranks(world: World, model: LanguageModel, *prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError if ranks differ in weights or data."""
     ids = hashlib.sha256(repr([sampled_ids(some) for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
     check_alike(world, "weights or data", f"{ids} {size!r}")
@@ -279,24 +258,14 @@ def interaction_of(
         if section.name == NONE:
             return None
         factory = make_factory(section.name, section.options)
-    if section.max_tokens <= config.rollout.max_tokens:
-        raise ConfigError(
-            f"config: environment.max_tokens = {section.max_tokens} (for a whole conversation) "
-            f"must be more than rollout.max_tokens = {config.rollout.max_tokens} (for one turn)"
-        )
     given = section.call_format
     name, refusal = call_format_of(model) if given == "auto" else (given, "")
+    check_calls(config, name)
     form = CALL_FORMATS[name]
     stops: list[str] = []
     if name == "tags" or not (section.parallel_calls or form.one_per_turn):
         tools = getattr(factory(), "tools", None) if name == "tags" else None
         stops = form.stops(tools() if callable(tools) else {})
-        if not stops and name != "tags":
-            raise ConfigError(
-                f"config: environment.parallel_calls = false does not work with the tool-call "
-                f"format {name}, whose calls have no end of their own; set "
-                "environment.parallel_calls = true"
-            )
     return Interaction(
         host=make_host(
             section.name,

@@ -41,6 +41,7 @@ from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import Budget, Schedule, sft_schedule
 from covey.training.scorers import scorers_of
 from covey.training.sft_data import Solutions, encode_example, solutions_of
+from covey.training.start_checks import check_start
 from covey.training.state import State
 from covey.training.step import Learner, StepSettings, backward_passes
 from covey.types import Batch, Group, Prompt, Rollout
@@ -79,6 +80,7 @@ class SftParts(Components):
 
 def build_sft(config: Config, world: World = ALONE) -> SftParts:
     """Build the components of an SFT run from a resolved configuration."""
+    check_start(config, world.size, sft=True)
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
     model = load_model(config, world.device(config.model.device))

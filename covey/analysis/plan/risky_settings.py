@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from covey.analysis.plan.equivalence import active_penalty
 from covey.analysis.plan.finding import Said, Setup, rule
 from covey.analysis.plan.task_facts import TaskFacts
+from covey.errors import ConfigError
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
 from covey.scoring.baselines import REMEDY
@@ -256,7 +257,10 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
     facts, rollout = setup.facts, setup.config.rollout
     if facts.context is None:
         return
-    limit = longest_prompt(setup.config, facts.context)
+    try:
+        limit = longest_prompt(setup.config, facts.context)
+    except ConfigError:  # no prompt fits, so the run cannot start
+        return
     lengths = facts.long_prompts or facts.prompt_tokens
     count = sum(length > limit for length in lengths)
     if not count:
