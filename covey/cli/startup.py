@@ -62,7 +62,7 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Allow settings such as reward.name=MODULE:FUNCTION to import this Python module or "
+        help="Allow settings such as reward.name=MODULE:NAME to import this Python module or "
         "package. Imported code runs with your permissions.",
     ),
 ]
