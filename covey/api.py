@@ -19,6 +19,7 @@ from covey import notices
 from covey.config import Config, parse_config, plain_value, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
+from covey.evaluation.items import PART
 from covey.notebook import html_table, short_repr
 from covey.run.best import best_checkpoint
 from covey.run.estimate_text import estimate_text
@@ -83,11 +84,15 @@ class TrainResult:
         """Return the values that a notebook shows; the metrics and the model are not among them."""
         found: dict[str, object] = {"folder": str(self.folder), "step": self.step}
         last = self.metrics[-1] if self.metrics else {}
-        for name, key in (("reward", "objective/scores"), ("success", "objective/success")):
+        for name, key in (
+            ("last_reward", "objective/scores"),
+            ("last_success", "objective/success"),
+        ):
             if isinstance(last.get(key), int | float):
                 found[name] = f"{last[key]:.3f}"
         for name, cell in (self.evaluation or {}).items():
-            if isinstance(cell, Mapping) and {"value", "low", "high"} <= cell.keys():
+            shown = isinstance(cell, Mapping) and {"value", "low", "high"} <= cell.keys()
+            if shown and not name.startswith(PART):
                 found[name] = estimate_text(name, cell)
         found |= {"interrupted": self.interrupted}
         found |= {} if self.stopped is None else {"stopped": self.stopped}

@@ -64,7 +64,7 @@ def test_a_result_is_short_and_escaped(made: Any) -> None:
 
 def test_a_result_shows_its_numbers() -> None:
     assert repr(train_result(best=Path("b"))).startswith("TrainResult(folder=")
-    for shown in ("step=6", "reward=0.500", "25.0", "best=b"):
+    for shown in ("step=6", "last_reward=0.500", "25.0", "best=b"):
         assert shown in repr(train_result(best=Path("b")))
     assert "prompts=40" in repr(evaluation())
     assert "<th>greedy</th>" in evaluation()._repr_html_()

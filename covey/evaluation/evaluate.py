@@ -9,7 +9,7 @@ from typing import Any
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
-from covey.evaluation.items import Item, ItemCompletion, estimates, is_graded
+from covey.evaluation.items import PART, Item, ItemCompletion, estimates, is_graded
 from covey.notebook import html_table, short_repr
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
@@ -64,7 +64,11 @@ class Evaluation:
 
     def _summary(self) -> dict[str, object]:
         """Return the values that a notebook shows; the completions are not among them."""
-        estimated = {n: estimate_text(n, each.row()) for n, each in self.estimates.items()}
+        estimated = {
+            name: estimate_text(name, each.row())
+            for name, each in self.estimates.items()
+            if not name.startswith(PART)
+        }
         found: dict[str, object] = {"prompts": self.prompts, **estimated}
         found |= {"mean_tokens": f"{self.mean_tokens:.1f}", "unscored": self.unscored}
         best = self.best_constant
