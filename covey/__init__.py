@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from covey._version import __version__
+from covey.supported import problem
 
 if TYPE_CHECKING:
     from covey import functional
@@ -74,6 +75,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if (why := problem()) and name in __all__:
+        raise ImportError(why)
     if name == "functional":
         return importlib.import_module("covey.functional")
     if name not in _PLACES:

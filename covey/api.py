@@ -19,7 +19,10 @@ from covey import notices
 from covey.config import Config, parse_config, plain_value, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
+from covey.evaluation.items import PART
+from covey.notebook import html_table, short_repr
 from covey.records.best import best_checkpoint
+from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder, check_new_run
 from covey.records.trackers import Tracker
 from covey.screen import Screen
@@ -48,7 +51,7 @@ Callback = Callable[[Mapping[str, Any]], str | None]
 string."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainResult:
     """The result of a training run."""
 
@@ -71,8 +74,32 @@ class TrainResult:
     best: Path | None = None
     """The checkpoint with the best value of the metric in `save.best`."""
 
+    def __repr__(self) -> str:
+        return short_repr("TrainResult", self._summary())
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def _repr_html_(self) -> str:
+        return html_table("TrainResult", self._summary())
+
+    def _summary(self) -> dict[str, object]:
+        """Return the values that a notebook shows; the metrics and the model are not among them."""
+        found: dict[str, object] = {"folder": str(self.folder), "step": self.step}
+        last = self.metrics[-1] if self.metrics else {}
+        for name, key in (
+            ("last_reward", "objective/scores"),
+            ("last_success", "objective/success"),
+        ):
+            if isinstance(last.get(key), int | float):
+                found[name] = f"{last[key]:.3f}"
+        for name, cell in (self.evaluation or {}).items():
+            shown = isinstance(cell, Mapping) and {"value", "low", "high"} <= cell.keys()
+            if shown and not name.startswith(PART):
+                found[name] = estimate_text(name, cell)
+        found |= {"interrupted": self.interrupted}
+        found |= {} if self.stopped is None else {"stopped": self.stopped}
+        return found | ({} if self.best is None else {"best": str(self.best)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CompareResult:
     """The result of a comparison."""
 
@@ -86,6 +113,22 @@ class CompareResult:
         """The failed runs, such as `grpo seed 0: killed`; the report does not compare them."""
         runs = [run for run in self.report["runs"] if run["state"] == "failed"]
         return [f"{run['arm']} seed {run['seed']}: {run['error']}" for run in runs]
+
+    def __repr__(self) -> str:
+        return short_repr("CompareResult", self._summary())
+
+    def _repr_html_(self) -> str:
+        return html_table("CompareResult", self._summary())
+
+    def _summary(self) -> dict[str, object]:
+        runs = self.report["runs"]
+        arms = dict.fromkeys(str(run["arm"]) for run in runs)
+        return {
+            "folder": str(self.folder),
+            "arms": ", ".join(arms),
+            "runs": len(runs),
+            "failed": len(self.failed),
+        }
 
 
 class _Callbacks(Tracker):
@@ -111,7 +154,7 @@ def load_config(source: Source = None, **overrides: Any) -> Config:
         settings = {str(key): plain_value(str(key), value) for key, value in source.items()}
     else:
         settings = {} if source is None else read_settings(str(source))
-    return parse_config(overridden(settings, _settings(overrides)))
+    return parse_config(overridden(settings, _settings(overrides), notices.notice))
 
 
 def _settings(overrides: Mapping[str, Any]) -> list[str]:

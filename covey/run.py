@@ -20,10 +20,11 @@ from covey.config import Config
 from covey.config.schema import Adapter, Train
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory, make_factory, make_host
-from covey.environments.calls import CALL_FORMATS
+from covey.environments.calls import CALL_FORMATS, format_in
 from covey.environments.registry import NONE
-from covey.errors import ConfigError, DataError, RunError
+from covey.errors import RunError
 from covey.evaluation.evaluate import Evaluation, evaluate
+from covey.models.conversation import Conversations
 from covey.models.language_model import LanguageModel
 from covey.objective import Objective
 from covey.parallel.join import check_alike
@@ -32,7 +33,6 @@ from covey.policy.checkpoint import STATE_FILE, load_policy, save_policy, save_s
 from covey.policy.critic import Critic, critic_of
 from covey.policy.models import load_frozen, load_model, policy_of, with_path
 from covey.policy.policy import Policy
-from covey.policy.preferences import read_pairs
 from covey.policy.schedule import Budget, Used, schedule_of
 from covey.records.best import best_step
 from covey.records.folder import RunFolder
@@ -42,7 +42,6 @@ from covey.records.trackers import Tracker
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_self_teacher, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.user import check_columns
 from covey.rollout.collect import Collector, StepRollouts
 from covey.rollout.episode import Interaction
 from covey.rollout.privileged import Privileged, privileged_of
@@ -58,7 +57,6 @@ from covey.training.make_engine import check_engine, make_engine
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.ray_actors import ray_reference
 from covey.training.resolve import (
-    held_out_of,
     objective_of,
     old_logp_from_sampler,
     over_epochs,
@@ -68,6 +66,7 @@ from covey.training.resolve import (
 )
 from covey.training.scorers import scorers_of
 from covey.training.sft_data import Solutions
+from covey.training.start_checks import check_calls, check_start, checked_prompts
 from covey.types import Group, Prompt
 
 COUNTERS = ("step", "episode", "tokens", "beta", "beta_setting", "evaluation_due")
@@ -224,20 +223,15 @@ class Run:
         environment: Factory | None = None,
     ) -> Run:
         """Build an RL run; `reward`, `task` and `environment` override the configuration."""
+        check_start(config, world.size)
         check_engine(config)
         task = task_of(config) if task is None else task
-        pairs = config.preferences.file
-        prompts = read_pairs(pairs) if pairs else task.train()
-        held_out = held_out_of(config, task, needed=config.evaluate.every > 0)
-        if not prompts:
-            raise DataError(f"task: {task.name} has no training prompts")
-        objective = objective_of(config)
         reward = reward_of(config) if reward is None else reward
-        for prompt in (held_out if pairs else prompts)[:1]:
-            check_columns(reward, prompt)
+        prompts, held_out = checked_prompts(config, task, reward)
+        objective = objective_of(config)
         model = load_model(config, world.device(config.model.device))
         if world.size > 1:
-            _check_ranks(config, world, model, prompts, held_out)
+            _check_ranks(world, model, prompts, held_out)
         prompts, notes = fitting_prompts(config, model, prompts, "training")
         held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
         config = over_epochs(config, len(prompts))
@@ -417,15 +411,8 @@ class Run:
             self.interaction.host.close()
 
 
-def _check_ranks(
-    config: Config, world: World, model: LanguageModel, *prompts: Sequence[Prompt]
-) -> None:
-    """Raise ConfigError if ranks differ in weights or data, or if a setting needs a single rank."""
-    if config.overlap.staleness and config.overlap.mode == "copy":
-        raise ConfigError(
-            "config: overlap.mode = 'copy' works only on one rank; set overlap.mode = 'ahead' or "
-            "overlap.staleness = 0"
-        )
+def _check_ranks(world: World, model: LanguageModel, *prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError if ranks differ in weights or data."""
     ids = hashlib.sha256(repr([sampled_ids(some) for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
     check_alike(world, "weights or data", f"{ids} {size!r}")
@@ -499,17 +486,14 @@ def interaction_of(
         if section.name == NONE:
             return None
         factory = make_factory(section.name, section.options)
-    if section.max_tokens <= config.rollout.max_tokens:
-        raise ConfigError(
-            f"config: environment.max_tokens = {section.max_tokens} (for a whole conversation) "
-            f"must be more than rollout.max_tokens = {config.rollout.max_tokens} (for one turn)"
-        )
-    name = section.call_format if section.call_format != "auto" else call_format_of(model)
+    given = section.call_format
+    name, refusal = call_format_of(model) if given == "auto" else (given, "")
+    check_calls(config, name)
     form = CALL_FORMATS[name]
     stops: list[str] = []
-    if not section.parallel_calls or name == "tags":
+    if name == "tags" or not (section.parallel_calls or form.one_per_turn):
         tools = getattr(factory(), "tools", None) if name == "tags" else None
-        stops = form.stops(list(tools()) if callable(tools) else [])
+        stops = form.stops(tools() if callable(tools) else {})
     return Interaction(
         host=make_host(
             section.name,
@@ -523,6 +507,7 @@ def interaction_of(
         max_turns=section.max_turns,
         max_calls=section.max_calls,
         max_tokens=section.max_tokens,
+        refusal=refusal,
     )
 
 
@@ -534,9 +519,22 @@ def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
     return replace(sampling, stop_strings=tuple(stops))
 
 
-def call_format_of(model: LanguageModel) -> str:
-    """Return the tool-call format that the chat template describes; the default is hermes."""
+def call_format_of(model: LanguageModel) -> tuple[str, str]:
+    """Return the tool-call format that the chat template describes, and why tools are refused.
+
+    A template that does not support tools gets Covey's own description, whose format is hermes. A
+    template that describes tools in a format that Covey cannot read refuses tools.
+    """
     renderer = model.renderer
-    template = renderer.tokenizer.get_chat_template() if renderer and renderer.chat else ""
-    is_llama = "<tool_call>" not in template and "ipython" in template
-    return "llama3" if is_llama else "hermes"
+    if renderer is None or not renderer.chat:
+        return "hermes", ""
+    if found := format_in(renderer.tokenizer.get_chat_template()):
+        return found, ""
+    if not Conversations(renderer=renderer, instruction="").takes_tools:
+        return "hermes", ""
+    return "hermes", (
+        "config: environment.call_format = 'auto': the model's chat template describes tools, but "
+        "in none of the tool-call formats that Covey reads; set environment.call_format to the "
+        f"format that the model writes ({', '.join(CALL_FORMATS)}), or set model.template to "
+        "'plain'"
+    )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +20,8 @@ from covey.escape import printable
 
 UNLIMITED = 100_000
 """A console width, in characters, that is larger than the width of any table."""
+COMMAND = re.compile(r"(?:^|: |  )covey [a-z]")
+"""Matches a line that shows a command of Covey."""
 LEAST_WIDTH = 120
 """Minimum width, in characters, of a console that must not cut off the numbers in tables."""
 
@@ -30,8 +36,14 @@ class Screen(Console):
         super().__init__(emoji=False, markup=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print objects, with the control characters in strings escaped."""
-        super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **options)
+        """Print objects, with the control characters in strings escaped.
+
+        On a terminal, text that rich would not wrap (`soft_wrap`) is wrapped at spaces.
+        """
+        soft = self.is_terminal and options.get("soft_wrap", self.soft_wrap)
+        width = self.width if soft else UNLIMITED
+        shown = (wrapped(printable(o), width) if isinstance(o, str) else o for o in objects)
+        super().print(*shown, **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -92,5 +104,28 @@ def cell(text: object) -> Text:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print a line of plain text, without style."""
-    typer.echo(printable(text), err=err)
+    """Print a line of plain text, without style; notes on a terminal are wrapped at spaces."""
+    on_terminal = err and sys.stderr.isatty()
+    width = shutil.get_terminal_size().columns if on_terminal else UNLIMITED
+    typer.echo(wrapped(printable(text), width), err=err)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return a text whose lines are wrapped at spaces, for a terminal that would split words.
+
+    Words longer than a line stay whole, and so do lines that end in a command, which a user copies.
+
+    >>> wrapped("one two three", 8)
+    'one two\\nthree'
+    """
+    return "\n".join(
+        line if len(line) <= width or COMMAND.search(line) else _wrapped(line, width)
+        for line in text.split("\n")
+    )
+
+
+def _wrapped(line: str, width: int) -> str:
+    rows = textwrap.wrap(
+        line, width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
+    return "\n".join(rows)

@@ -35,6 +35,7 @@ from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.scorers import scorers_of
 from covey.training.sft_data import Solutions, encode_example, solutions_of
+from covey.training.start_checks import check_start
 from covey.types import Batch, Group, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def build_sft(config: Config, world: World = ALONE) -> Run:
     """Build an SFT run from a resolved configuration."""
     from covey.run import Run
 
+    check_start(config, world.size, sft=True)
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
     model = load_model(config, world.device(config.model.device))

@@ -37,8 +37,8 @@ Arms = Annotated[
     typer.Option(
         "--arm",
         metavar="'NAME: KEY=VALUE, ...'",
-        help="Add an arm with this name and these settings, such as 'frozen: "
-        "optimizer.learning_rate=0'. The arm 'again: seed+=1000' has other seeds.",
+        help="Add an arm with this name and these settings, such as 'wide: "
+        "rollout.group_size=16'. The arm 'again: seed+=1000' has other seeds.",
     ),
 ]
 Seeds = Annotated[

@@ -39,6 +39,7 @@ INTERRUPTED = 130
 """The exit code of a command that Ctrl-C has interrupted."""
 
 app = typer.Typer(
+    rich_markup_mode=None,
     name="covey",
     help="Group-relative reinforcement learning for language models.",
     no_args_is_help=True,

@@ -76,7 +76,8 @@ def plan_command(
     """Describe a planned run, estimate its memory, and list settings that have no effect.
 
     The command estimates memory from the model's configuration and tokenizer. With --measure, it
-    loads the weights, trains a few steps, and forecasts the time.
+    loads the weights, trains a few steps, and forecasts the time. If the run
+    cannot start, the command says why, and its exit code is 2.
     """
     from covey.lab.plan.task_facts import measuring
 
@@ -100,14 +101,21 @@ def plan_command(
             return show_time(config, as_json)
         plan = summarize(config, facts)
         say(f"measuring {config.model.path}")
+        stopping = _obstacles(config, facts, ranks, here=gpu is None)
         memory, problem, fits = _memory(config, facts, gpu, ranks)
         found = [*fits, *findings(config, facts)]
     if as_json:
-        return typer.echo(json.dumps(_data(plan, facts, memory, problem, found)))
-    console = Screen()
-    console.print(plan.paragraph(), "", sep="\n")
-    _show_obstacles(config, facts, console)
-    _show_memory(memory.text() if memory else f"memory: unknown, {problem}", found, console)
+        data = _data(plan, facts, memory, problem, found)
+        typer.echo(json.dumps({**data, "cannot_start": stopping}))
+    else:
+        console = Screen()
+        console.print(plan.paragraph(), "", sep="\n")
+        for why in stopping:
+            console.print(f"cannot start: {why}\n", soft_wrap=True)
+        memory_text = memory.text() if memory else f"memory: unknown, {problem}"
+        _show_memory(memory_text, found, console, starts=not stopping)
+    if stopping:
+        raise typer.Exit(2)
 
 
 def _data(
@@ -128,24 +136,20 @@ def _data(
     }
 
 
-def _show_obstacles(config: Config, facts: TaskFacts, console: Console) -> None:
-    """Print the reason why the run cannot start, such as an unreadable task or a missing
-    package."""
-    from covey.cluster.ray_client import check_ray
-    from covey.engines.vllm.check import check_vllm
-    from covey.models.four_bit import check_four_bit
+def _obstacles(config: Config, facts: TaskFacts, ranks: int, *, here: bool) -> list[str]:
+    """Return the errors with which the run would refuse to start."""
+    from covey.training.prompt_limit import longest_prompt
+    from covey.training.start_checks import obstacles
 
-    if facts.unreadable:
-        console.print(f"cannot start: {facts.unreadable}\n", soft_wrap=True)
-    try:
-        if config.engine.kind == "vllm":
-            check_vllm(config)
-        if config.cluster.address:
-            check_ray()
-        if config.adapter.load_in_4bit:
-            check_four_bit()
-    except CoveyError as error:
-        console.print(f"cannot start: {error}\n", soft_wrap=True)
+    trainers = config.cluster.trainers if config.cluster.address else 0
+    found = obstacles(config, max(ranks, trainers), here=here)
+    found += [facts.unreadable] * bool(facts.unreadable)
+    if facts.context is not None:
+        try:
+            longest_prompt(config, facts.context)
+        except CoveyError as error:
+            found.append(str(error))
+    return found
 
 
 def _memory(
@@ -166,10 +170,10 @@ def _memory(
         return None, str(error), []
 
 
-def _show_memory(memory: str, found: list[Finding], console: Console) -> None:
+def _show_memory(memory: str, found: list[Finding], console: Console, *, starts: bool) -> None:
     """Print how much memory a run needs, and then notes about useless or risky settings."""
     console.print(memory, soft_wrap=True)
-    if not found:
+    if starts and not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")
     for finding in found:
         console.print(f"\n{HEADINGS[finding.kind]}: {finding.title}", style="bold")

@@ -12,6 +12,7 @@ from covey.errors import ConfigError, reason
 from covey.screen import echo
 
 app = typer.Typer(
+    rich_markup_mode=None,
     help="Convert the options of another library's training script to a Covey configuration.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},

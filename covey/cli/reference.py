@@ -18,7 +18,9 @@ from covey.screen import echo
 if TYPE_CHECKING:
     from covey.reference.server import ServerSettings
 
-app = typer.Typer(help="Serve a reference model to runs on this or other machines.")
+app = typer.Typer(
+    rich_markup_mode=None, help="Serve a reference model to runs on this or other machines."
+)
 
 Connections = Annotated[
     int,

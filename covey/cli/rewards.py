@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from covey.scoring import Scorer
 
 app = typer.Typer(
+    rich_markup_mode=None,
     help="List rewards, score a file of completions, or test a reward.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -58,6 +58,7 @@ class _Runs(TyperGroup):
 
 
 app = typer.Typer(
+    rich_markup_mode=None,
     cls=_Runs,
     help="List runs, or show one run, check its health, verify its records, or write its report. "
     "`covey runs RUN` is short for `covey runs show RUN`.",

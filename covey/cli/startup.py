@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,7 +62,7 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Allow settings such as reward.name=MODULE:FUNCTION to import this Python module or "
+        help="Allow settings such as reward.name=MODULE:NAME to import this Python module or "
         "package. Imported code runs with your permissions.",
     ),
 ]
@@ -124,14 +125,20 @@ def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
     return None
 
 
-def loaded(source: str | None, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
+def loaded(
+    source: str | None,
+    overrides: Iterable[str] = (),
+    *,
+    smoke: bool = False,
+    say: Say | None = None,
+) -> Config:
     """Load a configuration.
 
     With `smoke`, shrink the configuration to a quick test, and print the changed settings on
-    stderr.
+    stderr. `say` gets a line about settings that an override drops; by default, it is printed.
     """
     if not smoke:
-        return load_config(source, overrides)
+        return load_config(source, overrides, say or partial(echo, err=True))
     config, notes = load_smoke(source, overrides)
     for note in notes:
         echo(note, err=True)
@@ -151,13 +158,17 @@ def resolved(
     If `model` is true, check the model path before torch is imported. If `imports` is false, do not
     import the user's own modules, and do not check the options of the user's functions.
     """
-    config = loaded(source, overrides, smoke=smoke)
+    dropped: list[str] = []
+    config = loaded(source, overrides, smoke=smoke, say=dropped.append)
     if model:
         check_model_path(config.model.path)
 
     from covey.training.resolve import resolve
 
-    return resolve(config, imports=imports)
+    config = resolve(config, imports=imports)
+    for line in dropped:  # a name that does not exist is the only thing to say
+        echo(line, err=True)
+    return config
 
 
 def check_out(path: Path | None) -> None:

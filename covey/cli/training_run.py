@@ -64,7 +64,7 @@ def train_run(
     `arguments`. `source` is the configuration file or recipe of a new run. If `source` is None,
     print the most important defaults. `not_own` contains the settings that --smoke changed.
     """
-    _start_ranks(config, arguments)
+    _start_ranks(config, arguments, sft=sft)
     from covey.lab.start_notes import console_with_notes
     from covey.loop import train
     from covey.run import Run
@@ -121,13 +121,15 @@ def resume_run(
     train_run(config, folder, arguments, sft=sft, step=step, changed=changed)
 
 
-def _start_ranks(config: Config, arguments: Sequence[str]) -> None:
+def _start_ranks(config: Config, arguments: Sequence[str], *, sft: bool) -> None:
     """If Ray must start the ranks, start the ranks, wait until they end, and exit."""
     from covey.parallel.lifeline import Reported
     from covey.training.ray_actors import ray_starts_ranks, run_in_ranks
+    from covey.training.start_checks import check_start
 
     if not ray_starts_ranks(config):
         return
+    check_start(config, config.cluster.trainers, sft=sft)  # before Ray and the ranks start
     if code := run_in_ranks(config, arguments):
         reported = Reported("")  # a rank has printed the error
         reported.exit_code = code

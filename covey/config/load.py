@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, time
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from covey.config.other_names import check_names, theirs, translated
+from covey.config.reference_kinds import OPTIONS as REFERENCE_KINDS
 from covey.config.schema import Config, Named
 from covey.errors import ConfigError, nearest, reason
 from covey.escape import is_hidden
@@ -32,6 +33,12 @@ REMOVED = ("reward_change",)
 """Sections of earlier versions that had no effect on training; files may still contain them."""
 MAIN = ("model", "rollout", "optimizer", "train", "evaluate")
 """Sections that every run uses."""
+OF_KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "reference": REFERENCE_KINDS,
+    "engine": {"native": (), "process": ("device",), "vllm": ("vllm",)},
+}
+"""For each section with a `kind`, the settings that only some kinds use, by kind."""
+Say = Callable[[str], None]
 
 
 def recipe_names() -> list[str]:
@@ -41,24 +48,37 @@ def recipe_names() -> list[str]:
     )
 
 
-def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Load a file, a named recipe or the defaults, and apply `key=value` overrides."""
-    return parse_config(overridden({} if source is None else read_settings(source), overrides))
+def load_config(
+    source: str | None = None, overrides: Iterable[str] = (), say: Say = lambda text: None
+) -> Config:
+    """Load a file, a named recipe or the defaults, and apply `key=value` overrides.
+
+    `say` gets a line for each section whose settings an override drops.
+    """
+    data = {} if source is None else read_settings(source)
+    return parse_config(overridden(data, overrides, say))
 
 
-def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of the settings with `key=value` overrides applied."""
+def overridden(
+    data: Mapping[str, Any], overrides: Iterable[str], say: Say = lambda text: None
+) -> dict[str, Any]:
+    """Return a copy of the settings with `key=value` overrides applied.
+
+    A new `name` drops the options of the function that the section named before, and a new `kind`
+    drops the settings that only other kinds use; `say` gets a line about them. The section's other
+    settings are kept.
+    """
     changed = copy.deepcopy(dict(data))
     # Names are set first, because a new name removes the options of the previous function.
     for override in sorted(overrides, key=_order):
-        _apply(changed, override)
+        _apply(changed, override, say)
     return changed
 
 
 def _order(override: str) -> tuple[bool, int]:
-    """Return a sort key: overrides of `name` come first, starting with the outermost section."""
+    """Return a sort key: overrides of `name` and `kind` come first, outermost sections first."""
     key = override.partition("=")[0].strip()
-    is_name = key.endswith(".name")
+    is_name = key.endswith((".name", ".kind"))
     return not is_name, key.count(".") if is_name else 0
 
 
@@ -112,7 +132,7 @@ def _check_depth(data: Mapping[str, Any], source: str) -> None:
         )
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def _apply(data: dict[str, Any], override: str, say: Say) -> None:
     key, equals, raw = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
@@ -129,19 +149,52 @@ def _apply(data: dict[str, Any], override: str) -> None:
                 f"config: {key} cannot be set, because {section!r} is a single value, not a table"
             )
     value = _value(raw.strip())
-    if last == "name" and value != _present_name(sections, table):
-        table.clear()
+    if last in ("name", "kind"):
+        _drop_others(table, sections, last, value, say)
     table[last] = value
 
 
-def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
+def _drop_others(
+    table: dict[str, Any], sections: list[str], key: str, value: object, say: Say
+) -> None:
+    """Remove the settings of a section that only its old name or kind has."""
+    path, section = ".".join(sections), _section_at(sections)
+    if key == "kind" and path in OF_KINDS and section:
+        kinds, old = OF_KINDS[path], table.get("kind", section.model_fields["kind"].default)
+        of_others = {name for names in kinds.values() for name in names}
+        dropped = [k for k in table if k in of_others and k not in kinds.get(str(value), ())]
+    elif key == "name":
+        old = _present_name(section, table)
+        declared = section.model_fields if section and issubclass(section, Named) else {"name": 0}
+        dropped = [k for k in table if k not in declared]
+    else:
+        return
+    if value == old:
+        return
+    for name in dropped:
+        del table[name]
+    if dropped:
+        names = ", ".join(f"{path}.{name}" for name in dropped)
+        say(f"{path}.{key} = {value!r} replaces {old!r}, so these settings are dropped: {names}")
+
+
+def _section_at(path: list[str]) -> type[BaseModel] | None:
+    """Return the section with a dotted path; None if the path leads into a table of options."""
+    section: type[BaseModel] = Config
+    for part in path:
+        field = section.model_fields.get(part)
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return None
+        section = inner
+    return section
+
+
+def _present_name(section: type[BaseModel] | None, table: Mapping[str, Any]) -> object:
     """Return the `name` of a section, or the default name for its keys if no name is given."""
-    if "name" in table:
-        return table["name"]
-    field = Config.model_fields.get(".".join(sections))
-    if not field or not isinstance(field.default, Named):
-        return None
-    return type(field.default).model_validate(table).name
+    if "name" in table or section is None or not issubclass(section, Named):
+        return table.get("name")
+    return section.model_validate(table).name
 
 
 def _value(raw: str) -> Any:

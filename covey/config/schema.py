@@ -325,10 +325,13 @@ class Environment(Named):
     max_tokens: Positive = 2048
     """Maximum number of tokens in a conversation, including the prompt; at most the model's context
     length."""
-    call_format: Literal["auto", "hermes", "llama3", "tags"] = "auto"
-    """Format of tool calls, which is `<tool_call>JSON</tool_call>` (`hermes`), a message that is
-    JSON (`llama3`), or `<tool>text</tool>` (`tags`). With `auto`, Covey uses the chat template's
-    format, or `hermes` if the chat template does not define a format."""
+    call_format: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3", "mistral", "glm4", "glm45", "deepseek",
+        "gpt_oss", "tags",
+    ] = "auto"  # fmt: skip
+    """Format of the policy's tool calls; docs/environments.md shows each format. With `auto`, Covey
+    uses the format that the chat template describes, or `hermes` if the template does not support
+    tools. A run with tools is refused if the template describes another format."""
     parallel_calls: bool = True
     """Whether a turn may have several tool calls, instead of ending after the first call."""
     workers: Annotated[int, Field(ge=0, le=4096)] = 0

@@ -91,8 +91,10 @@ def smoke_settings(
     """Return a smoke run's settings as a dict without defaults, and notes for the user."""
     settings = list(overrides)
     data = {} if source is None else read_settings(source)
-    wanted = parse_config(overridden(data, settings))
+    dropped: list[str] = []
+    wanted = parse_config(overridden(data, settings, dropped.append))
     small, notes = smaller(data, model=wanted.model.path)
+    notes = [*dropped, *notes]
     return overridden(small, settings), notes
 
 

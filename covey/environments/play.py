@@ -53,7 +53,7 @@ def play(
     for text in turns:
         if reply.done:
             break
-        message = assistant_message(text, CALL_FORMATS["hermes"], [])
+        message = assistant_message(text, CALL_FORMATS["hermes"], {})
         reply = driver.step(message)
         messages += [message, *reply.messages]
     if not reply.done:

@@ -56,7 +56,7 @@ def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
 
 def _arguments(name: str, tool: Tool) -> Any:
     hints = typing.get_type_hints(tool)
-    described = _described(inspect.getdoc(tool) or "")
+    described = described_arguments(inspect.getdoc(tool) or "")
     fields: dict[str, Any] = {}
     for key, parameter in inspect.signature(tool).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -69,11 +69,15 @@ def _arguments(name: str, tool: Tool) -> Any:
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
 
-def _described(doc: str) -> dict[str, str]:
-    """Return the description of each parameter from the `Args:` section of a docstring."""
+def described_arguments(doc: str) -> dict[str, str]:
+    """Return the description of each parameter in a docstring.
+
+    The description stands in the section `Args:`, or after `:param NAME:`.
+    """
     section = re.search(r"^Args:\n(.*?)(?:\n\S|\Z)", doc, re.DOTALL | re.MULTILINE)
     if section is None:
-        return {}
+        fields = re.findall(r"^:param (?:[^:]* )?(\w+):(.*?)(?=^:|\n\n|\Z)", doc, re.DOTALL | re.M)
+        return {name: " ".join(text.split()) for name, text in fields}
     entry = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*?)(?=\n\s+\w+\s*(?:\([^)]*\))?:|\Z)",
                        re.DOTALL | re.MULTILINE)  # fmt: skip
     return {name: " ".join(text.split()) for name, text in entry.findall(section[1])}

@@ -9,7 +9,9 @@ from typing import Any
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
-from covey.evaluation.items import Item, ItemCompletion, estimates, is_graded
+from covey.evaluation.items import PART, Item, ItemCompletion, estimates, is_graded
+from covey.notebook import html_table, short_repr
+from covey.records.estimate_text import estimate_text
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
 from covey.rollout.metrics import final_answer
@@ -21,7 +23,7 @@ EVALUATION_STEP = 2**62
 same random numbers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evaluation:
     """The evaluation results of one policy."""
 
@@ -55,6 +57,24 @@ class Evaluation:
     def graded(self) -> bool:
         """Whether any reward differs from the usual 1 for a success and 0 for a failure."""
         return is_graded((item.greedy.reward, item.greedy.success) for item in self.items)
+
+    def __repr__(self) -> str:
+        return short_repr("Evaluation", self._summary())
+
+    def _repr_html_(self) -> str:
+        return html_table("Evaluation", self._summary())
+
+    def _summary(self) -> dict[str, object]:
+        """Return the values that a notebook shows; the completions are not among them."""
+        estimated = {
+            name: estimate_text(name, each.row())
+            for name, each in self.estimates.items()
+            if not name.startswith(PART)
+        }
+        found: dict[str, object] = {"prompts": self.prompts, **estimated}
+        found |= {"mean_tokens": f"{self.mean_tokens:.1f}", "unscored": self.unscored}
+        best = self.best_constant
+        return found | ({} if best is None else {"best_constant": f"{best:.1%}"})
 
     def row(self) -> dict[str, Any]:
         """Return the evaluation as plain data for a line of eval.jsonl."""

@@ -28,6 +28,7 @@ from torch import nn
 from covey.accel.fused_parameters import fuse_adapters
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError, ModelError, nearest
+from covey.models.four_bit import check_peft
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
@@ -124,10 +125,9 @@ def set_dropout(model: LanguageModel, share: float) -> None:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError("config: [adapter] needs peft: pip install 'covey[lora]'") from None
+    check_peft()
+    import peft
+
     return peft
 
 

@@ -114,19 +114,25 @@ class Renderer:
     turn_end: int | None = None
     """Id of the special token that ends the assistant's turn; None if no special token ends it."""
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt's text, up to where the completion begins."""
+    def text(self, messages: Sequence[Message], *, next_turn: bool = True) -> str:
+        """Return the prompt's text, up to where the completion begins.
+
+        Without `next_turn`, return the text of the conversation alone.
+        """
         if self.chat:
             folded = _fold_system(messages) if self.folds_system else messages
             try:
-                text = chat_text(self.tokenizer, folded, self.template.chat_options)
+                text = chat_text(
+                    self.tokenizer, folded, self.template.chat_options,
+                    add_generation_prompt=next_turn,
+                )  # fmt: skip
             except jinja2.TemplateError as error:
                 roles = ", ".join(m["role"] for m in folded)
                 raise DataError(
                     f"model: the chat template rejects a conversation with the roles {roles}: "
                     f"{error}; {ADVICE}"
                 ) from None
-            return text + self.template.prefill
+            return text + self.template.prefill if next_turn else text
         if self.template.form in FORMS:
             return "\n".join(m["content"] for m in messages) + self.template.prefill
         return _filled(self.template.form, messages) + self.template.prefill

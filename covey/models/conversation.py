@@ -6,6 +6,11 @@ new text and keeps all earlier tokens. Some templates change earlier turns: they
 trim whitespace or change the end of a turn. If a template changes earlier turns, the rendered
 conversation becomes the prompt of a new segment. The trainer treats each segment as a separate row.
 
+Some formats of tool calls consist of special tokens, which the content of a message cannot hold.
+Templates with such a format render a call from the message's `tool_calls`, in their own spelling.
+The policy's tokens are then followed by what the template renders between that call and the next
+turn.
+
 The text of a message never becomes a special token. If a message contains the text of a special
 token, such as `<|im_end|>`, Covey splits this text into ordinary tokens. In tool results, Covey
 also splits the text of other control tokens, such as `<think>`.
@@ -52,6 +57,10 @@ class Conversations:
     instruction: str
     """Tool instructions with the field {tools}, used if the chat template does not support
     tools."""
+    apart: bool = False
+    """Whether the chat template renders tool calls from `tool_calls` only."""
+    arguments_as_text: bool = False
+    """Whether the chat template expects the arguments of a call as JSON text."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
         """Return the prompt of the first turn as a `Context`."""
@@ -77,6 +86,9 @@ class Conversations:
             later = [self._inert(m["content"], every=True) for m in messages[last + 1 :]]
             text = stands + "\n".join(["", *later, ""])
             return self._extended(before, sampled, stands, text + self.renderer.template.prefill)
+        after = self._after_turn(messages, tools, raw) if self._result_role else None
+        if after is not None:
+            return self._extended(before, sampled, stands, stands + after)
         text = self._text(messages, tools)
         if _plain(text).startswith(stands):
             return self._extended(before, sampled, stands, text)
@@ -98,26 +110,103 @@ class Conversations:
         pieces = [piece for piece in text.split(CUT) if piece]
         return [token for piece in pieces for token in encode(piece, add_special_tokens=False)]
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """Render a conversation up to where the policy's turn begins."""
+    def _after_turn(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], sampled: str
+    ) -> str | None:
+        """Return the text between the policy's last turn and its next turn, which tools answered.
+
+        `sampled` is the text of the last turn. Return None if the template rewrites the turn when
+        results follow, or if other messages follow.
+        """
+        last = max(n for n, m in enumerate(messages) if m["role"] == "assistant")
+        if any(message["role"] != "tool" for message in messages[last + 1 :]):
+            return None
+        try:
+            turn = self._text(messages[: last + 1], tools, next_turn=False)
+            whole = self._text(messages, tools)
+        except DataError:
+            return None
+        special = self._control[0]
+        if special is None or not whole.startswith(turn):
+            return None
+        after = whole[len(turn) :]
+        closing = re.search(rf"({special.pattern})\s*\Z", turn)
+        end = re.search(rf"({special.pattern})\Z", sampled)
+        if end is None:
+            return (closing[0] if closing else "") + after
+        if (
+            closing is not None
+        ):  # the turn has ended, perhaps with another token than the template's
+            return closing[0][len(closing[1]) :] + after
+        return after.removeprefix(end[1])
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        next_turn: bool = True,
+    ) -> str:
+        """Render a conversation, by default up to where the policy's next turn begins."""
         begun = next((n for n, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-        inert = [
+        inert: list[Message] = [
             # Tool results must not contain control tokens, but prompts and the policy's own text
             # may contain control tokens that are not special, such as <think>. Tool calls are
-            # already part of the content.
-            {k: v for k, v in m.items() if k != "tool_calls"}
+            # already part of the content, unless the template renders them apart.
+            {k: v for k, v in m.items() if k != "tool_calls" or self._result_role}
             | {"content": self._inert(m["content"], every=n > begun and m["role"] != "assistant")}
             for n, m in enumerate(messages)
         ]
         if not self.renderer.chat:
             return self.renderer.text(inert)
-        shown = inert if not tools or self._takes_tools else self._with_instruction(inert, tools)
-        shown = shown if self._takes_results else _as_user(shown)
+        shown: Sequence[Message] = (
+            inert if not tools or self.takes_tools else self._with_instruction(inert, tools)
+        )
+        if self._result_role:
+            shown = self._native(shown, self._result_role)
+        elif not self._takes_results:
+            shown = _as_user(shown)
         renderer = self.renderer
-        if tools and self._takes_tools:
+        if tools and self.takes_tools:
             options = {**renderer.template.chat_options, "tools": list(tools)}
             renderer = replace(renderer, template=replace(renderer.template, chat_options=options))
-        return renderer.text(shown)
+        return renderer.text(shown, next_turn=next_turn)
+
+    def _native(self, messages: Sequence[Message], role: str) -> list[Message]:
+        """Return messages as a template wants them that renders calls apart.
+
+        Each call and its result get the same identifier. `role` is the role of results.
+        """
+        shown: list[Message] = []
+        open_calls: list[str] = []
+        count = 0
+        for message in messages:
+            if message["role"] == "tool":
+                given = open_calls.pop(0) if open_calls else f"call{count:05d}"
+                shown.append({"tool_call_id": given, **message, "role": role})
+                continue
+            calls = message.get("tool_calls", ())
+            if not calls:
+                shown.append(message)
+                continue
+            if role != "tool":  # such a template names the tool in the metadata
+                function = calls[0]["function"]
+                text = json.dumps(function["arguments"], ensure_ascii=False)
+                shown.append({**message, "metadata": function["name"], "content": text})
+                continue
+            written: list[dict[str, Any]] = []
+            for call in calls:
+                count += 1
+                function = call["function"]
+                arguments: Any = function["arguments"]
+                if self.arguments_as_text:
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                given = call.get("id", f"call{count:05d}")
+                named = {"name": function["name"], "arguments": arguments}
+                written.append({"id": given, "type": "function", "function": named})
+            open_calls = [call["id"] for call in written]
+            shown.append({**message, "content": "", "tool_calls": written})
+        return shown
 
     def _with_instruction(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -153,7 +242,7 @@ class Conversations:
         return _any_of(special), _any_of(special | others)
 
     @cached_property
-    def _takes_tools(self) -> bool:
+    def takes_tools(self) -> bool:
         """Whether the chat template renders the tools that are passed to it."""
         function = {"name": PROBE, "description": PROBE, "parameters": {}}
         user = {"role": "user", "content": "1"}
@@ -165,6 +254,20 @@ class Conversations:
         """Whether the chat template renders messages with the role `tool`."""
         roles = (("user", "1"), ("assistant", "2"), ("tool", PROBE))
         return self._shows_probe([{"role": r, "content": c} for r, c in roles], {})
+
+    @cached_property
+    def _result_role(self) -> str:
+        """The role of tool results in a template that renders calls apart; otherwise empty."""
+        if not self.apart or not self.renderer.chat:
+            return ""
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        talk: list[Message] = [
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": PROBE},
+        ]
+        roles = ("tool", "observation")
+        return next((r for r in roles if self._shows_probe(self._native(talk, r), {})), "")
 
     def _shows_probe(self, messages: Sequence[Message], more: Mapping[str, Any]) -> bool:
         options = {**self.renderer.template.chat_options, **more}

@@ -37,6 +37,7 @@ from covey.objective.shaping import (
 from covey.objective.surrogate import SURROGATES
 from covey.objective.turns import OF_STATES, OF_TURNS, by_state, by_turn
 from covey.objective.weights import WEIGHTS
+from covey.trust import is_import_path
 
 Pieces = Mapping[str, Callable[..., Any]]
 Algorithm = Callable[..., Objective]
@@ -143,6 +144,11 @@ def composed(
     for kind, name in names.items():
         if not isinstance(name, str) or name not in PIECES[kind]:
             hint = nearest(str(name), PIECES[kind])
+            if is_import_path(str(name)):
+                hint = (
+                    "; a function of your own is an algorithm: set objective.name = "
+                    f"'MODULE:FUNCTION' to a function that returns an Objective with your {kind}"
+                )
             raise ConfigError(f"config: objective.{kind} = {name!r} is not a known value{hint}")
     pieces: dict[str, Any] = {kind: PIECES[kind][name] for kind, name in names.items()}
     return Objective(**pieces, reads=READS.get(pieces["advantage"], COMPARES))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from covey.environments.tool_environment import described_arguments
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.build import algorithm, build, extended
 from covey.objective.compose import PIECES, function_of, options_of
@@ -50,12 +51,13 @@ def describe(name: str) -> Description:
     own = {k: p for k, p in options_of(ALGORITHMS.get(name, function)).items() if k not in shared}
     required = {k: 1 for k, p in own.items() if p.default is p.empty}
     objective = build(name, **required)
+    documented = {} if name in ALGORITHMS else described_arguments(inspect.getdoc(function) or "")
     title, _, text = (inspect.getdoc(function) or name).partition("\n")
     return Description(
         name=name,
         title=title,
         text=text.strip("\n"),
-        own=[_option(k, p) for k, p in own.items()],
+        own=[_option(k, p, documented) for k, p in own.items()],
         pieces={kind: _name_of(getattr(objective, kind), PIECES[kind]) for kind in PIECES},
         clip=_clip(own),
         kl=_kl(objective),
@@ -68,9 +70,12 @@ def shared_options() -> list[OptionLine]:
     return [_option(k, p) for k, p in options_of(extended).items()]
 
 
-def _option(name: str, parameter: inspect.Parameter) -> OptionLine:
+def _option(
+    name: str, parameter: inspect.Parameter, documented: Mapping[str, str] = {}
+) -> OptionLine:
+    """Describe an option; `documented` has what a user's docstring says about it."""
     given = parameter.default is parameter.empty
-    meaning = OPTIONS[name].meaning if name in OPTIONS else ""  # other options are a user's own
+    meaning = documented.get(name) or (OPTIONS[name].meaning if name in OPTIONS else "")
     return OptionLine(name, "given" if given else _text(parameter.default), meaning)
 
 

@@ -150,11 +150,6 @@ class Ranks(World):
         """Return the device of this rank; each rank of a machine has its own GPU."""
         if self.size == 1:
             return name
-        if name.startswith("cuda:"):
-            raise ConfigError(
-                f"config: model.device = {name!r} does not work with {self.size} ranks; set "
-                "model.device = 'cuda', so that rank n of a machine uses GPU n"
-            )
         found = torch.cuda.device_count()
         if name == "cpu" or (name == "auto" and not found):
             return "cpu"

@@ -29,7 +29,7 @@ from covey.accel.fused_parameters import (
     grad_holder,
 )
 from covey.config.schema import Parallel
-from covey.errors import ConfigError, ModelError
+from covey.errors import ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import ENTRY, LogProbs, batch_logp, entry_method
 from covey.models.sharded_tensors import local_part, sharded_like
@@ -210,11 +210,6 @@ def device_mesh(settings: Parallel, world: World, device: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     size = min(settings.shard_ranks or world.size, world.size)
-    if world.size % size:
-        raise ConfigError(
-            f"config: parallel.shard_ranks = {size} must be a divisor of the number of ranks, "
-            f"{world.size}"
-        )
     if size == world.size:
         return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
     shape = (world.size // size, size)

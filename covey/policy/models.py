@@ -65,12 +65,6 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
             f"config: model.path = {config.model.path!r} contains both an adapter and a model; "
             "give a folder with only adapter_config.json and adapter_model.safetensors"
         )
-    for name in ("also_train", "dropout", "load_in_4bit"):
-        if wanted.rank == 0 and getattr(wanted, name):
-            raise ConfigError(
-                f"config: adapter.{name} has no effect without an adapter; set adapter.rank, or "
-                f"leave adapter.{name} out to train all weights"
-            )
     if wanted.rank == 0:
         return model
     settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})

@@ -39,11 +39,6 @@ def make_reference(
             tokenizer=tokenizer_digest(policy),
             weights=section.fingerprint,
         )
-    if section.kind == "adapter_off" and policy.adapter is None:
-        raise ConfigError(
-            "config: reference.kind = 'adapter_off' works only with an adapter; set adapter.rank, "
-            "or set reference.kind = 'frozen'"
-        )
     # Under a new adapter, the base weights are the starting weights: no second copy is needed.
     under = section.kind == "frozen" and policy.adapter and not adapter_base(config.model.path)
     if section.kind == "adapter_off" or under:
@@ -51,11 +46,6 @@ def make_reference(
             model=policy, temperature=temperature, logits_megabytes=megabytes
         )
     if section.kind in ("moving", "renewed"):
-        if policy.adapter is not None:
-            raise ConfigError(
-                f"config: reference.kind = {section.kind!r} does not work with an adapter; set "
-                "reference.kind = 'adapter_off' or 'frozen'"
-            )
         return MovingReference(
             model=load(),
             temperature=temperature,

@@ -15,7 +15,7 @@ from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
 from covey.environments.calls import CallFormat, assistant_message
 from covey.environments.drive import Reply
 from covey.environments.host import Host
-from covey.errors import DataError
+from covey.errors import ConfigError, DataError
 from covey.models.conversation import Context, Conversations
 from covey.models.language_model import LanguageModel
 from covey.rng import Address, world_seed
@@ -188,18 +188,28 @@ class Interaction:
     """Maximum number of tool calls in an episode."""
     max_tokens: int
     """Maximum number of tokens of the whole conversation."""
-    noted: bool = False
-    """Whether the user was already notified that the chat template changes earlier turns."""
+    refusal: str = ""
+    """Why this interaction cannot have tools; empty if it can."""
+    said: set[str] = field(default_factory=set)
+    """The notes that the user was already given."""
 
     def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
         """Return notes for the user about `rollouts`; each note is returned only once in a run."""
-        if self.noted or all(len(rollout.segments) == 1 for rollout in rollouts):
-            return []
-        self.noted = True
-        return [
-            "the chat template rewrites earlier turns, so these rollouts are trained in several "
-            "segments, each with the tokens that were sampled"
-        ]
+        notes = []
+        if any(len(rollout.segments) > 1 for rollout in rollouts):
+            notes.append(
+                "the chat template rewrites earlier turns, so these rollouts are trained in "
+                "several segments, each with the tokens that were sampled"
+            )
+        calls = [call for r in rollouts for turn in r.turns for call in turn.tool_calls]
+        for name in sorted({call["format"] for call in calls if "format" in call}):
+            notes.append(
+                f"the policy writes tool calls in the format {name}, which this run does not read; "
+                f"set environment.call_format = {name!r} to read them"
+            )
+        new = [note for note in notes if note not in self.said]
+        self.said.update(new)
+        return new
 
 
 @dataclass(slots=True)
@@ -261,8 +271,10 @@ class _Conversation:
     version: int = 0
 
     @property
-    def tool_names(self) -> list[str]:
-        return [str(tool.get("function", tool).get("name", "")) for tool in self.tools]
+    def schemas(self) -> dict[str, Any]:
+        """Maps the name of each tool to the JSON schema of its arguments."""
+        functions = [tool.get("function", tool) for tool in self.tools]
+        return {str(each.get("name", "")): each.get("parameters") for each in functions}
 
     @property
     def taken(self) -> int:
@@ -347,7 +359,10 @@ class MultiTurnEpisodes(Episodes):
         renderer, size = self.model.renderer, self.sampling.group_size
         assert renderer is not None
         self.conversations = Conversations(
-            renderer=renderer, instruction=self.interaction.call_format.instruction
+            renderer=renderer,
+            instruction=self.interaction.call_format.instruction,
+            apart=self.interaction.call_format.apart,
+            arguments_as_text=self.interaction.call_format.arguments_as_text,
         )
         self.interaction.host.clear()
         for number, encoded in enumerate(self.prompts):
@@ -401,7 +416,8 @@ class MultiTurnEpisodes(Episodes):
         for completion, text in zip(completions, texts, strict=True):
             episode = self.running.pop(completion.request.number)
             # The message contains the prefill, which may begin a tool call.
-            message = assistant_message(template.prefill + text, form, episode.tool_names)
+            raw = template.prefill + spoken_text(self.model, completion.tokens)
+            message = assistant_message(template.prefill + text, form, episode.schemas, raw)
             episode.add_turn(completion, message, template.opening + text)
             if completion.finish != "stop":
                 self._stop(episode, completion.finish)
@@ -423,6 +439,8 @@ class MultiTurnEpisodes(Episodes):
             episode.turns[-1] = replace(episode.turns[-1], reward=reply.reward)
         episode.messages += reply.messages
         episode.tools = reply.tools or episode.tools
+        if episode.tools and self.interaction.refusal:
+            raise ConfigError(self.interaction.refusal)
         if reply.done:
             episode.finish = "error" if reply.error else episode.finish
             self._end(episode, reply)
@@ -477,6 +495,16 @@ class MultiTurnEpisodes(Episodes):
         if not episode.segments:  # the episode ended before the policy had a turn
             episode.segments.append(_Growing(self.model.encode(episode.prompt.messages)))
         self.add(episode.number, episode.rollout(reply))
+
+
+def spoken_text(model: LanguageModel, tokens: Sequence[int]) -> str:
+    """Return the text of a turn with its special tokens, but without the token that ends it."""
+    spoken = tokens[:-1] if tokens and tokens[-1] in model.stop_ids else tokens
+    return str(
+        model.tokenizer.decode(
+            list(spoken), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
 
 
 def completion_texts(

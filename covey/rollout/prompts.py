@@ -17,22 +17,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.errors import ConfigError, DataError, RunError
-from covey.models.language_model import LanguageModel
 from covey.rng import prompt_indices, refill_order, weighted_order
 from covey.types import Group, Prompt
 
 if TYPE_CHECKING:
     from covey.config.schema import Curriculum
+    from covey.models.language_model import LanguageModel
 
 
-def step_prompts(prompts: Sequence[Prompt], *, seed: int, step: int, count: int) -> list[Prompt]:
-    """Return the prompts of a step, which depend only on the seed and the step number."""
+def check_enough(prompts: Sequence[Prompt], count: int) -> None:
+    """Raise DataError if there are fewer prompts than a step needs."""
     # In a smaller task a step would contain a prompt twice, with the same random numbers.
     if len(prompts) < count:
         raise DataError(
             f"task: a step needs {count} different prompts, but there are only {len(prompts)} "
             f"training prompts; lower rollout.prompts_per_step to at most {len(prompts)}"
         )
+
+
+def step_prompts(prompts: Sequence[Prompt], *, seed: int, step: int, count: int) -> list[Prompt]:
+    """Return the prompts of a step, which depend only on the seed and the step number."""
+    check_enough(prompts, count)
     picks = prompt_indices(seed=seed, step=step, count=count, size=len(prompts))
     return [prompts[i] for i in picks]
 

@@ -29,13 +29,7 @@ from covey.training.ray_actors import actors_of_a_rank, ray_engine, settings_of_
 
 
 def check_engine(config: Config) -> None:
-    """Raise an error, before a model is loaded, if the engine or Ray cluster is unavailable."""
-    if config.engine.rounds:
-        check_float8(config)
-    if config.engine.kind == "vllm":
-        from covey.engines.vllm.check import check_vllm
-
-        check_vllm(config)
+    """Connect to Ray if the run needs it; raise an error if the cluster has too little room."""
     if config.cluster.address and config.cluster.trainers and "RANK" not in os.environ:
         raise ConfigError(
             f"config: cluster.trainers = {config.cluster.trainers} works only with the commands "

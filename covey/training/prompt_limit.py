@@ -41,11 +41,6 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
     """Return a model that truncates long prompts if `rollout.long_prompts = "truncate"`."""
     if config.rollout.long_prompts != "truncate":
         return model
-    if config.environment.name != NONE:
-        raise ConfigError(
-            "config: rollout.long_prompts = 'truncate' does not work with an environment, because "
-            "conversations are not truncated; set rollout.long_prompts = 'skip'"
-        )
     return replace(model, longest_prompt=longest_prompt(config, model.context))
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from covey.cluster.ray_client import Actors, Need, check_room, connect
 from covey.config import Config, parse_config
 from covey.config.schema import Cluster
-from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.engines.protocol import Engine
@@ -168,11 +167,6 @@ def ray_reference(config: Config) -> Reference:
     """Return a frozen reference that runs in a Ray actor."""
     from covey.cluster.ray_reference import RayReference
 
-    if config.reference.kind != "frozen" or config.adapter.rank:
-        raise ConfigError(
-            "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no "
-            "adapter, because other kinds of references change with the policy or use its weights"
-        )
     settings = settings_of_copy(config, device="cuda" if config.cluster.engine_gpus else "cpu")
     return RayReference(
         build=partial(actor_reference, settings),

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+import covey
+from covey.cli.startup import loaded
 from covey.config import Config, load_config, parse_config, recipe_names, to_toml
 from covey.config.other_names import translated
 from covey.errors import ConfigError
@@ -412,6 +414,71 @@ def test_naming_another_task_drops_the_options_of_the_old_one_and_no_others(
     file = tmp_path / "mine.toml"
     file.write_text(f"[task]\n{name}\nmax_operations = 3\n")
     assert load_config(str(file), overrides).task.options == options
+
+
+FILE_OF_KINDS = """
+[environment]
+name = "games"
+game = "maze"
+max_turns = 3
+call_format = "tags"
+[evaluate.reward]
+name = "math_answer"
+tolerance = 0.1
+[reference]
+kind = "moving"
+alpha = 0.2
+every = 7
+[engine]
+kind = "process"
+device = "cpu"
+max_concurrent = 5
+[engine.vllm]
+memory = 0.3
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "kept", "dropped"),
+    [
+        ("environment.name=calculator", "environment", {"max_turns": 3, "call_format": "tags"},
+         ["environment.game"]),
+        ("environment.name=games", "environment", {"max_turns": 3, "game": "maze"}, []),
+        ("evaluate.reward.name=think_answer", "evaluate", {}, ["evaluate.reward.tolerance"]),
+        ("reference.kind=frozen", "reference", {}, ["reference.alpha", "reference.every"]),
+        ("reference.kind=renewed", "reference", {"every": 7}, ["reference.alpha"]),
+        ("reference.kind=moving", "reference", {"every": 7, "alpha": 0.2}, []),
+        ("engine.kind=native", "engine", {"max_concurrent": 5}, ["engine.device", "engine.vllm"]),
+        ("engine.kind=vllm", "engine", {"max_concurrent": 5}, ["engine.device"]),
+        ("engine.kind=process", "engine", {"device": "cpu", "max_concurrent": 5}, []),
+    ],
+)  # fmt: skip
+def test_a_new_name_or_kind_keeps_the_sections_own_settings_and_says_what_it_drops(
+    tmp_path: Path, override: str, section: str, kept: dict[str, Any], dropped: list[str]
+) -> None:
+    file, said = tmp_path / "mine.toml", list[str]()
+    file.write_text(FILE_OF_KINDS)
+    found = getattr(load_config(str(file), [override], said.append), section).model_dump()
+    assert {key: found[key] for key in kept} == kept
+    assert [line.partition("dropped: ")[2].split(", ") for line in said] == [dropped] * bool(
+        dropped
+    )
+    keys = [name.rpartition(".")[2] for name in dropped]
+    given = load_config(str(file)).model_dump()[section]
+    for key in keys:
+        assert found.get(key) != given.get(key) or section == "evaluate"
+
+
+def test_commands_say_once_what_a_new_name_drops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(FILE_OF_KINDS)
+    for smoke in (False, True):
+        loaded(str(file), ["environment.name=calculator"], smoke=smoke)
+        assert capsys.readouterr().err.count("environment.game") == 1
+    covey.load_config(file, **{"environment.name": "calculator"})
+    assert capsys.readouterr().err.count("environment.game") == 1
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])

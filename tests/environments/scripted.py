@@ -32,7 +32,7 @@ Policy = Callable[[str, int], str]
 
 def message(text: str) -> Message:
     """Return a message of the policy."""
-    return assistant_message(text, CALL_FORMATS["hermes"], [])
+    return assistant_message(text, CALL_FORMATS["hermes"], {})
 
 
 class Hand:

@@ -8,7 +8,7 @@ import pytest
 
 from covey.environments.calls import CALL_FORMATS, assistant_message
 
-TOOLS = ["f", "g"]
+TOOLS = {"f": {}, "g": {}}
 
 
 def read(form: str, text: str) -> list[Any]:
@@ -84,4 +84,7 @@ def test_a_call_that_is_not_json_says_where() -> None:
 
 def test_stops_are_where_a_call_ends() -> None:
     stops = {name: form.stops(TOOLS) for name, form in CALL_FORMATS.items()}
-    assert stops == {"hermes": ["</tool_call>"], "llama3": [], "tags": ["</f>", "</g>"]}
+    tagged = {name: ["</tool_call>"] for name in ("hermes", "qwen3_coder", "glm45")}
+    none: dict[str, list[str]] = {name: [] for name in ("llama3", "mistral", "glm4", "gpt_oss")}
+    deepseek = ["<｜tool▁call▁end｜>"]  # noqa: RUF001 - as the token is written
+    assert stops == {**tagged, **none, "deepseek": deepseek, "tags": ["</f>", "</g>"]}

@@ -267,14 +267,8 @@ def made(kind: str, model: LanguageModel, *options: str) -> Reference:
     return make_reference(config, policy=model, load=lambda: pytest.fail("loaded"))
 
 
-def test_kinds_that_an_adapter_needs_or_forbids(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_needs_a_valid_token(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = load_language_model(qwen, device="cpu")
-    with pytest.raises(ConfigError, match="works only with an adapter"):
-        made("adapter_off", plain)
-    adapted = add_adapter(plain, rank=2)
-    for kind in ("moving", "renewed"):
-        with pytest.raises(ConfigError, match="does not work with an adapter"):
-            made(kind, adapted)
     monkeypatch.delenv("NO_TOKEN", raising=False)
     with pytest.raises(
         ConfigError,

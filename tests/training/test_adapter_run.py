@@ -13,6 +13,7 @@ from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError
 from covey.policy.models import load_model
+from covey.training.start_checks import check_start
 from tests.training.test_resume import timeless
 
 SETTINGS = (
@@ -91,4 +92,4 @@ def test_an_adapter_that_transformers_loads_by_itself_is_refused(
 
 def test_layers_to_train_in_full_need_an_adapter() -> None:
     with pytest.raises(ConfigError, match=r"adapter.also_train has no effect without an adapter"):
-        load_model(load_config(None, ["adapter.also_train=lm_head", "model.device=cpu"]))
+        check_start(load_config(None, ["adapter.also_train=['lm_head']", "model.device=cpu"]), 1)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from covey.engines.vllm.check import check_dtype, check_installed, check_served, served_version
+from covey.engines.vllm.check import (
+    NCCL_WITHOUT_GPU,
+    WHOLE_LAYERS,
+    check_dtype,
+    check_installed,
+    check_served,
+    served_version,
+)
 from covey.engines.vllm.client import Client
 from covey.engines.vllm.engine import Replica, VllmEngine
 from covey.engines.vllm.in_process import start_local
@@ -83,19 +90,13 @@ def vllm_engine(
 
 def _check_adapter(model: LanguageModel) -> None:
     if model.adapter is not None and not has_only_lora(model):
-        raise ConfigError(
-            "config: adapter.also_train trains whole layers, which vLLM cannot load together with "
-            "an adapter; remove adapter.also_train, or set engine.kind = 'native'"
-        )
+        raise ConfigError(WHOLE_LAYERS)
 
 
 def _settings(config: Config, model: LanguageModel, *, cuda: bool) -> ServerSettings:
     section = config.engine.vllm
     if section.transfer == "nccl" and model.device.type != "cuda":
-        raise ConfigError(
-            "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; set "
-            "engine.vllm.transfer = 'file'"
-        )
+        raise ConfigError(NCCL_WITHOUT_GPU)
     return ServerSettings(
         dtype=str(model.head.linear.weight.dtype).removeprefix("torch."),
         cuda=cuda,

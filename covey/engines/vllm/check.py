@@ -32,6 +32,16 @@ SERVE = (
 )
 
 
+WHOLE_LAYERS = (
+    "config: adapter.also_train trains whole layers, which vLLM cannot load together with an "
+    "adapter; remove adapter.also_train, or set engine.kind = 'native'"
+)
+NCCL_WITHOUT_GPU = (
+    "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; set engine.vllm.transfer = "
+    "'file'"
+)
+
+
 def check_vllm(config: Config) -> None:
     """Check that a run can use vLLM, before any model is loaded."""
     section = config.engine.vllm

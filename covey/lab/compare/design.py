@@ -22,6 +22,7 @@ from covey.config.smoke import smoke_settings
 from covey.errors import ConfigError
 from covey.lab.compare.comparison import Arm, BudgetKind
 from covey.lab.compare.comparison_folder import Design
+from covey.notices import notice
 from covey.objective import algorithm
 from covey.training.resolve import resolve
 
@@ -100,7 +101,7 @@ def design_comparison(request: Request) -> Design:
     if request.smoke:
         given, _ = smoke_settings(request.source, request.overrides)
     else:
-        given = overridden(read_settings(request.source), request.overrides)
+        given = overridden(read_settings(request.source), request.overrides, notice)
     common = resolve(parse_config(given))
     given, amount = _with_budget(given, common, request.budget, request.amount)
     common = resolve(parse_config(given))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from covey.errors import ConfigError
 from covey.lab.plan.equivalence import active_penalty
 from covey.lab.plan.finding import Said, Setup, rule
 from covey.lab.plan.task_facts import TaskFacts
@@ -272,7 +273,10 @@ def long_prompts(setup: Setup) -> Iterator[Said]:
     facts, rollout = setup.facts, setup.config.rollout
     if facts.context is None:
         return
-    limit = longest_prompt(setup.config, facts.context)
+    try:
+        limit = longest_prompt(setup.config, facts.context)
+    except ConfigError:  # no prompt fits, so the run cannot start
+        return
     lengths = facts.long_prompts or facts.prompt_tokens
     count = sum(length > limit for length in lengths)
     if not count:

@@ -24,12 +24,12 @@ from covey.tasks.task import shared_prompts
 from covey.training.prompt_limit import longest_prompt
 from covey.training.resolve import (
     evaluation_config,
-    held_out_of,
     reward_of,
     task_of,
     template_of,
 )
 from covey.training.sft_data import write_solution
+from covey.training.start_checks import checked_prompts
 from covey.types import Prompt
 
 # Token counts of prompts and solutions.
@@ -186,8 +186,7 @@ class TaskFacts:
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
     """Compute `TaskFacts` from the task and the tokenizer of a resolved configuration."""
     try:
-        task = task_of(config)
-        prompts, measured = task.train(), held_out_of(config, task)
+        prompts, measured = checked_prompts(config, task_of(config), reward_of(config))
         known, overlap = _baselines(config, measured), _overlap(prompts, measured)
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error, LINE), unreadable=str(error))

@@ -77,8 +77,8 @@ def test_the_text_follows_the_settings(settings: list[str], words: str) -> None:
     assert words in plan_of(*settings).paragraph()
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert run(["plan", *words]) == 0
+def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert run(["plan", *words]) == code
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
@@ -107,7 +107,7 @@ def test_what_a_run_needs_on_ray(settings: list[str], words: str) -> None:
 
 
 def test_a_task_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--set", "task.name=jsonl", "--set", "task.train_file=nowhere.jsonl"]) == 0
+    assert run(["plan", "--set", "task.name=jsonl", "--set", "task.train_file=nowhere.jsonl"]) == 2
     assert "cannot start: task: cannot read nowhere.jsonl" in capsys.readouterr().out
 
 
@@ -116,13 +116,19 @@ def test_a_plan_names_the_missing_package_of_4_bit_weights(
 ) -> None:
     monkeypatch.setattr(four_bit, "PACKAGES", ("no_such_package",))
     shown = planned(
-        capsys, "arithmetic", "--set", "adapter.rank=8", "--set", "adapter.load_in_4bit=true"
+        capsys,
+        "arithmetic",
+        "--set",
+        "adapter.rank=8",
+        "--set",
+        "adapter.load_in_4bit=true",
+        code=2,
     )
     assert "cannot start: config: adapter.load_in_4bit needs no_such_package" in shown
 
 
-def as_data(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    found = json.loads(planned(capsys, *words, "--json"))
+def as_data(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    found = json.loads(planned(capsys, *words, "--json", code=code))
     assert isinstance(found, dict)
     return found
 
@@ -149,6 +155,7 @@ def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     data = as_data(capsys, "arithmetic", "--set", "optimizer.learning_rate=0")
     assert list(data) == [
         "text", "plan", "memory", "memory_unknown", "findings", "task_unreadable",
+        "cannot_start",
     ]  # fmt: skip
     assert data["plan"]["held_out"] == 256
     assert data["memory"]["peak_bytes"] > 0
@@ -167,13 +174,14 @@ def test_no_weights_are_needed(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_a_missing_model_leaves_the_rest_of_the_plan(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    data = as_data(capsys, "arithmetic", "--model", str(tmp_path))
+    data = as_data(capsys, "arithmetic", "--model", str(tmp_path), code=2)
     assert data["memory"] is None
     assert data["memory_unknown"].startswith(
         f"model: {tmp_path} is not a model: it has no config.json"
     )
     assert data["plan"]["held_out"] == 256
-    assert "memory: unknown, model: " in planned(capsys, "arithmetic", "--model", str(tmp_path))
+    shown = planned(capsys, "arithmetic", "--model", str(tmp_path), code=2)
+    assert "memory: unknown, model: " in shown
 
 
 def test_training_prints_findings_before_the_first_step(
