@@ -4,7 +4,7 @@
 
 Every function takes a configuration. Keyword arguments with dotted keys override settings of the
 configuration, as on the command line. Every error that a user can fix is a `CoveyError`. Ctrl-C
-makes the run save a checkpoint and end; the run can be resumed.
+makes the run save a checkpoint and raises KeyboardInterrupt; the run can be resumed.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class TrainResult:
     model: Any
     """The trained transformers model, or a peft model if the run trained an adapter."""
     tokenizer: Any
-    interrupted: bool
-    """Whether a signal ended the run early; `covey.train(resume=folder)` resumes the run."""
     stopped: str | None = None
     """Reason why a health check, `train.patience` or a callback stopped the run early; None for any
     other run."""
@@ -134,6 +132,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     run: str | Path | None = None,
     resume: str | Path | None = None,
+    allow_changed_reward: bool = False,
     quiet: bool = False,
     **overrides: Any,
 ) -> TrainResult:
@@ -153,7 +152,12 @@ def train(
         run: the run folder to create. Default: the next free `runs/NAME-N`.
         resume: a run folder to resume with its own settings and `overrides`; pass dataset and
             rewards again.
+        allow_changed_reward: resume although the code of the reward has changed.
         quiet: print nothing. **overrides: settings by dotted key.
+
+    After Ctrl-C, the run saves its current step, `train` prints how to resume the run, and raises
+    KeyboardInterrupt, so that the script does not go on with a model that is not finished. After
+    SIGTERM, it raises SystemExit(143).
     """
     check_types(config=config, dataset=dataset, held_out=held_out, run=run, resume=resume)
     check_types(callbacks=callbacks, trackers=trackers)
@@ -164,7 +168,10 @@ def train(
         overrides = {**({"evaluate.every": 0} if no_prompts else {}), **overrides, **named}
         if resume is not None:
             folder = _resumed(Path(resume), objects, config, model, run)
-            return _train(overrides, folder, objects, shown, callbacks, quiet)
+            allowed = allow_changed_reward
+            return _train(overrides, folder, objects, shown, callbacks, quiet, allowed)
+        if allow_changed_reward:
+            raise ConfigError("allow_changed_reward needs resume=RUN; leave it out for a new run")
         if run is not None:
             check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
         source = "arithmetic" if config is None and dataset is None else config
@@ -351,13 +358,14 @@ def _train(
     trackers: Sequence[Tracker] | None,
     callbacks: Sequence[Callback],
     quiet: bool,
+    allow_changed_reward: bool = False,
 ) -> TrainResult:
     from covey.analysis.start_notes import console_with_notes
     from covey.tasks.dataset import with_share
     from covey.training.build import assemble
     from covey.training.resolve import resolve
     from covey.training.rl import train as run_rl
-    from covey.training.run_start import opened_run
+    from covey.training.run_start import opened_run, resume_hint
     from covey.training.run_start import resumed_config as resumed
 
     passed = objects.keys()
@@ -374,11 +382,22 @@ def _train(
         reward, environment = objects.get("reward"), objects.get("environment")
         return assemble(config, reward, task, world, environment)
 
-    with opened_run(config, build, target or name, changed=changed) as run:
+    allowed = allow_changed_reward
+    opened = opened_run(
+        config, build, target or name, changed=changed, allow_changed_reward=allowed
+    )
+    with opened as run:
         if trackers is None and not quiet and run.parts.world.is_main:
             trackers = [console_with_notes(run)]
         follow = [*(trackers or ()), _Callbacks(callbacks, run.stop)]
         done = run_rl(run.parts, run.folder, follow, run.stop, run.start)
+    if run.stop.by_signal:
+        steps = run.parts.config.train.steps
+        saved = f"saved step {done} of {steps}" if done else "no step has ended, none is saved"
+        line = f"{run.stop.received}: {saved}; resume with: {resume_hint(run.folder, config)}"
+        if run.parts.world.is_main and not quiet:
+            Screen(soft_wrap=True).print(line, markup=False, highlight=False)
+        raise run.stop.exception(line)
     evaluations = run.folder.evaluations()
     return TrainResult(
         folder=run.folder.path,
@@ -387,7 +406,6 @@ def _train(
         evaluation=evaluations[-1] if evaluations else None,
         model=run.parts.policy.model.model,
         tokenizer=run.parts.policy.model.tokenizer,
-        interrupted=run.stop.by_signal,
-        stopped=None if run.stop.by_signal else run.stop.received,
+        stopped=run.stop.received,
         best=best_checkpoint(run.folder),
     )

@@ -61,12 +61,9 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     if change is not None:
         why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
         reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
-    reward, now_reward = environment.get("reward"), parts.scorer.identity
-    if reward and reward != now_reward:
-        reporter.note(
-            f"the reward has changed since this run was started: it was {reward} and is now "
-            f"{now_reward}"
-        )
+    reward, now = environment.get("reward"), parts.scorer.identity
+    if reward and reward != now:  # a resume that allows it
+        reporter.note(f"the reward has changed since this run was started: from {reward} to {now}")
 
 
 def tell_start(reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str]) -> None:
