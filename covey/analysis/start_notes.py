@@ -61,9 +61,11 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     if change is not None:
         why = "" if change.reason else "; say why in reward_change.reason, for `covey rewards log`"
         reporter.note(f"the reward differs from that of {change.previous_run}: {change.what}{why}")
-    reward, now = environment.get("reward"), parts.scorer.identity
-    if reward and reward != now:  # a resume that allows it
-        reporter.note(f"the reward has changed since this run was started: from {reward} to {now}")
+    reward, current = environment.get("reward"), parts.scorer.identity
+    if reward and reward != current:  # a resume that allows it
+        reporter.note(
+            f"the reward has changed since this run was started: from {reward} to {current}"
+        )
 
 
 def tell_start(reporter: Tracker, parts: Parts, *, new: bool, not_own: Collection[str]) -> None:

@@ -30,11 +30,13 @@ from covey.types import Prompt
 def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a TRL-style environment class in an adapter.
 
-    Functions, and classes that have Covey's interface, are returned unchanged. A class has Covey's
-    interface if it has a method `step`, and a method `reset` with a parameter `seed`.
+    Classes that have Covey's interface are returned unchanged. A class has Covey's interface if it
+    has a method `step`, and a method `reset` with a parameter `seed`. A function may return an
+    object of either kind.
     """
     if not inspect.isclass(kind):
-        return kind
+        declares = hasattr(kind, "quick") or hasattr(kind, "prepare")
+        return kind if declares else partial(_made, kind)
     reset = getattr(kind, "reset", None)
     if reset is None:
         raise ConfigError(
@@ -43,6 +45,12 @@ def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
         )
     is_ours = hasattr(kind, "step") and "seed" in inspect.signature(reset).parameters
     return kind if is_ours else partial(TrlEnvironment, kind)
+
+
+def _made(function: Callable[..., Any], **options: Any) -> Any:
+    made = function(**options)
+    adapted = as_environment(type(made))
+    return made if adapted is type(made) else TrlEnvironment(lambda: made)
 
 
 class TrlEnvironment(ToolEnvironment):

@@ -187,7 +187,8 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
     """Compute `TaskFacts` from the task and the tokenizer of a resolved configuration."""
     try:
         task = task_of(config)
-        prompts, measured = task.train(), held_out_of(config, task)
+        prompts = task.train()
+        measured = held_out_of(config, task, needed=config.evaluate.every > 0)
         known, overlap = _baselines(config, measured), _overlap(prompts, measured)
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error, LINE), unreadable=str(error))
