@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import re
 import runpy
 import signal
@@ -357,6 +358,45 @@ def test_mistakes_in_a_comparison_name_the_arguments_of_python(
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
     with pytest.raises(covey.CoveyError, match="do not belong to a comparison; choose another fol"):
         covey.compare(algorithms=["grpo", "gspo"], folder=tmp_path)
+
+
+COMPARED = """
+import sys
+import covey
+from tests.test_api import ROWS, SMALL, short
+
+def correct(completions, target, **columns):
+    return [float(t in text) for t, text in zip(target, completions)]
+
+def compared():
+    return covey.compare(
+        model="embedded", dataset=ROWS, rewards={correct: 1.0, short: 0.5}, quiet=True,
+        algorithms=["grpo", "dr_grpo"], seeds=1, folder=sys.argv[1], **SMALL,
+    )
+"""
+
+
+def test_a_comparison_trains_on_own_data_with_own_functions(tmp_path: Path) -> None:
+    script, folder = tmp_path / "mine.py", tmp_path / "here" / "compared"
+    main = COMPARED + "\nif __name__ == '__main__':\n    print(compared().failed)\n"
+    for text, code in ((main, 0), (COMPARED + "\ncompared()\n", 1)):
+        script.write_text(text)
+        done = subprocess.run(
+            [sys.executable, str(script), str(folder)],
+            cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        if code:
+            assert "__main__" in done.stderr
+    run = RunFolder(folder / "runs/grpo/seed-0")
+    (saved,) = (folder.parent / "data").iterdir()
+    assert len(lines(saved)) == len(ROWS)
+    for row in lines(run.path / "rollouts/000001.jsonl"):
+        assert row["parts"]["short"] == -0.001 * len(row["completion"])
+    with pytest.raises(ConfigError, match="rewards: .*cannot be imported"):
+        covey.compare(
+            dataset=ROWS, rewards=lambda completions, **k: [], algorithms=["grpo", "rloo"]
+        )
 
 
 def test_a_quiet_call_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

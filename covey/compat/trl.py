@@ -158,20 +158,24 @@ def _training(training: Training, functions: _Functions, number: int, file: Path
     if len(names) < len(rewards) or not rewards:
         other = next((f for f in rewards if id(f) not in paths), None)
         raise _lacks("reward_funcs", other, "a trained reward model; Covey's rewards are functions")
-    for function in rewards:
-        if "environments" in inspect.signature(function).parameters:
-            why = "give the environment's class a method get_reward for reward.name = 'environment'"
-            raise _lacks(f"the argument 'environments' of {names[0]}", "", why)
     own |= {"reward.name": "sum", "reward.functions": names, "scoring.none_rewards": "skip"}
-    if weights := training.given.get("reward_weights"):
-        own["reward.weights"] = [float(weight) for weight in weights]
+    if weights := [float(weight) for weight in training.given.get("reward_weights") or ()]:
+        own["reward.weights"] = weights
     if tools := listed(arguments.get("tools")):
         own |= {"environment.name": "tools", "environment.functions": [paths[id(f)] for f in tools]}
-    if factory := arguments.get("environment_factory"):
-        if tools or isinstance(factory, Mapping):
-            what = "with tools" if tools else "several environments"
-            raise _lacks("environment_factory", what, "a run has one environment")
+    factory = arguments.get("environment_factory")
+    if factory and (tools or isinstance(factory, Mapping)):
+        what = "with tools" if tools else "several environments"
+        raise _lacks("environment_factory", what, "a run has one environment")
+    if factory:
         own["environment.name"] = paths[id(factory)]
+    if any("environments" in inspect.signature(function).parameters for function in rewards):
+        if not factory:
+            raise _lacks("the argument 'environments'", "", "the script has no environment_factory")
+        own = {key: value for key, value in own.items() if not key.startswith("reward.")}
+        own |= {"reward.name": "environment", "environment.name": "trl"}
+        own |= {"environment.factory": paths[id(factory)], "environment.rewards": names}
+        own |= {"environment.weights": weights} if weights else {}
     if tools or factory:
         own["environment.max_tokens"] = found.settings["rollout.max_tokens"] + 2048
         notes.append("environment.max_tokens counts the prompt too, for which it has 2,048 tokens")

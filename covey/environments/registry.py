@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from covey.environments.adapters import as_environment
+from covey.environments.adapters import ScoredTrlEnvironment, as_environment
 from covey.environments.calculator import Calculator
 from covey.environments.code_repair import CodeRepair
 from covey.environments.environment import Factory
@@ -36,6 +36,7 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "python": Python,
         "search": Search,
         "tools": Tools,
+        "trl": ScoredTrlEnvironment,
         "verifiers": Verifiers,
     }
 )

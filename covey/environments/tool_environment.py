@@ -166,6 +166,12 @@ class Tools(ToolEnvironment):
     docstrings describe them to the policy.
     """
 
+    @staticmethod
+    def prepare(functions: Sequence[str]) -> None:
+        """Import the modules when a process starts, because that may take long."""
+        for path in functions:
+            import_callable(path, "environment.functions")
+
     def __init__(self, *, functions: Sequence[str]) -> None:
         found = [import_callable(path, "environment.functions") for path in functions]
         self._functions = {

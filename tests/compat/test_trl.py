@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -43,6 +42,9 @@ def config_of(**options: Any) -> Config:
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
     """Return a function that writes a script, ports it, and returns what `covey port` says."""
     monkeypatch.chdir(tmp_path)
+
+    for module in ("own", "own_trl", "own_rewards"):  # of an earlier test
+        monkeypatch.delitem(sys.modules, module, raising=False)
 
     def ported_script(text: str, *arguments: str, name: str = "own.py", code: int = 0) -> str:
         Path(name).write_text(text)
@@ -262,6 +264,53 @@ def test_tools_become_an_environment_and_what_covey_lacks_stops_by_name(port: An
     environment = settings()["environment"]
     assert (environment["name"], environment["functions"]) == ("tools", ["own:add"])
     assert run(["plan", "own.toml", "--trust", "own"]) == 0
+
+
+ENVIRONMENT = """
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+class Game:
+    def reset(self, **row):
+        self.score = row["level"]
+
+    def move(self, direction: str) -> str:
+        '''Move.
+
+        Args:
+            direction: Where to.
+        '''
+        self.score += 1
+        return str(self.score)
+
+def score(environments, **kwargs):
+    return [environment.score for environment in environments]
+
+def words(completions, **kwargs):
+    return [float(len(messages)) for messages in completions]
+
+def main():
+    rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "level": i} for i in range(1, 9)]
+    GRPOTrainer(
+        model="embedded", train_dataset=Dataset.from_list(rows), reward_funcs=[score, words],
+        args=GRPOConfig("out", max_completion_length=4, max_steps=1, reward_weights=[1.0, 100.0]),
+        environment_factory=Game,
+    ).train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_reward_functions_get_the_environment_of_the_episode(port: Any) -> None:
+    port(ENVIRONMENT)
+    words = ["own.toml", "--trust", "own", "--set", "model.device=cpu", "--run", "run"]
+    assert run(["plan", *words[:3]]) == 0
+    assert run(["train", *words]) == 0
+    (row,) = (Path("run") / "rollouts/000001.jsonl").read_text().splitlines()[:1]
+    found = json.loads(row)
+    assert found["parts"] == {"score": float(found["prompt"].split()[-1]), "words": 100.0}
+    assert found["reward"] == sum(found["parts"].values())
 
 
 @pytest.mark.parametrize(
