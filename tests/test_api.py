@@ -393,7 +393,7 @@ def test_a_comparison_trains_on_own_data_with_own_functions(tmp_path: Path) -> N
     assert len(lines(saved)) == len(ROWS)
     for row in lines(run.path / "rollouts/000001.jsonl"):
         assert row["parts"]["short"] == -0.001 * len(row["completion"])
-    with pytest.raises(ConfigError, match="rewards: .*cannot be imported"):
+    with pytest.raises(ConfigError, match="cannot be imported"):
         covey.compare(
             dataset=ROWS, rewards=lambda completions, **k: [], algorithms=["grpo", "rloo"]
         )

@@ -99,6 +99,7 @@ class Stand:
         self._recorder.note(f"{self._name}.{name} = {value!r:.60}: not ported")
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        """Note the call, and return this stand-in again."""
         self._recorder.note(f"{self._name}(...): not ported")
         return self
 

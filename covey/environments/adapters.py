@@ -95,7 +95,8 @@ class ScoredTrlEnvironment(TrlEnvironment):
 
     `factory` is the import path of the class, or of a function that makes the environment. At the
     end of an episode, each function in `rewards` is called with lists of one item, and with
-    `environments`. The reward is the sum, weighted by `weights`.
+    `environments`. The reward is the sum, weighted by `weights`. A message that a limit has cut off
+    is not among the completion's messages.
     """
 
     def __init__(

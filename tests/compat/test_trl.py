@@ -149,12 +149,7 @@ if __name__ == "__main__":
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 """
-FLAGS = (
-    "--model_name_or_path embedded --output_dir o --learning_rate 1e-5 --bonus 0.75 "
-    "--eval_strategy steps --eval_steps 2 --max_completion_length 8 --max_steps 2 --beta 0.01 "
-    "--num_generations 2 --per_device_train_batch_size 4 --use_peft --lora_r 4 "
-    "--lora_target_modules q_proj v_proj --push_to_hub --loss_type sapo --scale_rewards none"
-).split()
+FLAGS = ["--model_name_or_path", "embedded", "--output_dir", "o", "--learning_rate", "1e-5", "--bonus", "0.75", "--eval_strategy", "steps", "--eval_steps", "2", "--max_completion_length", "8", "--max_steps", "2", "--beta", "0.01", "--num_generations", "2", "--per_device_train_batch_size", "4", "--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj", "--push_to_hub", "--loss_type", "sapo", "--scale_rewards", "none"]
 
 
 def test_trls_own_style_is_ported_with_functions_inside_functions(port: Any) -> None:
@@ -293,7 +288,7 @@ def main():
     rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "level": i} for i in range(1, 9)]
     GRPOTrainer(
         model="embedded", train_dataset=Dataset.from_list(rows), reward_funcs=[score, words],
-        args=GRPOConfig("out", max_completion_length=4, max_steps=1, reward_weights=[1.0, 100.0]),
+        args=GRPOConfig("out", max_completion_length=64, max_steps=1, reward_weights=[1.0, 100.0]),
         environment_factory=Game,
     ).train()
 
@@ -423,4 +418,5 @@ def test_a_config_object_of_trl_is_converted() -> None:
 def test_an_option_that_changes_the_training_and_is_missing_stops(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         ported({name: {"a": 1}})
-    ported({name: value for value in HARMLESS.get(name, ())})
+    for value in HARMLESS.get(name, ()):
+        ported({name: value})
