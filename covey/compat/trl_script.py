@@ -272,7 +272,7 @@ def _trainer_class(real: Any, config_class: Any, recorder: Recorder) -> Any:
 
 
 @contextmanager
-def recorders(recorder: Recorder) -> Iterator[None]:
+def recorders(recorder: Recorder) -> Iterator[None]:  # noqa: C901 - one flow
     """Replace TRL's trainer and configuration, and functions that load models and datasets."""
     try:
         import datasets
