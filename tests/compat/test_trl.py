@@ -285,7 +285,7 @@ def words(completions, **kwargs):
     return [float(len(messages)) for messages in completions]
 
 def main():
-    rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "level": i} for i in range(1, 9)]
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "level": i} for i in range(1, 9)]
     GRPOTrainer(
         model="embedded", train_dataset=Dataset.from_list(rows), reward_funcs=[score, words],
         args=GRPOConfig("out", max_completion_length=64, max_steps=1, reward_weights=[1.0, 100.0]),
@@ -304,7 +304,7 @@ def test_reward_functions_get_the_environment_of_the_episode(port: Any) -> None:
     assert run(["train", *words]) == 0
     (row,) = (Path("run") / "rollouts/000001.jsonl").read_text().splitlines()[:1]
     found = json.loads(row)
-    assert found["parts"] == {"score": float(found["prompt"].split()[-1]), "words": 100.0}
+    assert found["parts"] == {"score": float(found["prompt"].partition("+")[0]), "words": 100.0}
     assert found["reward"] == sum(found["parts"].values())
 
 
