@@ -4,13 +4,18 @@
 
 Every function takes a configuration. Keyword arguments with dotted keys override settings of the
 configuration, as on the command line. Every error that a user can fix is a `CoveyError`. Ctrl-C
-makes the run save a checkpoint and end; the run can be resumed.
+makes the run save a checkpoint and raises KeyboardInterrupt; the run can be resumed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import os
+import sys
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +40,7 @@ from covey.training.passed_objects import (
     check_types,
     model_name,
 )
+from covey.trust import scoped_trust
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
@@ -66,8 +72,6 @@ class TrainResult:
     model: Any
     """The trained transformers model, or a peft model if the run trained an adapter."""
     tokenizer: Any
-    interrupted: bool
-    """Whether a signal ended the run early; `covey.train(resume=folder)` resumes the run."""
     stopped: str | None = None
     """Reason why a health check, `train.patience` or a callback stopped the run early; None for any
     other run."""
@@ -94,7 +98,6 @@ class TrainResult:
             shown = isinstance(cell, Mapping) and {"value", "low", "high"} <= cell.keys()
             if shown and not name.startswith(PART):
                 found[name] = estimate_text(name, cell)
-        found |= {"interrupted": self.interrupted}
         found |= {} if self.stopped is None else {"stopped": self.stopped}
         return found | ({} if self.best is None else {"best": str(self.best)})
 
@@ -177,6 +180,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     run: str | Path | None = None,
     resume: str | Path | None = None,
+    allow_changed_reward: bool = False,
     quiet: bool = False,
     **overrides: Any,
 ) -> TrainResult:
@@ -196,7 +200,12 @@ def train(
         run: the run folder to create. Default: the next free `runs/NAME-N`.
         resume: a run folder to resume with its own settings and `overrides`; pass dataset and
             rewards again.
+        allow_changed_reward: resume although the code of the reward has changed.
         quiet: print nothing. **overrides: settings by dotted key.
+
+    After Ctrl-C, the run saves its current step, `train` prints how to resume the run, and raises
+    KeyboardInterrupt, so that the script does not go on with a model that is not finished. After
+    SIGTERM, it raises SystemExit(143).
     """
     check_types(config=config, dataset=dataset, held_out=held_out, run=run, resume=resume)
     check_types(callbacks=callbacks, trackers=trackers)
@@ -207,7 +216,10 @@ def train(
         overrides = {**({"evaluate.every": 0} if no_prompts else {}), **overrides, **named}
         if resume is not None:
             folder = _resumed(Path(resume), objects, config, model, run)
-            return _train(overrides, folder, objects, shown, callbacks, quiet)
+            allowed = allow_changed_reward
+            return _train(overrides, folder, objects, shown, callbacks, quiet, allowed)
+        if allow_changed_reward:
+            raise ConfigError("allow_changed_reward needs resume=RUN; leave it out for a new run")
         if run is not None:
             check_new_run(Path(run), f"pass another run=..., or resume={str(run)!r}")
         source = "arithmetic" if config is None and dataset is None else config
@@ -257,9 +269,13 @@ def evaluate(
 
 
 def compare(
-    config: str | Path = "arithmetic",
+    config: str | Path | None = None,
     *,
     model: str | Path | None = None,
+    dataset: Dataset | None = None,
+    held_out: Dataset | None = None,
+    rewards: Any = None,
+    environment: Any = None,
     algorithms: Sequence[str] = (),
     arms: Sequence[str] = (),
     seeds: int = 3,
@@ -271,8 +287,13 @@ def compare(
     """Train the arms of a comparison under equal conditions, and return the report.
 
     Args:
-        config: the configuration that all arms share, a TOML file or a recipe.
+        config: the configuration that all arms share, a TOML file or a recipe. Default: the recipe
+            `arithmetic` if no dataset.
         model: the model that all arms start from. Default: the model of the configuration.
+        dataset, held_out, rewards, environment: as in `train`. Each run is a process of its own,
+            which imports the functions: they must be defined at the top level of a module, or of a
+            script whose own code is under `if __name__ == "__main__":`. The rows are saved in the
+            folder `data` beside the folder of the comparison.
         algorithms: the names of algorithms; each is an arm.
         arms: arms with their own settings, such as "frozen: optimizer.learning_rate=0".
         seeds: the number of seeds; each arm trains one run per seed.
@@ -286,21 +307,95 @@ def compare(
     the comparison, call `compare` again with the same arguments.
     """
     from covey.lab.compare.execute import run_comparison, show_design
-    from covey.lab.compare.prepare import checked, prepare
+    from covey.lab.compare.prepare import PARENT, checked, prepare
 
     check_types(recipe=config, folder=folder, seeds=seeds, parallel=parallel)
+    check_types(dataset=dataset, held_out=held_out)
     if parallel is not None and parallel < 1:
         raise ConfigError(f"parallel = {parallel} must be at least 1")
     settings = {} if model is None else {"model.path": model_name(model)}
-    request = _request(config, {**settings, **overrides}, algorithms, arms, seeds)
-    with notices.quiet(quiet):
+    chosen = None if folder is None else Path(folder)
+    with notices.quiet(quiet), scoped_trust(), _own_path():
+        named = _by_name(dataset, held_out, rewards, environment, (chosen or PARENT / "_").parent)
+        source = config or ("arithmetic" if dataset is None else "")
+        given = {**settings, **named, **overrides}
+        request = _request(source, given, algorithms, arms, seeds)
         console = Screen(soft_wrap=True, quiet=quiet)
-        prepared = checked(prepare(request, None if folder is None else Path(folder)))
+        prepared = checked(prepare(request, chosen))
         show_design(prepared, console)
         if run_comparison(prepared, parallel, console).stopping:
             raise KeyboardInterrupt
     text = (prepared.folder / "report.json").read_text(encoding="utf-8")
     return CompareResult(folder=prepared.folder, report=json.loads(text))
+
+
+def _by_name(
+    dataset: Dataset | None, held_out: Dataset | None, rewards: Any, environment: Any, folder: Path
+) -> dict[str, Any]:
+    """Return settings that name the objects of `compare`, so that other processes find them.
+
+    The modules of the functions are trusted, because the caller passed the functions.
+    """
+    from covey.environments import environment_factory
+    from covey.rewards.user import function_reward, weighted
+    from covey.trust import import_path, trust
+
+    given: dict[str, Any] = {}
+    if held_out is not None and dataset is None:
+        raise ConfigError("held_out needs dataset=...; the task of a configuration has its own")
+    if dataset is not None:
+        given |= {"task.name": "jsonl", "task.optional_target": True}
+        given["task.train_file"] = _saved_rows(dataset, folder / "data")
+        if held_out is not None:
+            given["task.held_out_file"] = _saved_rows(held_out, folder / "data")
+    if rewards is not None:
+        function_reward(rewards)  # raises an error for an object that is not a reward
+        pairs = weighted(rewards)
+        paths = [import_path(function, "rewards") for function, _ in pairs]
+        given |= {"reward.name": "sum", "reward.functions": paths}
+        given["reward.weights"] = [float(weight) for _, weight in pairs]
+        trust(path.partition(":")[0] for path in paths)
+    if environment is not None:
+        environment_factory(environment)
+        given["environment.name"] = import_path(environment, "environment")
+        trust([given["environment.name"].partition(":")[0]])
+    return given
+
+
+def _saved_rows(rows: Dataset, folder: Path) -> str:
+    """Save rows as a file whose name is their digest, and return its path."""
+    from covey.tasks.jsonl import write_rows
+
+    if isinstance(rows, str | Path):
+        return str(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f"{uuid.uuid4().hex}.partial"
+    write_rows(new, rows)
+    digest = hashlib.sha256(new.read_bytes()).hexdigest()[:16]
+    return str(new.rename(folder / f"{digest}.jsonl"))
+
+
+COMPARING = "COVEY_COMPARING"
+"""The environment variable that marks a comparison's process and the processes of its runs."""
+
+
+@contextmanager
+def _own_path() -> Iterator[None]:
+    """Let processes that start in this context import modules from where this process does."""
+    if os.environ.get(COMPARING):
+        raise ConfigError(
+            "compare: this script starts a comparison while a comparison imports it for its "
+            "functions; put the call of covey.compare under `if __name__ == '__main__':`"
+        )
+    before = dict(os.environ)
+    path = os.pathsep.join(filter(None, [*sys.path, before.get("PYTHONPATH")]))
+    os.environ |= {"PYTHONPATH": path, COMPARING: "1"}
+    try:
+        yield
+    finally:
+        for name in ("PYTHONPATH", COMPARING):
+            os.environ.pop(name)
+            os.environ |= {name: before[name]} if name in before else {}
 
 
 def _request(
@@ -394,13 +489,14 @@ def _train(
     trackers: Sequence[Tracker] | None,
     callbacks: Sequence[Callback],
     quiet: bool,
+    allow_changed_reward: bool = False,
 ) -> TrainResult:
     from covey.lab.start_notes import console_with_notes
     from covey.loop import train as train_run
     from covey.run import Run
     from covey.tasks.dataset import with_share
     from covey.training.resolve import resolve
-    from covey.training.run_start import opened_run
+    from covey.training.run_start import opened_run, resume_hint
     from covey.training.run_start import resumed_config as resumed
 
     passed = objects.keys()
@@ -417,12 +513,21 @@ def _train(
         reward, environment = objects.get("reward"), objects.get("environment")
         return Run.build(config, reward, task, world, environment)
 
-    with opened_run(config, build, target or name, changed=changed) as opened:
+    allowed = allow_changed_reward
+    ready = opened_run(config, build, target or name, changed=changed, allow_changed_reward=allowed)
+    with ready as opened:
         run, stop = opened.run, opened.stop
         if trackers is None and not quiet and run.world.is_main:
             trackers = [console_with_notes(opened)]
         follow = [*(trackers or ()), _Callbacks(callbacks, stop)]
         done = train_run(run, run.folder, follow, stop, opened.start)
+    if stop.by_signal:
+        steps = run.config.train.steps
+        saved = f"saved step {done} of {steps}" if done else "no step has ended, none is saved"
+        line = f"{stop.received}: {saved}; resume with: {resume_hint(run.folder, config)}"
+        if run.world.is_main and not quiet:
+            Screen(soft_wrap=True).print(line, markup=False, highlight=False)
+        raise stop.exception(line)
     evaluations = run.folder.evaluations()
     return TrainResult(
         folder=run.folder.path,
@@ -431,7 +536,6 @@ def _train(
         evaluation=evaluations[-1] if evaluations else None,
         model=run.policy.model.model,
         tokenizer=run.policy.model.tokenizer,
-        interrupted=stop.by_signal,
-        stopped=None if stop.by_signal else stop.received,
+        stopped=stop.received,
         best=best_checkpoint(run.folder),
     )

@@ -64,6 +64,11 @@ class StopSignal:
         """Whether a signal was received."""
         return self.received in signal.Signals.__members__
 
+    def exception(self, message: str) -> BaseException:
+        """Return the exception that ends the calling script after the signal."""
+        ctrl_c = self.received == signal.SIGINT.name
+        return KeyboardInterrupt(message) if ctrl_c else SystemExit(self.exit_code)
+
     @property
     def exit_code(self) -> int:
         """The exit code that shells expect after a signal: 130 or 143."""

@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError, users_error
@@ -84,6 +85,23 @@ def import_callable(path: str, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting} = {path!r}: {module_name!r} has no function {name!r}")
     _check_origin(function, path, setting)
     return function  # type: ignore[no-any-return]
+
+
+def import_path(function: Any, setting: str) -> str:
+    """Return the import path `module:name` of a function or class, for another process.
+
+    A function of the main script is named by the script's module, which the other process imports.
+    """
+    module, name = str(function.__module__), str(getattr(function, "__qualname__", ""))
+    if module == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        module = Path(file).stem if file else ""
+    if not module or not name.isidentifier():
+        raise ConfigError(
+            f"{setting}: {function!r:.80} cannot be imported by another process; define it with "
+            "`def` or `class` at the top level of a module, such as my_rewards.py"
+        )
+    return f"{module}:{name}"
 
 
 def _trusted() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import re
 import runpy
 import signal
@@ -107,7 +108,7 @@ def test_a_run_on_own_data_with_own_functions(
     result = small(tmp_path, callbacks=[seen.append])
     assert capsys.readouterr().out == ""
     assert [m["step"] for m in result.metrics] == [m["step"] for m in seen] == [1, 2]
-    assert (result.step, result.interrupted) == (2, False)
+    assert (result.step, result.stopped) == (2, None)
     assert result.evaluation is not None
     assert result.evaluation["step"] == 2
     rows = lines(result.folder / "rollouts/000001.jsonl")
@@ -167,7 +168,7 @@ def test_the_held_out_share_is_a_setting_of_the_task(tmp_path: Path) -> None:
 
 def test_a_callback_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     result = small(tmp_path, callbacks=[lambda metrics: "seen enough"])
-    assert (result.step, result.interrupted, result.stopped) == (1, False, "seen enough")
+    assert (result.step, result.stopped) == (1, "seen enough")
 
 
 def test_a_finding_ends_the_run_if_the_settings_say_so(tmp_path: Path) -> None:
@@ -200,13 +201,14 @@ def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:
 
         os.kill(os.getpid(), signal.SIGINT)
 
-    first = small(tmp_path, callbacks=[stop])
-    assert (first.step, first.interrupted) == (1, True)
+    with pytest.raises(KeyboardInterrupt, match="saved step 1 of 2; resume with"):
+        small(tmp_path, callbacks=[stop])
+    first = RunFolder(tmp_path / "run")
     with pytest.raises(
         ConfigError, match="was started with the argument dataset; pass the same argument again"
     ):
-        covey.train(resume=first.folder)
-    rest = covey.train(resume=first.folder, dataset=ROWS, rewards=[correct, short], quiet=True)
+        covey.train(resume=first.path)
+    rest = covey.train(resume=first.path, dataset=ROWS, rewards=[correct, short], quiet=True)
     whole = small(tmp_path, "whole")
     plain = [{k: v for k, v in m.items() if "time" not in k} for m in rest.metrics]
     assert plain == [{k: v for k, v in m.items() if "time" not in k} for m in whole.metrics]
@@ -220,29 +222,62 @@ from tests.test_api import ROWS, SMALL, correct, short
 settings = {**SMALL, "train.steps": 100000, "evaluate.every": 0, "save.every": 0}
 print("ready")
 result = covey.train(
-    model="embedded", dataset=ROWS, rewards=[correct, short], run=sys.argv[1], quiet=True,
+    model="embedded", dataset=ROWS, rewards=[correct, short], run=sys.argv[1], trackers=[],
     **settings,
 )
-print(result.step, result.interrupted, result.stopped)
+print("the script goes on")
 """
 
 
-def test_ctrl_c_in_a_script_returns_a_result_that_can_be_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_script_after_saving_and_says_how_to_resume(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     run = RunFolder(tmp_path / "run")
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(run.path)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_until(lambda: process.poll() is not None or len(run.steps()) >= 2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
     step = run.steps()[-1]["step"]
-    assert out.splitlines() == ["ready", f"{step} True None"]
+    assert process.returncode in ((1, -number) if number == signal.SIGINT else (128 + number,))
+    assert out.splitlines()[0] == "ready"
+    said = f"{number.name}: saved step {step} of 100000; resume with: covey.train(resume="
+    assert said in out.splitlines()[-1]
+    assert ("KeyboardInterrupt: " in err) == (number == signal.SIGINT)
     assert [number for number, _ in run.checkpoints()][-1] == step
     more = {"train.steps": step + 1}
     rest = covey.train(resume=run.path, dataset=ROWS, rewards=[correct, short], quiet=True, **more)
     assert [m["step"] for m in rest.metrics] == [*range(1, step + 2)]
+
+
+def test_a_changed_reward_stops_a_resume_unless_it_is_allowed(tmp_path: Path) -> None:
+    def reward(code: str) -> Any:
+        file = tmp_path / f"own_{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(code)
+        return runpy.run_path(str(file))["long"]
+
+    code = "UNIT = 0.1\n\ndef long(completions, **columns):\n    return [len(c) * UNIT for c in completions]\n"
+    given: dict[str, Any] = {"dataset": ROWS, "quiet": True}
+    run = small(tmp_path, rewards=reward(code)).folder
+    same = reward("# my reward\nN = 3\n" + code)
+    covey.train(resume=run, rewards=same, **given, **{"train.steps": 3})
+    other = reward(code.replace("0.1", "0.2"))
+    with pytest.raises(ConfigError, match="allow_changed_reward"):
+        covey.train(resume=run, rewards=other, **given, **{"train.steps": 4})
+    assert command(["runs", "verify", str(run)]) == 0
+    allowed = {**given, "allow_changed_reward": True, "train.steps": 4}
+    covey.train(resume=run, rewards=other, **allowed)
+    covey.train(resume=run, rewards=other, **given, **{"train.steps": 5})
+    used = [row["reward_id"] for row in RunFolder(run).steps()]
+    assert used[0] == used[2] != used[3] == used[4]
+    assert command(["runs", "verify", str(run)]) == 0
+    (run / "changes.jsonl").write_text("")
+    assert command(["runs", "verify", str(run)]) == 1
+    with pytest.raises(ConfigError, match="allow_changed_reward"):
+        covey.train(rewards=other, **allowed)
 
 
 def test_an_sft_run_is_not_resumed_with_rl(tmp_path: Path) -> None:
@@ -323,6 +358,45 @@ def test_mistakes_in_a_comparison_name_the_arguments_of_python(
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
     with pytest.raises(covey.CoveyError, match="do not belong to a comparison; choose another fol"):
         covey.compare(algorithms=["grpo", "gspo"], folder=tmp_path)
+
+
+COMPARED = """
+import sys
+import covey
+from tests.test_api import ROWS, SMALL, short
+
+def correct(completions, target, **columns):
+    return [float(t in text) for t, text in zip(target, completions)]
+
+def compared():
+    return covey.compare(
+        model="embedded", dataset=ROWS, rewards={correct: 1.0, short: 0.5}, quiet=True,
+        algorithms=["grpo", "dr_grpo"], seeds=1, folder=sys.argv[1], **SMALL,
+    )
+"""
+
+
+def test_a_comparison_trains_on_own_data_with_own_functions(tmp_path: Path) -> None:
+    script, folder = tmp_path / "mine.py", tmp_path / "here" / "compared"
+    main = COMPARED + "\nif __name__ == '__main__':\n    print(compared().failed)\n"
+    for text, code in ((main, 0), (COMPARED + "\ncompared()\n", 1)):
+        script.write_text(text)
+        done = subprocess.run(
+            [sys.executable, str(script), str(folder)],
+            cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        if code:
+            assert "__main__" in done.stderr
+    run = RunFolder(folder / "runs/grpo/seed-0")
+    (saved,) = (folder.parent / "data").iterdir()
+    assert len(lines(saved)) == len(ROWS)
+    for row in lines(run.path / "rollouts/000001.jsonl"):
+        assert row["parts"]["short"] == -0.001 * len(row["completion"])
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        covey.compare(
+            dataset=ROWS, rewards=lambda completions, **k: [], algorithms=["grpo", "rloo"]
+        )
 
 
 def test_a_quiet_call_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

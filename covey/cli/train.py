@@ -46,6 +46,14 @@ Verify = Annotated[
         "resulting weights differ from the newest checkpoint. Needs --resume.",
     ),
 ]
+AllowChangedReward = Annotated[
+    bool,
+    typer.Option(
+        "--allow-changed-reward",
+        help="Resume although the code of the reward has changed since the last step. The change "
+        "is recorded in the run folder. Needs --resume.",
+    ),
+]
 Ray = Annotated[
     str | None,
     typer.Option(
@@ -67,6 +75,7 @@ def train_command(
     resume: Resume = None,
     step: ResumeStep = None,
     verify: Verify = False,
+    allow_changed_reward: AllowChangedReward = False,
     skip_bad_rows: SkipBadRows = False,
     smoke: Smoke = False,
     ray: Ray = None,
@@ -85,9 +94,16 @@ def train_command(
     if resume is not None:
         check_alone(source, model, run, skip_bad_rows, smoke, ray)
         return resume_run(
-            resume, step, overrides, context.obj, verify=verify, print_config=print_config
+            resume,
+            step,
+            overrides,
+            context.obj,
+            verify=verify,
+            print_config=print_config,
+            allow_changed_reward=allow_changed_reward,
         )
-    check_new(None if print_config else run, step, verify=verify)
+    new = None if print_config else run
+    check_new(new, step, verify=verify, changed_reward=allow_changed_reward)
     settings = settings_of(overrides, model) + ["task.skip_bad_rows=true"] * skip_bad_rows
     settings += [] if ray is None else [f"cluster.address={toml_value(ray)}"]
     label = source_of(source, settings)

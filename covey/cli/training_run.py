@@ -57,6 +57,7 @@ def train_run(
     not_own: Collection[str] = (),
     step: int | None = None,
     changed: Mapping[str, Change] | None = None,
+    allow_changed_reward: bool = False,
 ) -> NoReturn:
     """Train with RL or SFT, print the results, and exit.
 
@@ -76,7 +77,15 @@ def train_run(
             return build_sft(config, world) if sft else Run.build(config, world=world)
 
     say = partial(echo, err=True)
-    opened = opened_run(config, build, target, step=step, changed=changed, say=say)
+    opened = opened_run(
+        config,
+        build,
+        target,
+        step=step,
+        changed=changed,
+        allow_changed_reward=allow_changed_reward,
+        say=say,
+    )
     with opened as ready:
         run, stop, main = ready.run, ready.stop, ready.run.world.is_main
         if main and changed:
@@ -102,6 +111,7 @@ def resume_run(
     sft: bool = False,
     verify: bool = False,
     print_config: bool = False,
+    allow_changed_reward: bool = False,
 ) -> None:
     """Resume a run with the run's own settings, changed by `overrides`.
 
@@ -118,7 +128,15 @@ def resume_run(
         return typer.echo(to_toml(config), nl=False)
     if verify:
         _verify(folder)
-    train_run(config, folder, arguments, sft=sft, step=step, changed=changed)
+    train_run(
+        config,
+        folder,
+        arguments,
+        sft=sft,
+        step=step,
+        changed=changed,
+        allow_changed_reward=allow_changed_reward,
+    )
 
 
 def _start_ranks(config: Config, arguments: Sequence[str], *, sft: bool) -> None:
@@ -151,8 +169,12 @@ def _verify(run: RunFolder) -> None:
     echo(f"{'verified' if result.passed else 'not verified'}: {result.figure}")
 
 
-def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:
-    """Raise an error if a new run is given --step, --verify or a run folder with files."""
+def check_new(
+    run: Path | None, step: int | None, *, verify: bool = False, changed_reward: bool = False
+) -> None:
+    """Raise an error if a new run is given an option of a resume or a run folder with files."""
+    if changed_reward:
+        raise ConfigError("--allow-changed-reward needs --resume RUN; leave it out for a new run")
     if verify:
         raise ConfigError(
             "--verify needs --resume RUN, because a new run has no checkpoint to verify"

@@ -7,8 +7,33 @@ from typing import Any
 
 Convert = Callable[[Any], Any]
 
-ALGORITHMS = {"bnpo": "dapo"}
-"""Maps TRL's loss_type to Covey's algorithm, if the two names differ."""
+PIECES: Mapping[str, tuple[str, str, str]] = {
+    "grpo": ("token", "clipped", "sequence_mean_token_mean"),
+    "dapo": ("token", "clipped", "token_mean"),
+    "bnpo": ("token", "clipped", "token_mean"),
+    "dr_grpo": ("token", "clipped", "sequence_mean_token_sum_norm"),
+    "cispo": ("token", "truncated_weight", "token_mean"),
+    "sapo": ("token", "soft_gate", "sequence_mean_token_mean"),
+    "luspo": ("sequence", "clipped", "sequence_mean_token_sum"),
+    "vespo": ("product", "gamma_weight", "token_mean"),
+}
+"""Maps TRL's loss_type to the pieces of a composed objective: ratio, surrogate and weights."""
+NAMES: Mapping[tuple[str, str, str, str], str] = {
+    ("centered", *PIECES["dr_grpo"]): "dr_grpo",
+    ("standardized", "sequence", "clipped", "sequence_mean_token_mean"): "gspo",
+    ("batch_standardized", *PIECES["dapo"]): "lite_ppo",
+    ("parts_standardized", *PIECES["grpo"]): "gdpo",
+    **{("standardized", *PIECES[name]): name
+       for name in ("grpo", "dapo", "cispo", "sapo", "luspo", "vespo")},
+}  # fmt: skip
+"""The names of algorithms that are compositions of an advantage and these pieces."""
+OBJECTIVE: Mapping[str, Mapping[str, str]] = {
+    "sapo": {"sapo_temperature_pos": "objective.tau_pos",
+             "sapo_temperature_neg": "objective.tau_neg"},
+    "vespo": {"vespo_k_pos": "objective.power_pos", "vespo_k_neg": "objective.power_neg",
+              "vespo_lambda_pos": "objective.rate_pos", "vespo_lambda_neg": "objective.rate_neg"},
+}  # fmt: skip
+"""Maps options of one loss_type to settings."""
 
 VERSION = "1.16"
 """The version of TRL that the options and defaults in this module come from."""
@@ -43,6 +68,11 @@ def _count(value: Any) -> int | None:
     return None if value is None or value < 1 else int(value)
 
 
+def _turns(value: Any) -> int | None:
+    """A message after the last tool call is a turn too."""
+    return None if value is None else int(value) + 1
+
+
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -58,6 +88,9 @@ DIRECT: Mapping[str, tuple[str, Convert]] = {
     "max_grad_norm": ("optimizer.max_grad_norm", _number),
     "lr_scheduler_type": ("optimizer.schedule", lambda value: SCHEDULES.get(str(value))),
     "warmup_ratio": ("optimizer.warmup_ratio", _number),
+    "max_tool_calling_iterations": ("environment.max_turns", _turns),
+    "entropy_coef": ("objective.entropy_bonus", _number),
+    "off_policy_mask_threshold": ("objective.off_policy_limit", _number),
     "temperature": ("rollout.temperature", _number),
     "top_p": ("rollout.top_p", _number),
     "top_k": ("rollout.top_k", _count),
@@ -106,7 +139,7 @@ NAMED: Mapping[str, str] = {
          "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
          "dataloader_prefetch_factor", "remove_unused_columns", "length_column_name",
          "label_names", "label_smoothing_factor", "data_seed", "ignore_data_skip",
-         "train_sampling_strategy", "shuffle_dataset", "neftune_noise_alpha"), _DATA),
+         "train_sampling_strategy", "shuffle_dataset"), _DATA),
     **dict.fromkeys(
         ("logging_strategy", "logging_first_step", "logging_nan_inf_filter",
          "log_level", "log_level_replica", "log_multimodal", "log_unique_prompts",
@@ -124,29 +157,11 @@ NAMED: Mapping[str, str] = {
     "output_dir": "covey train --run FOLDER",
     "run_name": "covey train --run FOLDER",
     "resume_from_checkpoint": "covey train --resume FOLDER",
-    "model_init_kwargs": "set model.path, model.dtype and model.device",
-    "trust_remote_code": "refused: model files may not run code (docs/security.md)",
-    "fp16": "use model.dtype = 'bfloat16' or 'float32'",
     "cast_lm_head_to_fp32": "not needed: log-probs are computed in float32",
-    "optim": "the optimizer is AdamW; optimizer.state = 'compact' saves memory",
-    "optim_args": "the optimizer is AdamW",
-    "optim_target_modules": "the optimizer is AdamW",
-    "lr_scheduler_kwargs": "optimizer.schedule is constant, linear or cosine",
     "load_best_model_at_end": "set save.best, such as save.best = 'greedy'",
     "metric_for_best_model": "set save.best, such as save.best = 'greedy'",
     "greater_is_better": "set save.best_is to 'highest' or 'lowest'",
-    "reward_weights": "pass rewards as a dict of function to weight to covey.train",
-    "multi_objective_aggregation": "objective.name = 'gdpo' normalizes each part by itself",
-    "generation_kwargs": "set rollout.stop, rollout.top_k and the like",
-    "repetition_penalty": "no counterpart: it would bias the policy gradient",
-    "off_policy_mask_threshold": "set objective.off_policy_limit",
-    "router_aux_loss_coef": "no counterpart: the router's loss is not trained",
-    "max_tool_calling_iterations": "set environment.max_turns",
-    "vllm_importance_sampling_correction": "set objective.correction",
-    "vllm_importance_sampling_mode": "set objective.correction",
     "vllm_importance_sampling_cap": "set objective.correction and its options",
-    "vllm_importance_sampling_clip_max": "set objective.correction and its options",
-    "vllm_importance_sampling_clip_min": "set objective.correction and its options",
     "vllm_enable_sleep_mode": "set engine.vllm.colocated = true",
     "vllm_group_port": "not needed: the port is chosen",
     "vllm_max_model_length": "set engine.vllm.arguments = ['--max-model-len', 'N']",
@@ -154,17 +169,57 @@ NAMED: Mapping[str, str] = {
     "vllm_server_host": "set engine.vllm.urls",
     "vllm_server_port": "set engine.vllm.urls",
     "vllm_server_timeout": "set engine.vllm.patience",
-    "vllm_structured_outputs_regex": "no counterpart: reward the format instead",
-    "entropy_coef": "set objective.entropy_bonus",
+}  # fmt: skip
+"""Maps each TRL option that does not change what is trained to advice for the user."""
+
+_ENTROPY = "objective.entropy_bonus is constant"
+STOPS: Mapping[str, str] = {
+    "fp16": "use bf16, which becomes model.dtype = 'bfloat16'",
+    "trust_remote_code": "model files may not run code (docs/security.md)",
+    "optim": "the optimizer is AdamW",
+    "optim_args": "the optimizer is AdamW",
+    "optim_target_modules": "the optimizer is AdamW",
+    "lr_scheduler_kwargs": "optimizer.schedule is constant, linear or cosine",
+    "generation_kwargs": "name the options, such as top_k, in GRPOConfig itself",
+    "repetition_penalty": "it would bias the policy gradient",
+    "router_aux_loss_coef": "the router's loss is not trained",
+    "vllm_structured_outputs_regex": "reward the format instead",
+    "neftune_noise_alpha": "there is no noise on embeddings",
     **dict.fromkeys(
         ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
-         "use_adaptive_entropy"), "no counterpart: objective.entropy_bonus is constant"),
-    "vespo_k_pos": "set objective.power_pos",
-    "vespo_k_neg": "set objective.power_neg",
-    "vespo_lambda_pos": "set objective.rate_pos",
-    "vespo_lambda_neg": "set objective.rate_neg",
+         "use_adaptive_entropy"), _ENTROPY),
 }  # fmt: skip
-"""Maps each TRL option without a direct counterpart to advice for the user."""
+"""Maps each option that changes what is trained, and that Covey lacks, to a reason or advice."""
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_8bit", "paged_adamw_8bit",
+              "adamw_bnb_8bit", "paged_adamw_32bit"),
+    "repetition_penalty": (1.0,), "router_aux_loss_coef": (0.0,), "use_adaptive_entropy": (False,),
+    "fp16": (False,), "trust_remote_code": (False,),
+}  # fmt: skip
+"""Values with which an option in `STOPS` changes nothing."""
+
+RENAMED: Mapping[str, str] = {
+    "kl_coef": "beta", "kl_beta": "beta", "init_kl_coef": "beta",
+    "max_new_tokens": "max_completion_length", "response_length": "max_completion_length",
+    "num_generation": "num_generations", "num_return_sequences": "num_generations",
+    "evaluation_strategy": "eval_strategy", "cliprange": "epsilon", "clip_range": "epsilon",
+    "epsilon_low": "epsilon", "num_ppo_epochs": "num_iterations", "mu": "num_iterations",
+    "no_cuda": "use_cpu", "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size", "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token", "vllm_max_model_len": "vllm_max_model_length",
+    "sampling_temperature": "temperature",
+}  # fmt: skip
+"""Maps names that options of GRPOConfig had in older versions and tutorials to those of today."""
+TRAINER_RENAMED = {
+    "tokenizer": "processing_class",
+    "config": "args",
+    "reward_functions": "reward_funcs",
+}
+LAUNCH = frozenset(
+    ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config", "tf32",
+     "torch_compile", "torch_compile_backend", "torch_compile_mode")
+)  # fmt: skip
+"""Options that need packages or devices which the machine of a port may lack."""
 
 HANDLED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -174,11 +229,18 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "num_iterations": ("train.epochs",),
     "max_steps": ("train.steps",),
     "num_train_epochs": ("train.stop_after",),
-    "loss_type": ("objective.name",),
-    "importance_sampling_level": ("objective.name",),
-    "scale_rewards": ("objective.name",),
+    "loss_type": ("objective.name", "objective.surrogate", "objective.weights"),
+    "importance_sampling_level": ("objective.name", "objective.ratio"),
+    "scale_rewards": ("objective.name", "objective.advantage"),
     "beta": ("objective.beta",),
     "use_bias_correction_kl": ("objective.kl",),
+    "reward_weights": ("reward.weights",),
+    "multi_objective_aggregation": ("objective.name",),
+    "model_init_kwargs": ("model.dtype",),
+    "vespo_k_pos": ("objective.power_pos",),
+    "vespo_k_neg": ("objective.power_neg",),
+    "vespo_lambda_pos": ("objective.rate_pos",),
+    "vespo_lambda_neg": ("objective.rate_neg",),
     "epsilon": ("objective.clip_low", "objective.clip_high"),
     "epsilon_high": ("objective.clip_high", "objective.max_weight"),
     "delta": ("objective.dual",),
@@ -190,6 +252,10 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
     "vllm_server_base_url": ("engine.vllm.urls",),
     "vllm_gpu_memory_utilization": ("engine.vllm.memory",),
     "vllm_tensor_parallel_size": ("engine.vllm.tensor_parallel",),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+         "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+        ("objective.correction", "objective.correction_high", "objective.correction_low")),
     "sync_ref_model": ("reference.kind",),
     "warmup_steps": ("optimizer.warmup_steps", "optimizer.warmup_ratio"),
     "save_steps": ("save.every",),
@@ -200,23 +266,14 @@ HANDLED: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Maps a TRL option to the settings that are computed from this option and other options."""
 
-_STEPS = ("train.steps", "save.every", "evaluate.every")
-COMPUTED: Mapping[str, tuple[str, ...]] = {
-    "max_steps": ("train.stop_after",),
-    "logging_steps": ("evaluate.every",),
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
-         "generation_batch_size", "num_iterations"), _STEPS),
-}  # fmt: skip
-"""Maps a TRL option to the settings that depend on the option's value and are not in `HANDLED`."""
-
 TRAINER: Mapping[str, str] = {
-    "reward_funcs": "pass it as rewards=... to covey.train, or name it in [reward]",
-    "train_dataset": "pass it as dataset=... to covey.train, or use the task hub or jsonl",
-    "eval_dataset": "pass it as held_out=... to covey.train",
-    "peft_config": "set adapter.rank, adapter.alpha, adapter.targets and adapter.dropout",
     "callbacks": "callbacks=[f] of covey.train get the metrics of each step",
     "processing_class": "the tokenizer is that of the model's folder",
-    "environment_factory": "pass it as environment=... to covey.train",
 }
-"""Maps each argument of GRPOTrainer to advice on what to use instead."""
+"""Maps each argument of GRPOTrainer that does not change what is trained to advice."""
+TRAINER_STOPS: Mapping[str, str] = {
+    "rollout_func": "an own rollout function; write an environment (docs/environments.md)",
+    "reward_processing_classes": "a reward model; Covey's rewards are functions",
+    "optimizers": "an own optimizer; Covey's optimizer is AdamW",
+}
+"""Maps each argument of GRPOTrainer that Covey lacks to a reason."""

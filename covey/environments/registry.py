@@ -6,19 +6,19 @@ To add an environment, write its class in this folder, as in `calculator.py`, an
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from covey.environments.adapters import as_environment
+from covey.environments.adapters import ScoredTrlEnvironment, as_environment
 from covey.environments.calculator import Calculator
 from covey.environments.code_repair import CodeRepair
 from covey.environments.environment import Factory
 from covey.environments.games import Games
 from covey.environments.python import Python
 from covey.environments.search import Search
+from covey.environments.tool_environment import Tools
 from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, nearest
 from covey.trust import import_callable, is_import_path
@@ -35,6 +35,8 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "games": Games,
         "python": Python,
         "search": Search,
+        "tools": Tools,
+        "trl": ScoredTrlEnvironment,
         "verifiers": Verifiers,
     }
 )
@@ -72,4 +74,4 @@ def environment_factory(environment: Any) -> Factory:
             "environment: pass a class, or a function that creates an environment for each "
             f"rollout; an object of type {type(environment).__name__} is neither"
         )
-    return as_environment(environment) if inspect.isclass(environment) else environment
+    return as_environment(environment)

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from covey.environments.environment import Start, Step
+from covey.trust import import_callable
 from covey.types import Message, Prompt
 
 Tool = Callable[..., Any]
@@ -160,3 +161,27 @@ class ToolEnvironment:
         tools = self.tools()
         calls = message.get("tool_calls", ())
         return Step(messages=[await tool_message(tools, c) for c in calls], done=not calls)
+
+
+class Tools(ToolEnvironment):
+    """Your own functions as tools, as the argument `tools` of TRL's trainer.
+
+    `functions` lists import paths, such as "my_tools:search". Functions need type hints, and their
+    docstrings describe them to the policy.
+    """
+
+    @staticmethod
+    def prepare(functions: Sequence[str]) -> None:
+        """Import the modules when a process starts, because that may take long."""
+        for path in functions:
+            import_callable(path, "environment.functions")
+
+    def __init__(self, *, functions: Sequence[str]) -> None:
+        found = [import_callable(path, "environment.functions") for path in functions]
+        self._functions = {
+            path.rpartition(":")[2]: f for path, f in zip(functions, found, strict=True)
+        }
+
+    def tools(self) -> dict[str, Tool]:
+        """Return the functions by name."""
+        return self._functions

@@ -54,11 +54,10 @@ def tell_notes(reporter: Tracker, folder: RunFolder, run: Run) -> None:
         )
     if run.bad_rows:
         reporter.note(f"{len(run.bad_rows)} bad rows skipped; the first error: {run.bad_rows[0]}")
-    reward, now_reward = environment.get("reward"), run.scorer.identity
-    if reward and reward != now_reward:
+    reward, current = environment.get("reward"), run.scorer.identity
+    if reward and reward != current:  # a resume that allows it
         reporter.note(
-            f"the reward has changed since this run was started: it was {reward} and is now "
-            f"{now_reward}"
+            f"the reward has changed since this run was started: from {reward} to {current}"
         )
 
 

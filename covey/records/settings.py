@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.notices import notice
 from covey.records.folder import CHANGES, RunFolder
-from covey.records.records import ANY_OBJECT, usable_lines
+from covey.records.records import ANY_OBJECT, Note, usable_lines
 
 MOST_NAMED = 8
 """Maximum number of edited settings that a message lists by name."""
@@ -40,6 +40,13 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
     more = f", and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
     named = ", ".join(changed[:MOST_NAMED])
     return f"{run.config_file} was edited since the run was started: {named}{more}"
+
+
+def reward_of_run(run: RunFolder, note: Note = notice) -> str:
+    """Return the identity of a run's reward, as of its start or of the last allowed change."""
+    changes = usable_lines(run.path / CHANGES, ANY_OBJECT, note)
+    changed = [change["reward"][1] for change in changes if change.get("reward")]
+    return str(changed[-1] if changed else run.environment(note).get("reward") or "")
 
 
 def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import marshal
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from covey.rewards.source import source_hash
 
 _PLAIN = str | bytes | int | float | bool | None
 
@@ -19,8 +20,9 @@ def identity(name: str, reward: Any) -> str:
 
     The hash covers the reward's options and its source code. For a built-in reward, the source code
     consists of the packages `covey.rewards` and `covey.sandbox`. For a user's reward, the source
-    code is the file that defines the reward. Rewards with the same identity give the same score to
-    the same completion.
+    code is the function or class with all that it refers to in its file (`source_hash`). Comments,
+    formatting and other code of the file do not count. Rewards with the same identity give the same
+    score to the same completion, except if a module that the file imports has changed.
 
     >>> from covey.rewards.think_answer import ThinkAnswer
     >>> identity("think_answer", ThinkAnswer()).startswith("think_answer@1#")
@@ -52,8 +54,8 @@ def _state(value: Any) -> Mapping[str, Any] | None:
 def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> str:
     """Return a text that describes a value and everything that the value contains.
 
-    The set `sources` receives the hash of each source file that defines a class or function in the
-    value. A function is described by its name, not by its memory address.
+    The set `sources` receives the hash of the source of each class and function in the value. A
+    function is described by its name, not by its memory address.
     """
     if isinstance(value, _PLAIN):
         return repr(value)
@@ -83,11 +85,7 @@ def _kind(value: Any) -> str:
 def _source_of(thing: Any) -> str:
     if str(thing.__module__).startswith("covey."):
         return _own_source()
-    try:
-        return _file_hash(Path(inspect.getfile(thing)))
-    except (OSError, TypeError):  # defined in an interactive session: it has code but no file
-        code = getattr(thing, "__code__", None)
-        return hashlib.sha256(marshal.dumps(code) if code else repr(thing).encode()).hexdigest()
+    return source_hash(thing)
 
 
 @cache

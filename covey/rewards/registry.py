@@ -6,7 +6,7 @@ To add a reward, write its class in this folder, as in `think_answer.py`, and ad
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,7 @@ from covey.rewards.score import Reward
 from covey.rewards.text_match import ExactText, FuzzyText
 from covey.rewards.think_answer import ThinkAnswer
 from covey.rewards.tool_call import ToolCall
-from covey.rewards.user import FUNCTIONS, as_reward, is_trl_style
+from covey.rewards.user import FUNCTIONS, as_reward, function_reward, is_trl_style
 from covey.trust import import_callable, is_import_path
 
 
@@ -90,6 +90,25 @@ def by_task(
     return ByTask(tasks=rewards, column=column, default=default)
 
 
+def sum_of(
+    *, functions: Sequence[str], weights: Sequence[float] = (), success_at: float = 1.0
+) -> Reward:
+    """The weighted sum of your own functions, as in TRL.
+
+    `functions` lists import paths, such as "my_rewards:correct", and `weights` has one number per
+    function; without `weights`, each is 1. A completion is a success if the first function gives it
+    at least `success_at`. The functions run in the training process.
+    """
+    if weights and len(weights) != len(functions):
+        raise ConfigError(
+            f"config: reward.weights has {len(weights)} numbers, but reward.functions has "
+            f"{len(functions)} functions; give one weight per function"
+        )
+    found = [import_callable(path, "reward.functions") for path in functions]
+    pairs = zip(found, weights or [1.0] * len(found), strict=True)
+    return function_reward(list(pairs), success_at=success_at)
+
+
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
     {
         # correctness
@@ -115,6 +134,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         # composite
         "mix": mix,
         "by_task": by_task,
+        "sum": sum_of,
         "math": templates.math,
         "code": templates.code,
         "retrieval": templates.retrieval,
@@ -137,8 +157,9 @@ def find_reward(name: str, table: str = "reward") -> Callable[..., Any]:
         return import_callable(name, f"{table}.name")
     if name == FUNCTIONS:
         raise ConfigError(
-            f"config: {table}.name = {name!r} needs reward functions from Python; call "
-            "covey.train(..., rewards=...) in Python, and add resume=RUN to resume a run"
+            f"config: {table}.name = {name!r} needs reward functions from Python; name them with "
+            f"{table}.name = 'sum', {table}.functions = ['MODULE:FUNCTION'] and --trust MODULE, or "
+            "call covey.train(..., rewards=...) in Python, with resume=RUN to resume a run"
         )
     hint = nearest(name, REWARDS)
     raise ConfigError(f"config: {table}.name = {name!r} is not a known reward{hint}")

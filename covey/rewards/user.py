@@ -76,8 +76,9 @@ class UserFunction(_GroupReward):
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     success_at: float = 1.0
-    conversational: bool = False
-    """Whether a TRL function gets completions as lists of messages instead of text."""
+    conversational: bool | None = None
+    """Whether a TRL function gets completions as lists of messages instead of text. None: if the
+    prompt is a list of messages in the data, as in TRL."""
     skips_none: bool = False
 
     @property
@@ -157,7 +158,10 @@ class UserFunction(_GroupReward):
         """Return the keyword arguments that TRL would pass: one list per column."""
         completions: list[Any] = list(texts)
         messages: Any = prompt.text
-        if self.conversational:
+        conversational = self.conversational
+        if conversational is None:
+            conversational = any(isinstance(value, list) for value in prompt.columns.values())
+        if conversational:
             completions = [_messages(text) for text in texts]
             messages = [dict(message) for message in prompt.messages]
         usual = {"target": prompt.target, "answer": prompt.target}
@@ -291,15 +295,13 @@ def check_columns(reward: Reward, prompt: Prompt) -> None:
 
 
 def function_reward(
-    rewards: RewardFunction | Reward | Sequence[RewardFunction] | Mapping[RewardFunction, float],
-    *,
-    conversational: bool = False,
+    rewards: Any, *, conversational: bool | None = None, success_at: float = 1.0
 ) -> Reward:
-    """Make a reward from one TRL-style function, a list of functions, or {function: weight}.
+    """Make a reward from TRL-style functions: one, a list, {function: weight}, or weighted pairs.
 
-    With `conversational`, the functions get completions as lists of messages. TRL passes lists of
-    messages if the prompts are lists of messages. An object that is already a reward, with
-    `bounds`, `quick` and `version`, is returned unchanged.
+    `conversational` says whether the functions get completions as lists of messages; None: if the
+    prompts are lists of messages, as in TRL. An object that is already a reward, with `bounds`,
+    `quick` and `version`, is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)
@@ -311,13 +313,14 @@ def function_reward(
             "rewards must be a function, a list of functions, or a dict of functions and weights, "
             f"not {rewards!r}; to choose a reward by its name, set reward.name"
         )
-    pairs = list(rewards.items()) if isinstance(rewards, Mapping) else [(f, 1.0) for f in rewards]
+    pairs = weighted(rewards)
     if not pairs:
         raise ConfigError("rewards: give at least one reward function")
     functions: dict[str, UserFunction] = {}
     weights: dict[str, float] = {}
     for function, weight in pairs:
-        made = as_reward(function, {"conversational": conversational})
+        given = {"conversational": conversational, "success_at": success_at}
+        made = as_reward(function, given)
         if not isinstance(made, UserFunction):
             raise ConfigError(
                 "rewards: a list may contain only functions; combine other rewards with `mix`"
@@ -331,6 +334,14 @@ def function_reward(
             )
         functions[name], weights[name] = made, float(weight)
     return WeightedFunctions(functions=functions, weights=weights)
+
+
+def weighted(rewards: Any) -> list[tuple[RewardFunction, Any]]:
+    """Return reward functions with their weights: of one function, a list, or a dict."""
+    if callable(rewards):
+        return [(rewards, 1.0)]
+    listed = rewards.items() if isinstance(rewards, Mapping) else rewards
+    return [each if isinstance(each, tuple) else (each, 1.0) for each in listed]
 
 
 # The two kinds of reward functions, Covey's and TRL's, distinguished by their parameter names.

@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.errors import ConfigError
 from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import PROMPT_COLUMNS, TARGET_COLUMNS, NumberedRow, RowReader
+from covey.tasks.rows import PROMPT_COLUMNS, RowReader
 from covey.tasks.task import SplitTask, compared_text, hash_fraction
 from covey.types import Prompt
 
@@ -95,21 +95,13 @@ def _is_conversational(rows: Sequence[Mapping[str, Any]] | str | Path) -> bool:
 
 
 def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
-    reader = RowReader(name=NAME)
+    reader = RowReader(name=NAME, optional_target=True)
     if isinstance(rows, str | Path):
-        return reader.read(split, map(_with_target, json_lines(Path(rows))), str(rows))
+        return reader.read(split, json_lines(Path(rows)), str(rows))
     numbered = ((n, f"{split} row {n}", _checked(row)) for n, row in enumerate(rows))
-    return reader.read(split, map(_with_target, numbered), split)
+    return reader.read(split, numbered, split)
 
 
 def _checked(row: object) -> dict[str, Any] | str:
     """Return a row as a dict, or a text that says why it is not a row."""
     return dict(row) if isinstance(row, Mapping) else f"is not a dict but {type(row).__name__}"
-
-
-def _with_target(numbered: NumberedRow) -> NumberedRow:
-    """Add an empty target to a row that has no target, because some rewards need no target."""
-    number, where, row = numbered
-    if isinstance(row, str) or any(column in row for column in TARGET_COLUMNS):
-        return numbered
-    return number, where, {**row, "target": ""}

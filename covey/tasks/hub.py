@@ -62,8 +62,9 @@ class Hub(RowReader, SplitTask):
     """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
     If a dataset has only one split, leave `held_out_split` empty to hold out the fraction
-    `held_out_share` of its rows. A hash of the prompt's text decides whether the prompt is held
-    out. Every run holds out the same prompts, and prompts with equal text are in the same split.
+    `held_out_share` of its rows; a share of 0 holds out no prompts. A hash of the prompt's text
+    decides whether the prompt is held out. Every run holds out the same prompts, and prompts with
+    equal text are in the same split.
     `RowReader` documents the options that define the meaning of the columns.
     """
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from covey.errors import DataError, reason
 from covey.tasks.rows import NumberedRow, Row, RowReader, check_share
@@ -18,9 +19,10 @@ class Jsonl(RowReader, SplitTask):
     """Prompts and targets from `train_file` and `held_out_file`, one JSON object per line.
 
     With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
-    `train_file`. A hash of the prompt's text decides whether the prompt is held out. Every run
-    holds out the same prompts, and prompts with equal text are in the same split. `RowReader`
-    documents the options that define the meaning of the columns.
+    `train_file`; a share of 0 holds out no prompts, for runs without evaluations. A hash of the
+    prompt's text decides whether the prompt is held out. Every run holds out the same prompts, and
+    prompts with equal text are in the same split. `RowReader` documents the options that define the
+    meaning of the columns.
     """
 
     train_file: str
@@ -53,6 +55,22 @@ def json_lines(path: Path) -> Iterator[NumberedRow]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield number, f"{path}:{number}", json_object(line)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as a JSON Lines file; raise DataError for a value that JSON does not have."""
+    lines = []
+    for number, row in enumerate(rows):
+        for column, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"dataset: row {number} has {column!r} that JSON cannot hold: {error}; convert "
+                    f"the column to text, numbers or lists, or remove it"
+                ) from None
+        lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def json_object(line: str) -> Row | str:

@@ -42,6 +42,7 @@ class RowReader:
     - `template` is a text that replaces the prompt column: every `{column}` in the template becomes
       the row's value in that column. Write `{{` and `}}` for literal braces; `{}` is not replaced.
     - `target` names the column with the expected answer; the default is `target` or `answer`.
+    - With `optional_target`, a row may lack a target, for rewards that read other columns.
     - `columns` maps the name of a column to the name under which `info` stores the value. `info`
       also stores the columns that no option uses.
     - `system` is the system message for prompts that contain no system message.
@@ -61,6 +62,7 @@ class RowReader:
 
     prompt: str = ""
     target: str = ""
+    optional_target: bool = False
     template: str = ""
     columns: Mapping[str, str] | None = None
     system: str = ""
@@ -104,6 +106,8 @@ class RowReader:
 
     def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
         """Divide data that has only one split; return the training or held-out prompts."""
+        if not share:
+            return prompts if split == "train" else []
         chosen = [p for p in prompts if hashed_into(split, self._hashed_text(p), share)]
         if not chosen:
             raise DataError(
@@ -124,12 +128,16 @@ class RowReader:
         else:
             used = _present(row, self.prompt, PROMPT_COLUMNS)
             value = row[used]
-        target = _present(row, self.target, TARGET_COLUMNS)
+        target, answer = "", ""
+        columns = (self.target,) if self.target else TARGET_COLUMNS
+        if not self.optional_target or any(name in row for name in columns):
+            target = _present(row, self.target, TARGET_COLUMNS)
+            answer = _target(row[target], target)
         return Prompt(
             id=identity,
             task=self.name,
             messages=self._messages(value, used),
-            target=_target(row[target], target),
+            target=answer,
             info=self._info(row, {target} if self.template else {target, used}),
             columns={name: row[name] for name in (target, used) if name in row},
         )
@@ -156,10 +164,10 @@ def check_share(share: float, unit: str) -> None:
     `unit` is `file` or `split`; the error message names the options `train_{unit}` and
     `held_out_{unit}`.
     """
-    if not 0 < share < 1:
+    if not 0 <= share < 1:
         raise ConfigError(
-            f"task: held_out_share = {share} must be above 0 and below 1; to train on all rows of "
-            f"train_{unit}, set held_out_{unit}"
+            f"task: held_out_share = {share} must be at least 0 and below 1; to train on all rows "
+            f"of train_{unit}, set held_out_{unit}, or set held_out_share = 0 for no held-out rows"
         )
 
 

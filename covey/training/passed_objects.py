@@ -49,7 +49,7 @@ ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
             _is_a(Config, Mapping, str, os.PathLike, NONE),
             "a Config, a dict, a TOML file or the name of a recipe",
         ),
-        "recipe": (_is_a(str, os.PathLike), "a TOML file or the name of a recipe"),
+        "recipe": (_is_a(str, os.PathLike, NONE), "a TOML file or the name of a recipe"),
         "dataset": DATA,
         "held_out": DATA,
         "callbacks": (_lists(callable), "a list of functions"),

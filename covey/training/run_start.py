@@ -20,7 +20,7 @@ from covey.records.files import append_line, write_text
 from covey.records.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
 from covey.records.provenance import describe_environment
 from covey.records.resume import Start, resume_command, start_of
-from covey.records.settings import changed_settings
+from covey.records.settings import changed_settings, reward_of_run
 from covey.run import Run
 from covey.stopping import StopSignal, stop_signal
 from covey.training.passed_objects import OBJECTS
@@ -49,6 +49,7 @@ def opened_run(
     *,
     step: int | None = None,
     changed: Mapping[str, Change] | None = None,
+    allow_changed_reward: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Opened]:
     """Join the other ranks, build the components of a run, and create or lock its folder.
@@ -56,7 +57,8 @@ def opened_run(
     `target` is the run to resume, or the path of a new run's folder. If `target` is a string and
     not a `Path`, the new folder is `runs/TARGET-NUMBER`. A resumed run continues from the
     checkpoint of `step`, or from the newest checkpoint if `step` is None. `changed` are the
-    settings that the user has changed for the resumed run.
+    settings that the user has changed for the resumed run. Without `allow_changed_reward`, a run
+    whose reward has another identity than before is not resumed.
     """
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(config, say))
@@ -68,8 +70,9 @@ def opened_run(
             check_length(config, start.step, sft=folder.is_sft)
         run = stack.enter_context(closing(build(config, world)))
         if isinstance(target, RunFolder):
+            rewards = changed_reward(folder, run, allowed=allow_changed_reward)
             if world.is_main:
-                record_changes(folder, run, start.step, changed or {})
+                record_changes(folder, run, start.step, changed or {}, rewards)
         else:  # building may fail, so the folder is created only now
             path = next_run_path(Path("runs"), target) if isinstance(target, str) else target
             folder = created_run(run, path)
@@ -189,11 +192,36 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
         )
 
 
-def record_changes(folder: RunFolder, run: Run, step: int, changed: Mapping[str, Change]) -> None:
+def changed_reward(folder: RunFolder, run: Run, *, allowed: bool) -> Change | None:
+    """Return the identities of a run's reward before and now if they differ.
+
+    Raise ConfigError if the reward has changed and the change is not allowed.
+    """
+    before, now = reward_of_run(folder), run.scorer.identity
+    if folder.is_sft or not before or before == now:
+        return None
+    if not allowed:
+        raise ConfigError(
+            f"the resumed run {folder.path} cannot change the code or the options of its reward, "
+            f"which was {before} and is now {now}: {FIXED['reward']}, restore the reward, or add "
+            "--allow-changed-reward (in Python, allow_changed_reward=True)"
+        )
+    return before, now
+
+
+def record_changes(
+    folder: RunFolder,
+    run: Run,
+    step: int,
+    changed: Mapping[str, Change],
+    rewards: Change | None = None,
+) -> None:
     """Write the new settings to config.toml, and append the changes to changes.jsonl."""
-    if changed:
+    if changed or rewards:
         plain = json.loads(json.dumps(changed, default=str))
-        append_line(folder.path / CHANGES, {"step": step, "settings": plain, **run.facts})
+        reward = {} if rewards is None else {"reward": list(rewards)}
+        line = {"step": step, "settings": plain, **reward, **run.facts}
+        append_line(folder.path / CHANGES, line)
         write_text(folder.config_file, to_toml(run.config))
 
 

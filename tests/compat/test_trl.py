@@ -1,115 +1,392 @@
-"""Porting from TRL: every option is translated, or named with what to do instead."""
+"""Porting from TRL: the script runs with recorders, and what a port writes runs."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import runpy
+import json
+import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from covey.cli.main import run
-from covey.compat.trl import from_grpo_config, from_script
-from covey.compat.trl_options import DEFAULTS, DIRECT, HANDLED, NAMED, OLDER, VERSION
+from covey.compat.trl import from_grpo_config, ported
+from covey.compat.trl_options import (
+    DEFAULTS,
+    DIRECT,
+    HANDLED,
+    HARMLESS,
+    NAMED,
+    OLDER,
+    PIECES,
+    RENAMED,
+    STOPS,
+    VERSION,
+)
 from covey.config import Config, parse_config
 from covey.errors import ConfigError
 from covey.records.folder import RunFolder
 from covey.training.resolve import resolve
 
-CALLS = [
-    'output_dir="Qwen2-0.5B-GRPO", logging_steps=10',
-    'output_dir="out", use_vllm=True, vllm_mode="colocate", bf16=True',
-    'output_dir="out", use_vllm=True, vllm_server_base_url="http://localhost:8000", vllm_server_timeout=120.0',
-    'output_dir="out", num_generations=4, max_completion_length=256, per_device_train_batch_size=4, gradient_accumulation_steps=2',
-    'output_dir="out", beta=0.04, loss_type="grpo", epsilon=0.1, epsilon_high=0.3, num_iterations=2',
-    'output_dir="out", loss_type="dr_grpo", scale_rewards=False, max_completion_length=1024',
-    'output_dir="out", importance_sampling_level="sequence", loss_type="grpo", beta=0.0, epsilon=3e-4, epsilon_high=4e-4, gradient_accumulation_steps=1, steps_per_generation=4',
-    'output_dir="out", loss_type="dapo", epsilon_high=0.28, mask_truncated_completions=True, num_generations=16',
-    'output_dir="out", loss_type="cispo", epsilon_high=5.0, learning_rate=2e-6',
-    'output_dir="out", loss_type="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05',
-    'output_dir="out", sync_ref_model=True, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512, beta=0.01',
-    'output_dir="out", top_entropy_quantile=0.2, use_liger_kernel=True',
-    'output_dir="out", learning_rate=1e-5, lr_scheduler_type="cosine", warmup_steps=10, weight_decay=0.1, adam_beta2=0.99, max_grad_norm=0.1',
-    'output_dir="out", max_steps=250, save_steps=250, save_total_limit=2, report_to="none", seed=0',
-    'output_dir="out", eval_strategy="steps", eval_steps=50, num_generations_eval=4, load_best_model_at_end=True, metric_for_best_model="reward"',
-    'output_dir="out", temperature=0.9, top_p=0.95, top_k=50, min_p=0.05, repetition_penalty=1.1',
-    'output_dir="out", gradient_checkpointing=False, bf16=True, deepspeed="ds.json", push_to_hub=True, report_to=["wandb", "tensorboard"]',
-    'output_dir="out", chat_template_kwargs={"enable_thinking": False}, max_tool_calling_iterations=5, log_completions=True',
-    'output_dir="out", delta=4.0, loss_type="grpo", reward_weights=[1.0, 0.5], scale_rewards="batch", torch_compile=True',
-    'output_dir="out", generation_batch_size=64, num_generations=8, per_device_train_batch_size=8, learning_rate=rate, num_train_epochs=1',
-]
-"""Options of GRPOConfig as in the examples of TRL's documentation."""
-
 PASSED = {"task", "reward"}
-SCRIPT = """
-from datasets import load_dataset
+
+
+def config_of(**options: Any) -> Config:
+    text = from_grpo_config({"max_steps": 10, **options}).toml()
+    return resolve(parse_config(tomllib.loads(text)), passed=PASSED)
+
+
+@pytest.fixture
+def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that writes a script, ports it, and returns what `covey port` says."""
+    monkeypatch.chdir(tmp_path)
+
+    for module in ("own", "own_trl", "own_rewards"):  # of an earlier test
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    def ported_script(text: str, *arguments: str, name: str = "own.py", code: int = 0) -> str:
+        Path(name).write_text(text)
+        stem = Path(name).stem
+        assert run(["port", "trl", name, "--trust", stem, "--", *arguments]) == code
+        out, err = capfd.readouterr()
+        return err if code else out
+
+    return ported_script
+
+
+def settings(file: str = "own.toml") -> dict[str, Any]:
+    return tomllib.loads(Path(file).read_text())
+
+
+ARGPARSE = """
+import argparse
+from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
-rate = 1e-6 * len(dataset)
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=1e-5)
+args = parser.parse_args()
+ROWS = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "level": i} for i in range(1, 9)]
 
-def reward_num_unique_chars(completions, **kwargs):
-    return [len(set(c)) for c in completions]
+def by_level(level, **kwargs):
+    return [float(n) for n in level]
 
-training_args = GRPOConfig({options})
+def length(completion_ids, trainer_state, **kwargs):
+    return [len(ids) + 100.0 * trainer_state.global_step for ids in completion_ids]
+
+config = GRPOConfig(
+    output_dir="out", learning_rate=args.lr, per_device_train_batch_size=8, num_generations=4,
+    max_completion_length=3, max_steps=2 * 2, reward_weights=[0.0, 1.0], bf16=True,
+)
+config.num_iterations = 2
 trainer = GRPOTrainer(
-    model="Qwen/Qwen2-0.5B-Instruct",
-    reward_funcs=reward_num_unique_chars,
-    args=training_args,
-    train_dataset=dataset,
+    model="embedded", args=config, train_dataset=ROWS, reward_funcs=[by_level, length],
+    peft_config=LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"),
 )
 trainer.train()
+trainer.save_model("saved")
 """
 
 
-def config_of(options: str) -> Config:
-    ported = from_script(SCRIPT.replace("{options}", options))
-    return resolve(parse_config(tomllib.loads(ported.toml())), passed=PASSED)
+def test_values_of_the_command_line_are_ported_and_the_result_trains(port: Any) -> None:
+    assert "--trust own_trl" in port(ARGPARSE, "--lr", "3e-4")
+    found = settings()
+    assert found["optimizer"]["learning_rate"] == 3e-4
+    assert found["train"] == {"epochs": 2, "mini_batches": 1, "steps": 2}
+    assert (found["adapter"]["rank"], found["adapter"]["alpha"]) == (4, 16)
+    assert found["reward"]["weights"] == [0.0, 1.0]
+    trusted = ["own.toml", "--trust", "own_trl"]
+    assert run(["plan", *trusted]) == 0
+    cpu = ["--set", "model.device=cpu", "--set", "model.dtype=float32", "--run", "run"]
+    assert run(["train", *trusted, *cpu]) == 0
+    rows = RunFolder(Path("run")).steps()
+    # The second step begins after two optimizer steps; the first function has the weight 0.
+    rewards = [row["objective/scores"] for row in rows]
+    assert 0 < rewards[0] <= 3
+    assert 200 < rewards[1] <= 203
+    assert rows[0]["objective/parts/by_level"] >= 1
 
 
-@pytest.mark.parametrize("options", CALLS)
-def test_each_option_of_a_script_is_translated_or_named(options: str) -> None:
-    ported = from_script(SCRIPT.replace("{options}", options))
-    config = parse_config(tomllib.loads(ported.toml()))
-    resolve(config.model_copy(update={"trackers": []}), passed=PASSED)  # may not be installed
-    assert config.model.path == "Qwen/Qwen2-0.5B-Instruct"
-    text = "\n".join(ported.notes)
-    for name in (part.partition("=")[0].strip() for part in split(options)):
-        assert name in DIRECT or name in HANDLED or f"{name} = " in text or f"{name}: " in text
-    assert "reward_funcs = reward_num_unique_chars: pass it as rewards" in text
-    assert "not an option" not in text
+def test_a_script_runs_only_if_it_is_trusted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert run(["port", "trl", str(script)]) == 2
+    assert "--trust own" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
 
 
-def split(options: str) -> list[str]:
-    """Return the keywords of a call."""
-    (call,) = ast.parse(f"f({options})").body
-    assert isinstance(call, ast.Expr)
-    assert isinstance(call.value, ast.Call)
-    return [f"{keyword.arg}=" for keyword in call.value.keywords]
+STYLED = """
+from dataclasses import dataclass, field
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl.rewards import think_format_reward
+
+@dataclass
+class Own(ScriptArguments):
+    bonus: float = field(default=0.5)
+
+if __name__ == "__main__":
+    parser = TrlParser((Own, GRPOConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    data = Dataset.from_list([{"sum": f"{i}+{i}=", "solution": str(2 * i)} for i in range(12)])
+    data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["sum"]}]})
+    split = data.train_test_split(test_size=4, seed=1)
+
+    def accuracy(completions, solution, **kwargs):
+        return [script_args.bonus + (c[0]["content"] == s) for c, s in zip(completions, solution)]
+
+    trainer = GRPOTrainer(
+        model=model_args.model_name_or_path, args=training_args,
+        reward_funcs=[think_format_reward, accuracy], train_dataset=split["train"],
+        eval_dataset=split["test"] if training_args.eval_strategy != "no" else None,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+"""
+FLAGS = [
+    "--model_name_or_path",
+    "embedded",
+    "--output_dir",
+    "o",
+    "--learning_rate",
+    "1e-5",
+    "--bonus",
+    "0.75",
+    "--eval_strategy",
+    "steps",
+    "--eval_steps",
+    "2",
+    "--max_completion_length",
+    "8",
+    "--max_steps",
+    "2",
+    "--beta",
+    "0.01",
+    "--num_generations",
+    "2",
+    "--per_device_train_batch_size",
+    "4",
+    "--use_peft",
+    "--lora_r",
+    "4",
+    "--lora_target_modules",
+    "q_proj",
+    "v_proj",
+    "--push_to_hub",
+    "--loss_type",
+    "sapo",
+    "--scale_rewards",
+    "none",
+]
+
+
+def test_trls_own_style_is_ported_with_functions_inside_functions(port: Any) -> None:
+    said = port(STYLED, *FLAGS)
+    assert "push_to_hub = True" in said
+    found = settings()
+    assert found["adapter"]["targets"] == ["q_proj", "v_proj"]
+    assert found["reward"]["functions"] == ["own_trl:think_format_reward", "own_trl:accuracy"]
+    pieces = ("advantage", "surrogate", "ratio", "weights")
+    assert [found["objective"][key] for key in pieces] == [
+        "centered", "soft_gate", "token", "sequence_mean_token_mean"
+    ]  # fmt: skip
+    assert len(Path("own.jsonl").read_text().splitlines()) == 8
+    assert len(Path("own-held-out.jsonl").read_text().splitlines()) == 4
+    words = ["own.toml", "--trust", "own_trl", "--set", "model.device=cpu", "--run", "run"]
+    assert run(["train", *words]) == 0
+    (row, _) = RunFolder(Path("run")).steps()
+    assert row["objective/parts/accuracy"] == 0.75  # the --bonus of the script's run
+    assert len(RunFolder(Path("run")).evaluations()) == 2
+
+
+LOOP = """
+from transformers import AutoModelForCausalLM
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+
+def short(completions, **kwargs):
+    return [-float(len(c)) for c in completions]
+
+def main():
+    data = load_dataset("nobody/no-such-data", split="train")
+    for beta in (0.0, 0.125):
+        model = AutoModelForCausalLM.from_pretrained("nobody/no-such-model")
+        model.resize_token_embeddings(100)
+        args = GRPOConfig("out", beta=beta, learning_rate=2 ** -20)
+        result = GRPOTrainer(model, short, args, data).train()
+        print(f"loss {result.training_loss:.3f}")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_each_training_of_a_loop_is_ported_and_nothing_is_loaded(port: Any) -> None:
+    said = port(LOOP)
+    assert "model.resize_token_embeddings(...)" in said
+    files = [settings(f"own-{number}.toml") for number in (1, 2)]
+    assert [f["objective"]["beta"] for f in files] == [0.0, 0.125]
+    assert files[0]["optimizer"]["learning_rate"] == 2**-20
+    assert files[0]["model"]["path"] == "nobody/no-such-model"
+    assert files[0]["task"]["path"] == "nobody/no-such-data"
+    assert files[0]["reward"]["functions"] == ["own:short"]  # importing the script trains nothing
+
+
+def test_a_dataset_whose_rows_a_script_needs_is_named_if_it_cannot_be_loaded(port: Any) -> None:
+    text = LOOP.replace('split="train")', 'split="train").map(lambda row: row)')
+    assert "nobody/no-such-data" in port(text, code=2)
+
+
+YAML = """
+model_name_or_path: embedded
+dataset_name: nobody/no-such-data
+learning_rate: 1.0e-5
+kl_coef: 0.02
+max_steps: 3
+reward_funcs: [think_format_reward, own_rewards.short]
+"""
+
+
+def test_a_file_for_trl_grpo_is_ported_with_old_names(port: Any, tmp_path: Path) -> None:
+    (tmp_path / "own_rewards.py").write_text("def short(completions, **k):\n    return [1.0]\n")
+    port(YAML, name="own.yaml")
+    found = settings()
+    assert found["objective"]["beta"] == 0.02
+    functions = ["trl.rewards.format_rewards:think_format_reward", "own_rewards:short"]
+    assert found["reward"]["functions"] == functions
+    assert "kl_coefff" in port(YAML.replace("kl_coef", "kl_coefff"), name="own.yaml", code=2)
+
+
+TOOLS = """
+from trl import GRPOConfig, GRPOTrainer
+
+def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: One.
+        b: Another.
+    '''
+    return a + b
+
+def calls(completions, **kwargs):
+    return [float(len(messages)) for messages in completions]
+
+if __name__ == "__main__":
+    GRPOTrainer(
+        model="embedded", reward_funcs=calls, tools=[add],
+        args=GRPOConfig("out", max_completion_length=8, max_steps=1, optim="sgd"),
+        train_dataset=[{"prompt": [{"role": "user", "content": f"{i}+1="}]} for i in range(8)],
+    ).train()
+"""
+
+
+def test_tools_become_an_environment_and_what_covey_lacks_stops_by_name(port: Any) -> None:
+    assert "optim = 'sgd'" in port(TOOLS, code=2)
+    port(TOOLS.replace(', optim="sgd"', ""))
+    environment = settings()["environment"]
+    assert (environment["name"], environment["functions"]) == ("tools", ["own:add"])
+    assert run(["plan", "own.toml", "--trust", "own"]) == 0
+
+
+ENVIRONMENT = """
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+class Game:
+    def reset(self, **row):
+        self.score = row["level"]
+
+    def move(self, direction: str) -> str:
+        '''Move.
+
+        Args:
+            direction: Where to.
+        '''
+        self.score += 1
+        return str(self.score)
+
+def score(environments, **kwargs):
+    return [environment.score for environment in environments]
+
+def words(completions, **kwargs):
+    return [float(len(messages)) for messages in completions]
+
+def main():
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "level": i} for i in range(1, 9)]
+    GRPOTrainer(
+        model="embedded", train_dataset=Dataset.from_list(rows), reward_funcs=[score, words],
+        args=GRPOConfig("out", max_completion_length=64, max_steps=1, reward_weights=[1.0, 100.0]),
+        environment_factory=Game,
+    ).train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_reward_functions_get_the_environment_of_the_episode(port: Any) -> None:
+    port(ENVIRONMENT)
+    words = ["own.toml", "--trust", "own", "--set", "model.device=cpu", "--run", "run"]
+    assert run(["plan", *words[:3]]) == 0
+    assert run(["train", *words]) == 0
+    (row,) = (Path("run") / "rollouts/000001.jsonl").read_text().splitlines()[:1]
+    found = json.loads(row)
+    assert found["parts"] == {"score": float(found["prompt"].partition("+")[0]), "words": 100.0}
+    assert found["reward"] == sum(found["parts"].values())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ('args=GRPOConfig("out"', 'args=GRPOConfig("out", gradient_mood=1', "gradient_mood"),
+        ("tools=[add]", "rollout_func=print", "rollout_func"),
+        ('reward_funcs=calls', 'reward_funcs="nobody/reward-model"', "reward_funcs"),
+        ('"content": f"{i}+1="}]}', '"content": f"{i}+1="}], "image": None}', "image"),
+        ("from trl", "import no_such_package\nfrom trl", "no_such_package"),
+        (").train()", ")", "GRPOTrainer"),
+        ("def calls(", "def calls(environments, ", "environments"),
+        ("if __name__", "class GRPOTrainer(GRPOTrainer):\n    def compute_loss(self): ...\n\nif __name__", "compute_loss"),
+    ],
+)  # fmt: skip
+def test_each_thing_that_covey_lacks_is_named(port: Any, old: str, new: str, name: str) -> None:
+    text = TOOLS.replace(', optim="sgd"', "")
+    assert old in text
+    assert name in port(text.replace(old, new), code=2)
 
 
 def test_batches_steps_and_lengths_mean_the_same_on_one_device() -> None:
     # 4 completions x 2 accumulations: 8 completions are 2 prompts of 4, one optimizer step.
-    config = config_of(CALLS[3])
+    config = config_of(
+        num_generations=4, max_completion_length=256, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, max_steps=-1,
+    )  # fmt: skip
     rollout, train = config.rollout, config.train
     assert (rollout.prompts_per_step, rollout.group_size, rollout.max_tokens) == (2, 4, 256)
     assert (train.mini_batches, train.epochs, train.stop_after.epochs) == (1, 1, 3.0)
     # Four generation steps of 8 completions and no accumulation: four optimizer steps per batch.
-    config = config_of(CALLS[6])
+    config = config_of(
+        importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4,
+        steps_per_generation=4,
+    )  # fmt: skip
     assert (config.rollout.prompts_per_step, config.train.mini_batches) == (4, 4)
     assert config.objective.name == "gspo"
     assert config.objective.options["clip_high"] == 4e-4
     # max_steps counts optimizer steps, two of which a batch with num_iterations = 2 takes.
-    config = config_of("max_steps=250, num_iterations=2")
+    config = config_of(max_steps=250, num_iterations=2)
     assert (config.train.steps, config.train.epochs) == (125, 2)
 
 
 def test_counts_of_optimizer_steps_become_training_steps() -> None:
     # Two optimizer steps in a training step; warm-up counts optimizer steps in both.
-    options = "num_iterations=2, max_steps=20, save_steps=10, warmup_steps=4, "
-    config = config_of(options + "eval_strategy='steps', eval_steps=6")
+    given: dict[str, Any] = {"num_iterations": 2, "max_steps": 20, "warmup_steps": 4}
+    config = config_of(**given, save_steps=10, eval_strategy="steps", eval_steps=6)
     assert (config.train.steps, config.save.every, config.evaluate.every) == (10, 5, 3)
     assert config.optimizer.warmup_steps == 4
     given = {"num_iterations": 2, "max_steps": 20, "save_steps": 5, "warmup_steps": 0.1}
@@ -121,145 +398,59 @@ def test_counts_of_optimizer_steps_become_training_steps() -> None:
     assert from_grpo_config({"eval_strategy": "steps"}).settings["evaluate.every"] == 10
 
 
-LORA = """
-from peft import LoraConfig
-peft_config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules={targets}, bias="all")
-"""
-
-
-def test_a_lora_config_becomes_the_adapter() -> None:
-    script = SCRIPT.replace("{options}", "").replace(
-        "args=training_args", "args=training_args, peft_config=peft_config"
-    )
-    ported = from_script(LORA.replace("{targets}", '["v_proj", "q_proj"]') + script)
-    adapter = parse_config(tomllib.loads(ported.toml())).adapter
-    assert (adapter.rank, adapter.alpha, adapter.dropout) == (8, 16, 0.05)
-    assert adapter.targets == ["q_proj", "v_proj"]
-    assert any("bias = 'all'" in note for note in ported.notes)
-    assert not any(note.startswith("peft_config") for note in ported.notes)
-    ported = from_script(LORA.replace("{targets}", '"all-linear"') + script)
-    assert ported.settings["adapter.targets"] == ["all-linear"]
-    ported = from_script(LORA.replace("{targets}", "names()") + script)
-    assert any("target_modules is computed" in note for note in ported.notes)
-
-
 def test_the_file_tells_the_scripts_settings_from_trls_defaults() -> None:
-    ported = from_grpo_config({"beta": 0.0, "max_prompt_length": 128})
-    lines = ported.toml().splitlines()
+    lines = from_grpo_config({"beta": 0.0, "max_prompt_length": 128}).toml().splitlines()
     assert f"defaults of TRL {VERSION}" in lines[0]
     assert "beta = 0.0" in lines  # the script's, though it is also the default
     assert "max_prompt_tokens = 128" in lines
     assert "max_tokens = 512  # TRL's default" in lines
-    assert any(f"max_prompt_length = 128: an option of TRL before {VERSION}" in n for n in lines)
 
 
-def test_a_ported_file_is_never_a_run_on_other_data(
+@pytest.mark.parametrize("loss", PIECES)
+@pytest.mark.parametrize("scale", ["group", "none", "batch"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_every_loss_with_every_scale_is_an_objective(loss: str, scale: str, level: str) -> None:
+    config = config_of(loss_type=loss, scale_rewards=scale, importance_sampling_level=level)
+    assert config.objective.name != "composed" or config.objective.options["advantage"]
+
+
+def test_a_ported_configuration_without_data_names_the_way_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "ported.toml"
     file.write_text(from_grpo_config({"max_steps": 1}).toml())
-    for command in (["train", str(file), "--model", "embedded"], ["plan", str(file)]):
-        assert run(command) == 2
-        error = capsys.readouterr().err
-        assert "covey.train(" in error
-        assert "dataset=" in error or "rewards=" in error
+    assert run(["plan", str(file), "--set", "task.name=arithmetic"]) == 2
+    error = capsys.readouterr().err
+    assert "reward.functions" in error
+    assert "covey.train(" in error
 
 
-OWN_SCRIPT = """# my experiment
-from trl import GRPOConfig, GRPOTrainer
-from peft import LoraConfig
+def test_every_option_of_trl_is_known_with_its_default() -> None:
+    from trl import GRPOConfig
 
-ROWS = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "level": i} for i in range(1, 9)]
-
-def by_level(level, **kwargs):  # a comment of my own
-    return [float(n) for n in level]
-
-def length(completion_ids, trainer_state, **kwargs):
-    return [len(ids) + 100.0 * trainer_state.global_step for ids in completion_ids]
-
-def main():
-    args = GRPOConfig(
-        output_dir="out", max_steps=4, num_iterations=2, per_device_train_batch_size=8,
-        num_generations=4, max_completion_length=3, reward_weights=[0.0, 1.0], use_cpu=True,
-    )
-    trainer = GRPOTrainer(
-        model="embedded", args=args, train_dataset=ROWS, reward_funcs=[by_level, length],
-        peft_config=LoraConfig(r=4, target_modules="all-linear"),
-    )
-    trainer.train()
-    trainer.save_model("saved")
-    return result
-
-if __name__ == "__main__":
-    done = main()
-"""
+    options = {option.name: option for option in dataclasses.fields(GRPOConfig) if option.init}
+    known = DIRECT.keys() | HANDLED.keys() | NAMED.keys() | STOPS.keys()
+    assert options.keys() - known == set()
+    assert known - options.keys() <= set(OLDER)
+    assert HARMLESS.keys() <= STOPS.keys()
+    assert set(RENAMED.values()) <= known
+    assert RENAMED.keys().isdisjoint(options)
+    assert {name: options[name].default for name in DEFAULTS} == dict(DEFAULTS)
 
 
-def test_the_ported_script_trains_on_its_own_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("trl_script.py").write_text(OWN_SCRIPT)
-    command = ["port", "trl", "trl_script.py", "--script", "own.py"]
-    assert run(command) == 2  # the script needs the file of settings
-    assert run([*command, "--out", "own.toml"]) == 0
-    text = Path("own.py").read_text()
-    assert "a comment of my own" in text
-    assert "# trainer.save_model(" in text
-    assert not {"GRPOTrainer", "LoraConfig", "GRPOConfig"} & {
-        node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)
-    }
-    done = runpy.run_path("own.py", run_name="__main__")["done"]
-    rows = [row for step in (1, 2) for row in RunFolder(done.folder).rollouts(step)]
-    assert len(rows) == 16
-    for index, row in enumerate(rows):  # two optimizer steps lie before the second step
-        assert row["reward"] == len(row["tokens"]) + 200.0 * (index >= 8)
-        assert row["parts"]["by_level"] == row["info"]["level"]
-    assert run([*command, "--out", "own.toml"]) == 2  # a file is never overwritten
+def test_a_config_object_of_trl_is_converted() -> None:
+    from trl import GRPOConfig
+
+    config = GRPOConfig("out", use_cpu=True, bf16=False, learning_rate=3e-6, num_generations=4)
+    found = from_grpo_config(config)
+    assert found.settings["optimizer.learning_rate"] == 3e-6
+    assert found.settings["rollout.prompts_per_step"] == 2
+    assert "model.dtype" not in found.settings
 
 
-def test_trls_defaults_are_kept_where_ours_differ() -> None:
-    config = config_of("output_dir='out'")
-    assert (config.objective.name, config.objective.options["clip_high"]) == ("dapo", 0.2)
-    assert (config.objective.options["beta"], config.seed) == (0.0, 42)
-    assert (config.rollout.max_tokens, config.optimizer.schedule) == (512, "linear")
-    assert config_of("beta=0.04, loss_type='grpo'").objective.options["kl"] == "ratio_k3"
-
-
-def test_values_without_a_counterpart_are_named() -> None:
-    notes = from_grpo_config({"lr_scheduler_type": "polynomial", "report_to": ["mlflow"]}).notes
-    assert "lr_scheduler_type = 'polynomial': optimizer.schedule has no such value" in notes
-    assert any("report_to = 'mlflow'" in note for note in notes)
-
-
-def test_every_option_of_the_installed_trl_is_known() -> None:
-    trl = pytest.importorskip("trl")
-    found = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
-    assert sorted(set(found) - set(DIRECT) - set(HANDLED) - set(NAMED)) == []
-    assert trl.__version__.startswith(f"{VERSION}.")
-    assert not found.keys() & set(OLDER)
-    for name, value in DEFAULTS.items():
-        assert found[name] == value, name
-    made = trl.GRPOConfig(output_dir="out", use_cpu=True, bf16=False, num_generations=4)
-    assert from_grpo_config(made).settings["rollout.group_size"] == 4
-    made = trl.GRPOConfig(output_dir="out", use_cpu=True, bf16=False, lr_scheduler_type="cosine")
-    ported = from_grpo_config(made)  # TRL makes an enum of the schedule
-    assert ported.settings["optimizer.schedule"] == "cosine"
-    assert not any("lr_scheduler_type" in note for note in ported.notes)
-
-
-def test_the_command_prints_or_writes_a_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, out = tmp_path / "train.py", tmp_path / "mine.toml"
-    script.write_text(SCRIPT.replace("{options}", CALLS[19]))
-    assert run(["port", "trl", str(script)]) == 0
-    shown = capsys.readouterr().out
-    assert "# learning_rate: its value is computed in the script; set it yourself" in shown
-    assert tomllib.loads(shown)["rollout"]["prompts_per_step"] == 8
-    assert run(["port", "trl", str(script), "--out", str(out)]) == 0
-    assert out.read_text() == shown.rstrip("\n") + "\n"
-    script.write_text("print(1)")
-    assert run(["port", "trl", str(script)]) == 2
-    with pytest.raises(ConfigError, match="is not valid Python: line 1"):
-        from_script("def")
+@pytest.mark.parametrize("name", STOPS)
+def test_an_option_that_changes_the_training_and_is_missing_stops(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ported({name: {"a": 1}})
+    for value in HARMLESS.get(name, ()):
+        ported({name: value})

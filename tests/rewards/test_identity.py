@@ -82,3 +82,66 @@ def test_it_is_the_same_in_another_process() -> None:
         identity("think_answer", ThinkAnswer()),
         identity("listed", listed),
     ]
+
+
+REWARDS = """import math
+UNIT = 0.5
+OTHER = 3
+
+def unused(text):
+    return 1
+
+def helper(text):
+    return len(text) * UNIT
+
+class Shape:
+    def area(self, text):
+        return helper(text)
+
+def reward(prompt, text):
+    return Shape().area(text) + math.pi
+
+def make(weight):
+    def inner(prompt, text):
+        return weight * helper(text)
+    return inner
+
+made = make(2.0)
+pair = lambda prompt, text: len(text)  # one line
+"""
+
+
+def identity_of(text: str, name: str, folder: Path) -> str:
+    """Return the identity of a function in a module with the given text."""
+    namespace: dict[str, Any] = {"__name__": "own"}
+    file = folder / f"own_{len(list(folder.iterdir()))}.py"
+    file.write_text(text)
+    exec(compile(text, str(file), "exec"), namespace)
+    return identity("own", as_reward(namespace[name]))
+
+
+def test_only_what_a_reward_refers_to_in_its_file_changes_it(tmp_path: Path) -> None:
+    def of(name: str, old: str = "", new: str = "") -> str:
+        assert old in REWARDS
+        return identity_of(REWARDS.replace(old, new) if old else REWARDS, name, tmp_path)
+
+    for same in (
+        ("OTHER = 3", "OTHER = 4"),
+        ("return 1", "return 2"),
+        ("UNIT = 0.5", "# half\n\nUNIT = (0.5)"),
+        ("def helper(text):", "def helper(\n    text,  # what it says\n):"),
+        ("def helper(text):", 'def helper(text):\n    "How long."'),
+        ("def unused(text):\n    return 1\n", ""),
+        ("  # one line", ""),
+    ):
+        for name in ("reward", "made", "pair"):
+            assert of(name) == of(name, *same), same
+    for other in (("UNIT = 0.5", "UNIT = 0.6"), ("len(text) * UNIT", "UNIT")):
+        assert of("reward") != of("reward", *other)
+        assert of("made") != of("made", *other)
+        assert of("pair") == of("pair", *other)
+    assert of("reward") != of("reward", "return helper(text)\n\ndef r", "return 2\n\ndef r")
+    assert of("reward") != of("reward", "import math", "import cmath as math")
+    assert of("made") != of("made", "make(2.0)", "make(3.0)")
+    assert of("made") == of("made", "math.pi", "math.e") != of("reward")
+    assert of("pair") != of("pair", "text: len(text)", "text: 2")

@@ -49,6 +49,7 @@ class Request:
     """A comparison as the user requests it on the command line or in Python."""
 
     source: str
+    """A configuration file or a recipe; empty for the default settings."""
     overrides: tuple[str, ...] = ()
     smoke: bool = False
     """Whether to shrink the common configuration to a short test, as `--smoke` does."""
@@ -62,7 +63,7 @@ class Request:
 
     def command(self) -> str:
         """Return the `covey compare` command line that requests this comparison."""
-        words = ["covey", "compare", self.source]
+        words = ["covey", "compare", *([self.source] if self.source else [])]
         words += ["--algorithms", ",".join(self.algorithms)] if self.algorithms else []
         for arm in self.arms:
             words += ["--arm", arm.text]
@@ -101,7 +102,8 @@ def design_comparison(request: Request) -> Design:
     if request.smoke:
         given, _ = smoke_settings(request.source, request.overrides)
     else:
-        given = overridden(read_settings(request.source), request.overrides, notice)
+        settings = read_settings(request.source) if request.source else {}
+        given = overridden(settings, request.overrides, notice)
     common = resolve(parse_config(given))
     given, amount = _with_budget(given, common, request.budget, request.amount)
     common = resolve(parse_config(given))

@@ -48,7 +48,7 @@ def prepare(request: Request, folder: Path | None = None) -> Prepared:
         raise ConfigError(
             "nothing to compare: give at least two arms, such as the algorithms grpo and gspo"
         )
-    stem = Path(request.source).stem
+    stem = Path(request.source).stem or "dataset"
     numbered = (PARENT / f"{stem}-{number}" for number in itertools.count(1))
     for path in numbered if folder is None else [folder]:
         if (path / DESIGN_FILE).is_file():

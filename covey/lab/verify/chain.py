@@ -140,12 +140,25 @@ def _data(config: Config, per_step: Mapping[int, Rows]) -> Result:
 
 
 def _reward(run: RunFolder, rows: Rows) -> Result:
-    """Check that the same reward function scored all steps."""
+    """Check that one reward scored all steps, except for changes that a resume allowed."""
     first = run.environment().get("reward") or (rows[0]["reward_id"] if rows else "")
     changed = [(a, b) for a, b in pairwise([{"reward_id": first}, *rows])
                if a["reward_id"] != b["reward_id"]]  # fmt: skip
-    problems = [f"step {b['step']}: {b['reward_id']} after {a['reward_id']}" for a, b in changed]
-    return _result("reward", str(first), problems, "compare only steps of the same reward")
+    problems: list[str] = []
+    resumes = usable_lines(run.path / CHANGES, ANY_OBJECT, problems.append)
+    said = [(resume["step"], resume["reward"][1]) for resume in resumes if resume.get("reward")]
+    allowed = [
+        (a, b) for a, b in changed
+        if any(step < b["step"] and reward == b["reward_id"] for step, reward in said)
+    ]  # fmt: skip
+    problems += [
+        f"step {b['step']}: {b['reward_id']} after {a['reward_id']}"
+        for a, b in changed
+        if (a, b) not in allowed
+    ]
+    figure = "".join(f"; from step {b['step']}: {b['reward_id']}, as allowed" for _, b in allowed)
+    remedy = "compare only steps of the same reward"
+    return _result("reward", f"{first}{figure}", problems, remedy)
 
 
 def _config(run: RunFolder) -> Result:
