@@ -33,6 +33,7 @@ from covey.rollout.collect import Collected
 from covey.rollout.filter import Selected, without_stale
 from covey.rollout.prompts import prompts_by_id
 from covey.rollout.source import RolloutSource, StepRollouts, Ticket, collect_steps
+from covey.run.records import MOST_DATA, read_text
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 
@@ -223,12 +224,14 @@ def read_in_flight(
     if not file.exists():
         return []
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in read_text(file, MOST_DATA).splitlines()]
         return [_step(row, prompts, seed, count) for row in rows]
     except KeyError as error:
         why = f"its step has no prompt {error}, so the data or the seed have changed"
-    except (OSError, ValueError, TypeError, ValidationError) as error:
+    except (RunError, ValueError, TypeError, OverflowError, ValidationError) as error:
         why = str(error)
+    except RecursionError:
+        why = "it is nested too deeply"
     raise RunError(f"checkpoint {folder} cannot be read, because {FILE} is invalid: {why}")
 
 

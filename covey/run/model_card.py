@@ -13,6 +13,7 @@ from typing import Any
 from covey.escape import printable
 from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder
+from covey.run.records import read_text
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Maps a model's short name in Covey to its name on the Hugging Face Hub."""
@@ -43,7 +44,7 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
         origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
         parts = [_front_matter(exported.source), f"# {exported.name}", origin, _use(exported, {})]
         return printable("\n\n".join(parts)) + "\n"
-    settings = run.config_file.read_text(encoding="utf-8").strip()
+    settings = read_text(run.config_file).strip()
     config, environment = tomllib.loads(settings), run.environment()
     base = config.get("model", {}).get("path", exported.source)
     training, tags = _training(config, sft=run.is_sft)

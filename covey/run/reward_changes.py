@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from covey.errors import RunError
 from covey.run.estimate_text import change_text, value_text
 from covey.run.files import write_text
 from covey.run.folder import RunFolder, list_runs, settings_of
-from covey.run.records import unsaid
+from covey.run.records import read_text, unsaid
 from covey.run.settings import changed_settings, setting_text
 
 FILE = "reward_change.json"
@@ -78,11 +79,11 @@ def record_change(run: RunFolder, reason: str, expected_effect: str) -> RewardCh
 def read_change(run: RunFolder) -> RewardChange | None:
     """Read a run's reward_change.json; return None if the file is missing or invalid."""
     try:
-        found = json.loads((run.path / FILE).read_text(encoding="utf-8"))
+        found = json.loads(read_text(run.path / FILE))
         settings = {str(k): (str(a), str(b)) for k, (a, b) in found["settings"].items()}
         texts = {f.name: str(found[f.name]) for f in fields(RewardChange) if f.name != "settings"}
         return RewardChange(**texts, settings=settings)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (RunError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -24,7 +24,7 @@ from covey.run.estimate_text import change_text, estimate_text, value_text
 from covey.run.folder import RunFolder, settings_of
 from covey.run.health import Finding, timeline
 from covey.run.metric_registry import is_number
-from covey.run.records import Note
+from covey.run.records import MOST_TEXT, Note, read_bytes
 from covey.run.reward_changes import logged_change
 from covey.run.rollout_index import Entry, RolloutIndex
 
@@ -221,7 +221,7 @@ def _extremes(entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
 
 def _config(run: RunFolder, note: Note) -> str:
     try:
-        return run.config_file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        note(f"{run.config_file} cannot be read: {error.strerror}")
+        return read_bytes(run.config_file, MOST_TEXT).decode("utf-8", "replace")
+    except RunError as error:
+        note(str(error))
         return "not recorded"
