@@ -46,6 +46,7 @@ ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
     "sft.evaluate_every": 2,
     "sft.max_tokens": 256,  # solutions are longer than rollout.max_tokens above
     "filter.dynamic_sampling": False,  # completions this short are hardly ever correct
+    "filter.drop_flat": False,
 }
 """Settings that have a fixed value in smoke runs."""
 

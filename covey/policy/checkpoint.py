@@ -32,6 +32,7 @@ from covey.models.from_pretrained import read_pretrained
 from covey.models.sharded_tensors import placed_like, whole_tensors
 from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy
+from covey.records.records import read_text
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -107,11 +108,13 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
 
 def _read_state(file: Path) -> dict[str, Any]:
     try:
-        state: Any = json.loads(file.read_text(encoding="utf-8"))
+        state: Any = json.loads(read_text(file))
     except RecursionError:
         raise ValueError(f"{file.name} is not JSON") from None
     if not isinstance(state, dict) or type(state.get("version")) is not int:
         raise ValueError(f"{file.name} has no version")
+    if type(state.get("step")) not in (int, type(None)):
+        raise ValueError(f"{file.name}: step is not a whole number")
     return {"step": None, **state}
 
 

@@ -14,8 +14,9 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from covey.errors import reason
+from covey.errors import RunError, reason
 from covey.records.files import append_line, sync
+from covey.records.records import read_text
 
 DIGESTS_FILE = "SHA256SUMS"
 RECORDS_FILE = "digests.jsonl"
@@ -56,8 +57,10 @@ def damage(folder: Path, but: Collection[str] = ()) -> str | None:
         return None
     try:
         saved = _read(listed)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return f"{listed} is damaged: {reason(error)}"
+    except RunError as error:
+        return f"{listed} is damaged: {error}"
     checked = [(folder / name, digest) for name, digest in saved.items() if name not in but]
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda pair: _difference(*pair), checked)
@@ -68,7 +71,7 @@ def _read(listed: Path) -> dict[str, str]:
     if not listed.is_file():
         raise ValueError("it is not a file")
     saved = {}
-    for number, line in enumerate(listed.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(listed).splitlines(), start=1):
         match = LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"line {number} is not a digest")

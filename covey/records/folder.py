@@ -355,7 +355,7 @@ def list_runs(parent: Path) -> list[RunFolder]:
         parts = re.split(r"([0-9]+)", path.name)
         return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
-    found = (path.parent for path in parent.glob("*/config.toml"))
+    found = (path.parent for path in parent.glob("*/config.toml") if path.is_file())
     return [RunFolder(path) for path in sorted(found, key=natural)]
 
 
@@ -365,8 +365,8 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
     A section that is not a table is left out.
     """
     try:
-        settings = tomllib.loads(run.config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        settings = tomllib.loads(records.read_text(run.config_file))
+    except (RunError, ValueError, RecursionError):
         return {}
     outside = ("seed", "trackers")  # settings outside any section
     return {k: v for k, v in settings.items() if isinstance(v, dict) or k in outside}

@@ -14,6 +14,7 @@ from covey.escape import printable
 from covey.records.best import Best, best_of
 from covey.records.estimate_text import estimate_text
 from covey.records.folder import RunFolder
+from covey.records.records import read_text
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Maps a model's short name in Covey to its name on the Hugging Face Hub."""
@@ -44,7 +45,7 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
         origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
         parts = [_front_matter(exported.source), f"# {exported.name}", origin, _use(exported, {})]
         return printable(without_folders("\n\n".join(parts))) + "\n"
-    settings = run.config_file.read_text(encoding="utf-8").strip()
+    settings = read_text(run.config_file).strip()
     config, environment = tomllib.loads(settings), run.environment()
     base = config.get("model", {}).get("path", exported.source)
     training, tags = _training(config, sft=run.is_sft)

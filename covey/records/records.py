@@ -7,8 +7,10 @@ classes below list the fields that Covey reads from each file. This module does 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -152,6 +154,10 @@ ENVIRONMENT: Shape = TypeAdapter(_Environment)
 SAVED: Shape = TypeAdapter(_Saved)
 ANY_OBJECT: Shape = TypeAdapter(Row)
 
+MOST_TEXT = 16 << 20
+"""Maximum size in bytes of a run's configuration, of its description and of other small files."""
+MOST_DATA = 4 << 30
+"""Maximum size in bytes of a run's data, such as the rollouts of one step."""
 TAIL = 64 * 1024
 """Number of bytes at the end of a JSON Lines file that Covey reads to find the last line."""
 OLD_ROLLOUT = {"answer": "target"}
@@ -182,25 +188,50 @@ def is_missing(path: Path) -> bool:
     return not path.exists() and not path.is_symlink()
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a regular file; raise RunError for any other path, such as a pipe."""
+def read_bytes(path: Path, most: int = MOST_DATA) -> bytes:
+    """Return the content of a regular file of at most `most` bytes; raise RunError for any other
+    path, such as a pipe or a link."""
     with open_file(path) as file:
-        return file.read()
+        # A file that grows while it is read must not fill the memory either.
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise RunError(f"{path} cannot be read: it is larger than {most} bytes")
+    return data
+
+
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """Return the UTF-8 text of a regular file; raise RunError for any other path or content."""
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except UnicodeDecodeError:
+        raise RunError(f"{path} cannot be read: it is not UTF-8 text") from None
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file; raise RunError for any other path, or if the file cannot be read."""
+    """Open a regular file; raise RunError for any other path, or if the file cannot be read.
+
+    Every file of a run is read through this function, because a run folder may come from someone
+    else: a pipe or a device would block or never end, and a link may lead to any file.
+    """
     try:
-        if path.is_file():
-            with path.open("rb") as file:
-                yield file
-            return
-        other = "not a regular file" if path.exists() else "missing"
-        why = f"it is {'a folder' if path.is_dir() else other}"
+        # O_NONBLOCK: opening a pipe would wait for a writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        why = reason(error)
-    raise RunError(f"{path} cannot be read: {why}")
+        link = error.errno == errno.ELOOP
+        missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        why = "it is a link" if link else "it is missing" if missing else reason(error)
+        raise RunError(f"{path} cannot be read: {why}") from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        other = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise RunError(f"{path} cannot be read: it is {other}")
+    with os.fdopen(handle, "rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
@@ -295,7 +326,7 @@ def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
 
 def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
     """Read a file that contains exactly one JSON object; raise RunError for any other content."""
-    data = read_bytes(path)
+    data = read_bytes(path, MOST_TEXT)
     try:
         return _checked(data, shape)
     except ValueError as error:

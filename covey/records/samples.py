@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from covey.errors import RunError
 from covey.escape import printable
+from covey.records.records import MOST_DATA, read_text
 from covey.types import Group, Prompt, Rollout
 
 FILE = "samples.json"
@@ -99,8 +100,8 @@ def read_samples(checkpoint: Path, count: int) -> SamplePage:
     if not file.exists():
         return SamplePage(count)
     try:
-        page = _PAGE.validate_python(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
+        page = _PAGE.validate_python(json.loads(read_text(file, MOST_DATA)))
+    except (RunError, ValueError, ValidationError, RecursionError) as error:
         raise RunError(
             f"checkpoint {checkpoint} cannot be read, because {FILE} is invalid: {error}"
         ) from None

@@ -7,9 +7,10 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from covey.errors import RunError
 from covey.notices import notice
 from covey.records.folder import CHANGES, RunFolder
-from covey.records.records import ANY_OBJECT, Note, usable_lines
+from covey.records.records import ANY_OBJECT, Note, read_text, usable_lines
 
 MOST_NAMED = 8
 """Maximum number of edited settings that a message lists by name."""
@@ -25,9 +26,9 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
         return None
     try:
         then = tomllib.loads(environment["config"])
-        now = tomllib.loads(run.config_file.read_text(encoding="utf-8"))
+        now = tomllib.loads(read_text(run.config_file))
         resumes = usable_lines(run.path / CHANGES, ANY_OBJECT, notice)
-    except (OSError, ValueError, RecursionError):
+    except (RunError, ValueError, RecursionError):
         return None  # loading the configuration reports the error
     known = {key for resume in resumes for key in resume.get("settings", ())}
     changed = [

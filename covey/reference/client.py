@@ -166,7 +166,7 @@ class ServerReference(Reference):
                     raise TypeError
             for key in ("tokenizer", "weights"):
                 health["fingerprint"][key].encode()
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ModelError(
                 f"reference: {self.address.url} is not a reference server; start a server with "
                 "`covey reference serve`"

@@ -176,7 +176,14 @@ def _read(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         metadata = json.loads(body[8 : 8 + size]).get("__metadata__", {})
         if metadata is None:  # which safetensors accepts
             raise TypeError("__metadata__ is null")
-    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (
+        SafetensorError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         raise WireError(f"not safetensors: {printable_line(str(error), 200)}") from None
     return tensors, metadata
 

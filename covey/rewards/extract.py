@@ -14,12 +14,12 @@ from covey.errors import ConfigError, nearest
 from covey.rewards.math.arithmetic_expression import ExpressionError, evaluate
 from covey.rewards.math.notation import powers_of_ten
 from covey.rewards.math.number import (
-    CURRENCY,
     normalise,
     parse_number,
     plain_fractions,
     strip_latex,
 )
+from covey.rewards.math.units import CURRENCY
 from covey.rewards.text import after_thinking, answers_differ, tag_contents
 from covey.rewards.tool_call import parse_call
 
@@ -37,7 +37,15 @@ _OPERAND = re.compile(
     "|(?:\\\\[A-Za-z]+\\{?|[A-Za-z]\\(|\u221a[({]?)[-+]?$"
 )
 _SIGN = re.compile(rf"(?P<before>.?)(?P<sign>[+-])[{CURRENCY}]?$", re.DOTALL)
-_MAGNITUDE = re.compile(" (?:hundred|thousand|million|billion|trillion|dozen|pi)", re.IGNORECASE)
+_MAGNITUDE = re.compile(
+    " (?:hundred|thousand|million|billion|trillion|dozen|lakh|lac|crore|gross|pi)", re.IGNORECASE
+)
+_DENIED = re.compile(
+    r" (?:is|was|are|were) (?:not|wrong|incorrect|false)(?![a-z])| (?:at (?:least|most)|or (?:more"
+    r"|less|fewer)|in base|base)(?![a-z])| (?:is|was)n['\u2019]t(?![a-z])",
+    re.IGNORECASE,
+)
+_DENIED_BEFORE = re.compile(r"(?<![a-z])(?:not|wrong|incorrect|n['\u2019]t)[ :=]{1,3}[$+-]?$", re.I)
 _HEADING = re.compile(r"[*_]*[A-Za-z]{2}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BASE = re.compile(r"_\{? ?[0-9a-z]")
@@ -62,6 +70,8 @@ def last_number(text: str) -> str | None:
         suffix = _SUFFIX.match(after)
         word = suffix[0] if suffix else ""
         if _OPERAND.search(before) or _BASE.match(after):
+            return None
+        if _DENIED.match(after) or _DENIED_BEFORE.search(before):
             return None
         if _PART_OF_A_NAME.search(before) or word in ("st", "nd", "rd", "th"):
             continue

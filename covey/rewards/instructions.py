@@ -59,7 +59,9 @@ _WORDS = re.compile(r"\w+")
 _ABBREVIATION = re.compile(
     r"\b(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|vs|etc|e\.g|i\.e|[A-Z])\.(?=\s)", re.IGNORECASE
 )
-_SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f]+[\"')\]]*(?:\s+|$)")
+# A run of stops is tried once, from its first stop: from each, it would take quadratic time.
+_STOPS = ".!?\u3002\uff01\uff1f"
+_SENTENCE_END = re.compile(rf"(?<![{_STOPS}])[{_STOPS}]++[\"')\]]*+(?:\s+|$)")
 _DIVIDER = re.compile(r"\s?\*\*\*\s?|\s?\* \* \*\s?")
 _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*]|-).*$", re.MULTILINE)
@@ -128,9 +130,15 @@ def _first_word(text: str, given: Mapping[str, Any]) -> bool:
 
 
 def _postscript(text: str, given: Mapping[str, Any]) -> bool:
-    marker = str(given["postscript_marker"])
-    after = re.search(rf"(?:^|\n)\s*{re.escape(marker)}\s*(\S.*)$", text, re.DOTALL | re.IGNORECASE)
-    return after is not None
+    # Line by line, because one pattern would try each of many empty lines as the start.
+    marker = re.compile(re.escape(str(given["postscript_marker"])), re.IGNORECASE)
+    end, start = len(text.rstrip()), 0
+    for line in text.split("\n"):
+        found = marker.match(text, start + len(line) - len(line.lstrip()))
+        if found is not None and found.end() < end:
+            return True
+        start += len(line) + 1
+    return False
 
 
 def _choice(text: str, given: Mapping[str, Any]) -> bool:
@@ -150,9 +158,12 @@ def _sections(text: str, given: Mapping[str, Any]) -> bool:
 
 
 def _json(text: str, given: Mapping[str, Any]) -> bool:
-    plain = re.fullmatch(r"\s*```(?:json)?\s*(.*?)```\s*", text, re.DOTALL | re.IGNORECASE)
+    plain = text.strip()
+    if plain.startswith("```") and plain.endswith("```") and len(plain) >= 6:
+        plain = plain[3:-3]
+        plain = plain[4:] if plain[:4].lower() == "json" else plain
     try:
-        json.loads(plain.group(1) if plain else text)
+        json.loads(plain)
     except (ValueError, RecursionError):
         return False
     return True

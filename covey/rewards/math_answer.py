@@ -8,7 +8,16 @@ from fractions import Fraction
 from typing import ClassVar
 
 from covey.rewards.extract import STYLES, check_styles, extract_answer
-from covey.rewards.math.equation import is_name, sides, stated_values, strip_unit, variables
+from covey.rewards.math.arithmetic_expression import latex_value
+from covey.rewards.math.equation import (
+    is_name,
+    sides,
+    solved_interval,
+    stated_by_target,
+    stated_values,
+    strip_unit,
+    variables,
+)
 from covey.rewards.math.notation import exact_decimals, same_numeral, unicode_to_latex
 from covey.rewards.math.number import normalise, parse_number, strip_markup
 from covey.rewards.math.numeric_equality import same_numerically
@@ -18,6 +27,7 @@ from covey.rewards.math.symbolic_equality import (
     require_math_verify,
     same_symbolically,
 )
+from covey.rewards.math.units import asked_nouns
 from covey.rewards.score import Score, TargetReward, check_option
 from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
@@ -28,6 +38,9 @@ terms."""
 MAX_PARTS = 12
 """Maximum number of items of a list for math-verify, which compares the items in every order."""
 
+_ELLIPSIS = re.compile(r"\\[lcdv]?dots(?:[bcmio])?(?![A-Za-z])|\.{3,}")
+_LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_NO_WORDS = re.compile(r"\\(?:begin|end|operatorname) *\{[A-Za-z*]*\}")
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z ]*")
 _SUM = re.compile(r"[({][^(){}]*[0-9A-Za-z)}] *[-+][^(){}]*[)}]")
 _SET_AND_OTHER = ({r"\{", "("}, {r"\{", "["})
@@ -57,7 +70,7 @@ class MathAnswer(TargetReward):
     unsafe: bool = False
     """Whether math-verify runs without the sandbox, although it evaluates text as code."""
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         TargetReward.__post_init__(self)
@@ -84,7 +97,8 @@ class MathAnswer(TargetReward):
         if not target:
             return self.neutral(f"prompt {prompt.id!r} has no target", ("accuracy", "found"))
         answer = extract_answer(text, self.styles)
-        success = answer is not None and self._equal(answer, target)
+        nouns = asked_nouns(prompt.text, target)
+        success = answer is not None and self._equal(answer, target, nouns)
         return Score(
             reward=float(success),
             success=success,
@@ -92,24 +106,35 @@ class MathAnswer(TargetReward):
             attempted=answer is not None,
         )
 
-    def _equal(self, answer: str, target: str) -> bool:
-        number, target_number = parse_number(answer), parse_number(target)
+    def _equal(self, answer: str, target: str, nouns: frozenset[str] = frozenset()) -> bool:
+        same = _same_with_dots(answer, target)
+        if same is not None:
+            return same
+        number, target_number = parse_number(answer, nouns), parse_number(target, nouns)
+        if number is None or target_number is None:
+            if max(len(answer), len(target)) > MAX_FORMULA:
+                return answer == target
+            answer, target = _plain(answer, nouns), _plain(target, nouns)
+            if answer.casefold() == target.casefold():
+                return True
+            number = latex_value(answer) if number is None else number
+            target_number = latex_value(target) if target_number is None else target_number
         if number is not None and target_number is not None:
             if target_number.denominator == 1 or not self.tolerance:
                 return number == target_number  # much faster than a difference of fractions
             allowed = Fraction(self.tolerance) * abs(target_number)
             return abs(number - target_number) <= allowed
-        if max(len(answer), len(target)) > MAX_FORMULA:
-            return answer == target
-        answer, target = map(_plain, (answer, target))
-        if answer.casefold() == target.casefold() or not self.symbolic:
-            return answer.casefold() == target.casefold()
+        return self.symbolic and self._same_equation(answer, target, nouns)
+
+    def _same_equation(self, answer: str, target: str, nouns: frozenset[str]) -> bool:
         numerals = same_numeral(answer, target)
         if numerals is not None:
             return numerals
         stated, wanted = sides(answer), sides(target)
         if len(stated) > 1 and (len(wanted) == 1 or len(stated) > 2 or not variables(answer)):
             return self._states(stated, wanted)
+        if len(stated) == 1 and len(wanted) > 1 and stated_by_target(target) != target:
+            return self._equal(answer, stated_by_target(target), nouns)
         return self._same_formula(answer, target)
 
     def _states(self, stated: list[str], wanted: list[str]) -> bool:
@@ -121,6 +146,17 @@ class MathAnswer(TargetReward):
         return bool(values) and all(self._equal(value, wanted[-1]) for value in values)
 
     def _same_formula(self, answer: str, target: str) -> bool:
+        letters = variables(target)
+        if any(
+            not letters.issuperset(word) for word in _LONG_WORD.findall(_NO_WORDS.sub("", answer))
+        ):
+            return False  # math-verify ignores some words, and others it reads as factors
+        one, other = solved_interval(answer), solved_interval(target)
+        if one is not None or other is not None:
+            # math-verify does not find x > 2 equal to the target (2, \\infty).
+            if one is not None and other is not None and one[0] != other[0]:
+                return False
+            answer, target = one[1] if one else answer, other[1] if other else target
         # As a product of letters, "seat" would equal "east"; "17 18" would be a sum.
         if any(_WORDS.fullmatch(t) or _TWO_NUMBERS.search(t) for t in (answer, target)):
             return False
@@ -138,7 +174,21 @@ class MathAnswer(TargetReward):
         return bool(equal)
 
 
-def _plain(formula: str) -> str:
+def _same_with_dots(answer: str, target: str) -> bool | None:
+    """Compare two formulas sign by sign if one has an ellipsis; otherwise return None.
+
+    `{1, 2, ...}` is not `{1, 2}`, although math-verify ignores the dots; `0.333...` is a number.
+    """
+    if not any("..." in t or "\u2026" in t or "dots" in t for t in (answer, target)):
+        return None
+    formulas = [exact_decimals(unicode_to_latex(normalise(t))) for t in (answer, target)]
+    if not any(map(_ELLIPSIS.search, formulas)):
+        return None
+    one, other = ["".join(strip_markup(_ELLIPSIS.sub(" @ ", t)).split()) for t in formulas]
+    return one == other
+
+
+def _plain(formula: str, nouns: frozenset[str]) -> str:
     """Return a formula without unit and markup, and with LaTeX in place of Unicode signs."""
     text = exact_decimals(unicode_to_latex(normalise(formula)))
-    return strip_markup(strip_unit(text))
+    return strip_markup(strip_unit(text, nouns))

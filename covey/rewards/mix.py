@@ -37,6 +37,8 @@ class Mix(Reward):
       weighted mean includes only the part `format`.
     - An incorrect completion scores in the lower half of the reward range, in proportion to the
       weighted mean of only these parts: the accuracy, the judges and, if `gated`, the format.
+    - If the prompt has no target and the accuracy is neutral (`without_target`), the reward is the
+      weighted mean of all parts. In a wrong format, the accuracy does not count.
     - A completion without a final answer, or an incorrect completion that is gibberish, gets the
       lowest reward.
     """
@@ -49,7 +51,7 @@ class Mix(Reward):
     early_until: float = 0.2
     correct_first: bool = False
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         check_option(
@@ -137,6 +139,7 @@ class Mix(Reward):
             success=scores[ACCURACY].success and holds,
             parts=logged,
             attempted=scores[ACCURACY].attempted,
+            neutral=scores[ACCURACY].neutral,
             feedback="\n".join(score.feedback for score in scores.values() if score.feedback),
         )
 
@@ -160,6 +163,10 @@ class Mix(Reward):
             share = 0.5 + 0.5 * factor * self._share(scores, counted)
         elif not scores[ACCURACY].attempted or _is_noise(text, self.robust and factor == 1.0):
             share = 0.0
+        elif scores[ACCURACY].neutral:
+            # No completion of this prompt is correct, so the reward has no halves.
+            counted = [name for name in scores if holds or name != ACCURACY]
+            share = factor * self._share(scores, counted)
         else:
             counted = [ACCURACY, *self._judges(), *((FORMAT,) if self.gated else ())]
             counted = [name for name in counted if name in scores]

@@ -2,8 +2,8 @@
 
 Some scorers of reasoning_gym evaluate the answer as code. A scorer that evaluates the answer runs
 in a sandbox, and gets only plain data or arithmetic. Some scorers are flawed: one scorer accepts
-every answer, another accepts `nan`, and a third accepts `0` for `0.375`. This reward gives 0 to
-wrong answers that a flawed scorer accepts.
+every answer, another accepts `nan`, a third accepts `0` for `0.375`, and several accept `not A` and
+`A or B` for `A`. This reward gives 0 to wrong answers that a flawed scorer accepts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from covey.rewards.extract import extract_text
 from covey.rewards.gym.pure_scorer import MOST_CHARACTERS, is_pure
 from covey.rewards.math.number import parse_number
+from covey.rewards.math.units import asked_nouns
 from covey.rewards.score import Reward, Score
 from covey.sandbox import require_isolation
 from covey.sandbox.scorer import LONGEST, sandboxed
@@ -25,9 +26,21 @@ from covey.types import Prompt
 
 BY_FIRST_DIGITS = frozenset({"coin_flip"})
 """Datasets whose scorer accepts the first digits of the expected number, such as 0 for 0.375."""
+ONE_ANSWER = frozenset(
+    {"fraction_simplification", "gsm_symbolic", "knights_knaves", "letter_jumble", "spell_backward",
+     "time_intervals", "word_sorting"}
+)  # fmt: skip
+"""Datasets whose scorer finds the expected answer inside a longer one, such as `not 84`."""
+SEVERAL_ANSWERS = frozenset(
+    {"advanced_geometry", "arc_agi", "kakurasu", "quantum_lock", "rubiks_cube", "sokoban", "survo",
+     "tower_of_hanoi"}
+)  # fmt: skip
+"""The same for datasets that accept other answers than the expected one."""
 NEAR = 1e-4
 NONSENSE = "?"
 
+_WORD = re.compile(r"\w+")
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])", re.IGNORECASE)
 _SCORER = (
     "covey.errors",
@@ -55,7 +68,7 @@ class ReasoningGym(Reward):
     """Whether to run the scorer in an ordinary process of this user, without the sandbox."""
 
     quick: ClassVar[bool] = False
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         if not self.unsafe:
@@ -84,9 +97,10 @@ class ReasoningGym(Reward):
         reward = 0.0
         if answer == expected or _may_be_scored(answer, expected, name):
             reward = self._score(prompt.info, dataset, entry, answer)
-            if reward == 1.0 and answer != expected:
+            if reward >= 1 - 1e-6 and answer != expected:
                 everything = self._score(prompt.info, dataset, entry, NONSENSE) == 1.0
-                reward = 0.0 if everything else reward
+                only = _says_only(answer, expected, name, asked_nouns(prompt.text))
+                reward = 0.0 if everything or not only else reward
         return Score(reward=reward, success=reward >= 1 - 1e-6, parts={"accuracy": reward})
 
     def _score(
@@ -107,6 +121,28 @@ def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
     """Return the score of an answer. Scores are cached, because many answers in a group are
     equal."""
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
+
+
+def _says_only(answer: str, expected: str, name: str, nouns: frozenset[str]) -> bool:
+    """Return whether an answer says nothing beside an answer of the expected form."""
+    if name not in ONE_ANSWER | SEVERAL_ANSWERS:
+        return True
+    number = parse_number(answer, nouns)
+    if number is not None and number == parse_number(expected, nouns):
+        return True
+    if not _signs(answer) <= _signs(expected) | {".", " "}:
+        return False
+    if name in ONE_ANSWER:
+        return sorted(_WORD.findall(answer.lower())) == sorted(_WORD.findall(expected.lower()))
+    return len(_NUMBER.findall(answer)) == len(_NUMBER.findall(expected))
+
+
+def _signs(text: str) -> set[str]:
+    """Return the kinds of letters in a text (a, A, 0), and its other signs."""
+    return {
+        "0" if c.isdecimal() else "A" if c.isupper() else "a" if c.isalpha() else c
+        for c in " ".join(text.split())
+    }
 
 
 def _may_be_scored(answer: str, expected: str, name: str) -> bool:

@@ -22,6 +22,8 @@ class Score:
     """The reward parts before weighting, so that logged values do not depend on the weights."""
     attempted: bool = True
     """Whether the completion has a final answer, correct or wrong, that can be scored."""
+    neutral: bool = False
+    """Whether the prompt has no target, so that the completion is neither correct nor wrong."""
     feedback: str = field(default="", compare=False)
     """A description of the completion's errors, for the prompt of a self-teacher (docs/sdpo.md)."""
 
@@ -125,4 +127,5 @@ class TargetReward(Reward):
             raise ValueError(error)
         if isinstance(value, str):
             raise SkippedError(error)
-        return Score(reward=value, success=False, parts=dict.fromkeys(parts, float(value)))
+        neutral = dict.fromkeys(parts, float(value))
+        return Score(reward=value, success=False, parts=neutral, neutral=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from covey.errors import ConfigError, DataError, RunError
+from covey.records.records import MOST_DATA, read_text
 from covey.rng import prompt_indices, refill_order, weighted_order
 from covey.types import Group, Prompt
 
@@ -266,11 +267,19 @@ class PromptChoice:
         if not self.settings.active:
             return
         try:
-            data: Mapping[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            data: Mapping[str, Any] = json.loads(read_text(folder / FILE, MOST_DATA))
             self.records = {name: PromptRecord(**row) for name, row in data["prompts"].items()}
             self.parts = {name: PartRecord(**row) for name, row in data["parts"].items()}
             same = all(self.prompts[r.number].id == name for name, r in self.records.items())
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (
+            RunError,
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise RunError(
                 f"checkpoint {folder} cannot be read, because {FILE} is invalid: {error!r}"
             ) from None

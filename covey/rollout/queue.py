@@ -30,6 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from covey.errors import ConfigError, RunError
 from covey.policy.preferences import collect_pairs
+from covey.records.records import MOST_DATA, read_text
 from covey.rollout.collect import Collected, StepRollouts, Ticket, collect_steps
 from covey.rollout.filter import Selected, without_stale
 from covey.rollout.prompts import prompts_by_id
@@ -239,12 +240,14 @@ def read_in_flight(
     if not file.exists():
         return []
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in read_text(file, MOST_DATA).splitlines()]
         return [_step(row, prompts, seed, count) for row in rows]
     except KeyError as error:
         why = f"its step has no prompt {error}, so the data or the seed have changed"
-    except (OSError, ValueError, TypeError, ValidationError) as error:
+    except (RunError, ValueError, TypeError, OverflowError, ValidationError) as error:
         why = str(error)
+    except RecursionError:
+        why = "it is nested too deeply"
     raise RunError(f"checkpoint {folder} cannot be read, because {FILE} is invalid: {why}")
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from covey.errors import RunError
+from covey.records.records import MOST_DATA, read_text
 from covey.rng import replay_order
 from covey.rollout.filter import age, is_mixed
 from covey.types import Group
@@ -85,9 +86,9 @@ class ReplayBuffer:
         if not self.settings.groups:
             return
         try:
-            lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
+            lines = read_text(folder / FILE, MOST_DATA).splitlines()
             self.groups = [_GROUP.validate_python(json.loads(line)) for line in lines]
-        except (OSError, ValueError, ValidationError) as error:
+        except (RunError, ValueError, ValidationError, RecursionError) as error:
             raise RunError(
                 f"checkpoint {folder} cannot be read, because {FILE} is invalid: {error}"
             ) from None

@@ -25,6 +25,7 @@ from _json import encode_basestring_ascii as quote
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 ENDED = ("exited", "timed out", "output limit", "killed")
@@ -37,9 +38,13 @@ of empty files."""
 Pipe = tuple[int, int]
 
 
-def main(job: dict[str, Any]) -> None:
+def main(job: dict[str, Any], take: Callable[[], Any]) -> None:
     """Run all test cases; for each case, write a line of numbers and the case's outputs to
-    stdout."""
+    stdout.
+
+    `take` reads the next test case. It is read only when it runs, because a child process has a
+    copy of this process's memory, in which it could find the inputs of later cases.
+    """
     compile("0", "<warm>", "eval")  # called once before forking, because the first call is slow
     gc.freeze()  # the GC skips these objects, so children share their memory
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python has a handler for it
@@ -49,7 +54,8 @@ def main(job: dict[str, Any]) -> None:
     set_limits(job)
     write_all(report, READY)
     ends = time.monotonic() + job["total_seconds"]
-    for number, case in enumerate(job["cases"]):
+    for number in range(job["cases"]):
+        case = take()
         began = time.monotonic()
         deadline = min(began + job["wall_seconds"], ends)
         if deadline <= began:
@@ -58,13 +64,13 @@ def main(job: dict[str, Any]) -> None:
         pipes = [os.pipe() for _ in range(4)]
         child = os.fork()
         if child == 0:
-            as_child(job, number, pipes)
+            as_child(job, number, case["call"], pipes)
         ended, code, outputs = supervise(job, case["stdin"], pipes, child, report, deadline)
         sizes = " ".join(str(len(output)) for output in outputs)
         line = f"{ended} {code} {time.monotonic() - began:.6f} {sizes}\n"
         write_all(report, line.encode() + b"".join(outputs))
-        if job["isolated"]:
-            empty(job["place"])
+        if job["isolated"] and not empty(job["place"]):
+            break  # the next case must not see what this one left; the rest counts as killed
     os._exit(0)  # a normal exit would take longer
 
 
@@ -250,21 +256,26 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
         return []
 
 
-def empty(place: str) -> None:
-    """Remove the files that a test case left, before the next test case starts.
+def empty(place: str) -> bool:
+    """Remove the files that a test case left, and return whether nothing is left.
 
     Nested directories are first moved up, because the path of a deep directory can be too long.
     """
     moved = 0
     try:
+        if os.stat(place).st_uid == os.getuid():  # the program may have closed it
+            os.chmod(place, 0o1777)
         while folders := remove_files(place):
             for folder in folders:
                 for inner in remove_files(folder):
                     moved += 1
+                    while os.path.lexists(f"{place}/moved-{moved}"):  # the program's own name
+                        moved += 1
                     os.rename(inner, f"{place}/moved-{moved}")
                 os.rmdir(folder)
+        return not os.listdir(place)
     except OSError:
-        return  # a program that causes this harms only its own next case
+        return False
 
 
 def remove_files(folder: str) -> list[str]:
@@ -281,7 +292,7 @@ def remove_files(folder: str) -> list[str]:
     return folders
 
 
-def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
+def as_child(job: dict[str, Any], number: int, call: str | None, pipes: list[Pipe]) -> None:
     """Run a test case in this child process, and then exit without the usual slow cleanup."""
     code = 0
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
@@ -292,7 +303,7 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
         value = pipes[3][1]
         os.closerange(3, value)
         os.closerange(value + 1, 1 << 12)
-        run_case(job, number, value)
+        run_case(job, number, call, value)
     except SystemExit as error:
         code = exit_code(error.code)
     except BaseException:
@@ -308,7 +319,7 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
         os._exit(code & 255)
 
 
-def run_case(job: dict[str, Any], number: int, value: int) -> None:
+def run_case(job: dict[str, Any], number: int, call: str | None, value: int) -> None:
     """Run the program. If the case has a `call`, write the call's value to the pipe `value`."""
     if not job["isolated"]:  # without isolation, nothing removes the files of a case
         os.mkdir(str(number))
@@ -317,7 +328,6 @@ def run_case(job: dict[str, Any], number: int, value: int) -> None:
     sys.argv = ["answer.py"]
     for name in ("exit", "quit"):  # normally defined by `site`, which is slow to import
         setattr(builtins, name, sys.exit)
-    call = job["cases"][number]["call"]
     name = "__main__" if call is None else "answer"
     module = type(sys)(name)
     sys.modules[name] = module

@@ -25,11 +25,16 @@ from covey.sandbox.limits import Case, Limits, Outcome
 from covey.sandbox.seccomp import filter_program
 
 _BOOTSTRAP = (
-    "import marshal\n"
-    "with open(0, 'rb', closefd=False) as f: code, job = marshal.loads(f.read())\n"
+    "import marshal, os\n"
+    "def read(size):\n"
+    "    data = b''\n"
+    "    while len(data) < size: data += os.read(0, size - len(data))\n"
+    "    return data\n"
+    "def take(): return marshal.loads(read(int.from_bytes(read(8), 'little')))\n"
+    "code, job = take()\n"
     "names = {'__name__': 'harness'}\n"
     "exec(code, names)\n"
-    "names['main'](job)"
+    "names['main'](job, take)"
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
 """Command-line options for the Python interpreter in the sandbox. The option -I is not used,
@@ -57,12 +62,13 @@ def run_program(
     job = {
         **asdict(limits),
         "program": program,
-        "cases": [{"stdin": c.stdin.encode(errors="surrogatepass"), "call": c.call} for c in cases],
+        "cases": len(cases),
         "paths": isolation.package_folders() if unsafe else isolation.package_places(),
         "isolated": not unsafe,
         "socket_bytes": 0 if unsafe else isolation.socket_bytes(),
     }
-    with _started(job, limits, unsafe) as process:
+    inputs = [{"stdin": c.stdin.encode(errors="surrogatepass"), "call": c.call} for c in cases]
+    with _started(job, inputs, limits, unsafe) as process:
         most = len(cases) * (3 * limits.output_bytes + 100)
         reply, errors = _receive(process, limits.total_seconds + _GRACE_SECONDS, most)
     if not reply.startswith(harness.READY):
@@ -111,7 +117,7 @@ def _harness_code() -> Any:
 
 @contextlib.contextmanager
 def _started(
-    job: dict[str, Any], limits: Limits, unsafe: bool
+    job: dict[str, Any], inputs: Sequence[Any], limits: Limits, unsafe: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the harness, and send it the program and the cases to run.
 
@@ -132,7 +138,9 @@ def _started(
             prefix = [*isolation.entering(group), *prefix]
             uid = stack.enter_context(uids.leased())
         stdin = stack.enter_context(tempfile.TemporaryFile())
-        stdin.write(marshal.dumps((_harness_code(), {**job, "place": place, "uid": uid})))
+        for part in ((_harness_code(), {**job, "place": place, "uid": uid}), *inputs):
+            data = marshal.dumps(part)
+            stdin.write(len(data).to_bytes(8, "little") + data)
         stdin.seek(0)
         process = subprocess.Popen(
             [*prefix, isolation.interpreter(), *_FLAGS, "-c", _BOOTSTRAP, mark()],

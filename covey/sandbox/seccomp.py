@@ -19,7 +19,8 @@ Step = tuple[int, int, int, int]
 
 _ALLOW = 0x7FFF0000
 _KILL = 0x80000000
-_EPERM, _ENOSYS = 0x00050000 | 1, 0x00050000 | 38
+_DONE, _EPERM, _ENOSYS = 0x00050000, 0x00050000 | 1, 0x00050000 | 38
+"""Results of a call that is not made: success, or an error number."""
 _LOAD, _EQUAL, _ABOVE, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x54, 0x06
 _NUMBER, _ARCHITECTURE = 0, 4
 _NEW_NAMESPACES = 0x7E020080
@@ -32,6 +33,10 @@ _OWN_NAME_AND_STATE = (1, 2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
 CAPBSET_READ, NO_NEW_PRIVS (set, get), SET_VMA. The option SET_DUMPABLE is not allowed, because it
 would let a program hide from the harness. The harness is the process that supervises the
 program."""
+_LOCKS = (6, 7, 37, 38)
+"""The fcntl requests F_SETLK, F_SETLKW, F_OFD_SETLK and F_OFD_SETLKW."""
+_LEASES = (1024, 1026)
+"""The fcntl requests F_SETLEASE and F_NOTIFY."""
 _AF_UNIX, _PRIO_PROCESS, _HARNESS = 1, 0, 1
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (0xC00000F3, 1)}
 
@@ -85,6 +90,15 @@ def _checks() -> dict[str, list[Step]]:
         "ioctl": [_argument(1), *_only(*_TERMINAL_AND_FILE)],
         "prctl": [_argument(0), *_only(*_OWN_NAME_AND_STATE)],
         "socketpair": [_argument(0), *_only(_AF_UNIX)],
+        # A lock on a file of the system would hold for the host and for all sandboxes. No other
+        # sandbox has this one's own files, so a lock counts as taken without being taken.
+        "flock": [(_RETURN, 0, 0, _DONE)],
+        "fcntl": [
+            _argument(1),
+            *(step for at in _LOCKS for step in ((_EQUAL, 0, 1, at), (_RETURN, 0, 0, _DONE))),
+            *(step for at in _LEASES for step in ((_EQUAL, 0, 1, at), (_RETURN, 0, 0, _EPERM))),
+            (_RETURN, 0, 0, _ALLOW),
+        ],
         # The harness has the same user id, so a program could lower its priority and starve it.
         "setpriority": [
             _argument(0),

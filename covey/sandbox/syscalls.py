@@ -19,10 +19,10 @@ renameat2=316/276 mkdir=83/- mkdirat=258/34 rmdir=84/- link=86/- linkat=265/37 u
 unlinkat=263/35 symlink=88/- symlinkat=266/36 readlink=89/- readlinkat=267/78 chmod=90/-
 fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 chown=92/- fchown=93/55 lchown=94/- fchownat=260/54
 umask=95/166 utime=132/- utimes=235/- utimensat=280/88 futimesat=261/- mknod=133/- mknodat=259/33
-statfs=137/43 fstatfs=138/44 fsync=74/82 fdatasync=75/83 sync_file_range=277/84 flock=73/32
+statfs=137/43 fstatfs=138/44 fsync=74/82 fdatasync=75/83 sync_file_range=277/84
 getxattr=191/8 lgetxattr=192/9 fgetxattr=193/10 listxattr=194/11 llistxattr=195/12
 flistxattr=196/13 copy_file_range=326/285 sendfile=40/71 dup=32/23 dup2=33/- dup3=292/24
-fcntl=72/25 close_range=436/436
+close_range=436/436
 # waiting and pipes
 poll=7/- ppoll=271/73 select=23/- pselect6=270/72 epoll_create=213/- epoll_create1=291/20
 epoll_ctl=233/21 epoll_wait=232/- epoll_pwait=281/22 epoll_pwait2=441/441 pipe=22/- pipe2=293/59
@@ -58,7 +58,7 @@ times=100/153 getrandom=318/278 uname=63/160 sysinfo=99/179
 CHECKED = """
 clone=56/220 mmap=9/222 ioctl=16/29 prctl=157/167 prlimit64=302/261 setpriority=141/140
 sched_setaffinity=203/122 sched_setattr=314/274 sched_setparam=142/118 sched_setscheduler=144/119
-socketpair=53/199
+socketpair=53/199 fcntl=72/25 flock=73/32
 """
 """System calls allowed only with certain argument values; see `covey.sandbox.seccomp`."""
 MISSING = """

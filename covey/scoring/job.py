@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import signal
+import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -151,6 +155,80 @@ def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
     return [ScoreResult(error=users_error(error), trace=trace)] * len(texts)
 
 
+class TooSlowError(BaseException):
+    """Raised inside a job that takes too long. No `except Exception` of a reward catches it."""
+
+
+def within(seconds: float, function: Callable[[], list[ScoreResult]]) -> list[ScoreResult]:
+    """Call a function, and raise TooSlowError in it after `seconds`.
+
+    In the main thread, a signal interrupts Python code and regex matching. In another thread, only
+    Python code can be interrupted, because a regex keeps the interpreter's lock.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    # A handler or a timer of someone else, such as the user's script, is left alone.
+    if main and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        return _within_by_signal(seconds, function)
+    return _within_by_thread(seconds, function)
+
+
+def _within_by_signal(
+    seconds: float, function: Callable[[], list[ScoreResult]]
+) -> list[ScoreResult]:
+    running = True
+
+    def interrupt(number: int, frame: object) -> None:
+        if running:
+            raise TooSlowError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    try:
+        # Again and again, in case a bare `except:` swallows the first one.
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+        return function()
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _within_by_thread(
+    seconds: float, function: Callable[[], list[ScoreResult]]
+) -> list[ScoreResult]:
+    lock, thread = threading.Lock(), threading.get_ident()
+    running, fired = True, False
+
+    def interrupt() -> None:
+        nonlocal fired
+        with lock:
+            if running:
+                fired = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(TooSlowError)
+                )
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    arrived = False
+    try:
+        return function()
+    except TooSlowError:
+        arrived = True
+        raise
+    finally:
+        timer.cancel()
+        with lock:
+            running = False
+        if fired and not arrived:  # the exception is on its way, and must not arrive in the caller
+            try:
+                deadline = time.monotonic() + 1
+                while time.monotonic() < deadline:
+                    pass
+            except TooSlowError:
+                pass
+
+
 @dataclass(frozen=True, slots=True)
 class _Done:
     """The finished results of a job. A `Future` would be slower, because its locks take time."""
@@ -163,11 +241,14 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class InlineScorer:
-    """A scorer that runs the reward in this process, without a time limit, while the caller
-    waits."""
+    """A scorer that runs the reward in this process while the caller waits.
+
+    A job that takes longer than `seconds` is interrupted, and its completions get no reward.
+    """
 
     reward: Reward
     identity: str = ""
+    seconds: float = 30.0
 
     @property
     def whole_groups(self) -> bool:
@@ -181,7 +262,11 @@ class InlineScorer:
 
     def submit(self, job: Job) -> Pending:
         """Score a job at once and return its results."""
-        return _Done(score_job(self.reward, job))
+        try:
+            return _Done(within(self.seconds, lambda: score_job(self.reward, job)))
+        except TooSlowError:
+            why = f"took longer than {self.seconds:g} seconds"
+            return _Done([ScoreResult(error=why)] * len(job.texts))
 
     def events(self) -> list[str]:
         """Return an empty list, because this scorer has no worker processes to report on."""

@@ -304,7 +304,7 @@ def make_scorer(
     """
     reward_identity = identity(name, reward)
     if reward.quick:
-        return InlineScorer(reward, reward_identity)
+        return InlineScorer(reward, reward_identity, timeout)
     check_timeout(name, reward, timeout)
     workers = workers or os.cpu_count() or 1
     pool = Pool(reward, reward_identity, workers=workers, timeout=timeout, gigabytes=gigabytes)

@@ -90,7 +90,7 @@ WHAT: dict[str, tuple[str, str, str, str, float]] = {
     "open-instruct-olmo2-7b": ("allenai/OLMo-2-1124-7B-DPO", "hub", "by_task", "composed", 1.0),
     "open-instruct-olmo2-7b-zero": ("allenai/OLMo-2-1124-7B", "hub", "mix", "composed", 1.0),
     "open-instruct-olmo2-13b-zero": ("allenai/OLMo-2-1124-13B", "hub", "mix", "composed", 1.0),
-    "dr-grpo-zero": ("Qwen/Qwen2.5-Math-1.5B", "hub", "math_answer", "dr_grpo", 1.0),
+    "dr-grpo-zero": ("Qwen/Qwen2.5-1.5B", "hub", "math_answer", "dr_grpo", 1.0),
     "scalerl": ("Qwen/Qwen3-8B", "hub", "math_answer", "scalerl", 1.0),
 }  # fmt: skip
 # Degrees of freedom and floor of the deviation that advantages are divided by, seed, weight decay.
@@ -201,6 +201,23 @@ def test_two_passes_of_the_agent_book_are_its_steps() -> None:
     assert config.optimizer.warmup_steps == round(0.1 * config.train.steps)
     weights = {k: config.reward.options[k] for k in ("accuracy", "format", "efficiency", "safety")}
     assert weights == {"accuracy": 0.5, "format": 0.2, "efficiency": 0.15, "safety": 0.15}
+
+
+def test_open_instruct_drops_groups_without_a_standard_deviation_and_not_solved_ones() -> None:
+    names = [name for name in recipe_names() if name.startswith("open-instruct")]
+    assert len(names) == 7
+    for name in names:
+        chosen = load_config(name).filter
+        # Not by success: the penalty for one cut-off completion of a solved group teaches to stop.
+        assert (chosen.drop_flat, chosen.dynamic_sampling) == (True, False), name
+
+
+def test_a_finding_about_a_recipe_is_explained_in_it() -> None:
+    assert "train.mini_batches = 2 avoids it" in text_of("awesome-dapo")
+    assert "17 are held out" in text_of("agent-book")
+    config = resolve(load_config("agent-book"))
+    assert config.trackers == ["tensorboard"]
+    assert len(task_of(config).held_out()) == 17
 
 
 def test_the_settings_of_one_system_alone() -> None:

@@ -87,7 +87,7 @@ HUGE = {
     "ten thousand brackets": "(" * 10_000 + "1" + ")" * 10_000,
     "too deep": "(" * 51 + "1" + ")" * 51,
     "too deep to the right": "**".join(["1"] * 60),
-    "long number": "9" * 31,
+    "long number": "9" * 101,
     "megabyte of digits": "9" * 1_000_000,
     "too many numbers": "+".join(["1"] * 201),
     "large power": "2**4096",
@@ -171,7 +171,7 @@ def test_numbers_are_listed_with_repeats() -> None:
     assert numbers_in("+") == []
 
 
-@pytest.mark.parametrize("text", ["2.5", "2.0", "a", "9" * 31, "1" * 1001])
+@pytest.mark.parametrize("text", ["2.5", "2.0", "a", "9" * 101, "1" * 1001])
 def test_numbers_that_are_not_whole_or_no_numbers_are_errors(text: str) -> None:
     with pytest.raises(ExpressionError):
         numbers_in(text)

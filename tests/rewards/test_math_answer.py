@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,6 +188,61 @@ RIGHT = [
     ("52", "52_8"),
     ("42_{10}", "42"),
     ("0x2A", "0x2a"),
+    ("42", "f(3) = 42"),
+    ("42", "42 = 6*7"),
+    # known units and names
+    *(
+        (f"42 {unit}", "42")
+        for unit in (
+            "apples",
+            "people",
+            "years old",
+            "dollars per hour",
+            "square meters",
+            "cubic feet",
+            "km/h",
+            "percent",
+            "minutes",
+            "m^2",
+            "cents each",
+            "books in total",
+            "pounds left",
+        )
+    ),
+    (r"42 \text{ miles per hour}", "42"),
+    ("Total cost = 42", "42"),
+    (r"\text{Area} = 42", "42"),
+    ("AB = 42", "42"),
+    ("The answer is 42 euros.", "42"),
+    # ellipses
+    (r"\{1,2,3,\ldots\}", r"\{1, 2, 3, \dots\}"),
+    (r"\{1,2,3,...\}", r"\{1,2,3,\ldots\}"),
+    # solved inequalities
+    ("x>2", r"(2,\infty)"),
+    ("2<x", r"(2,\infty)"),
+    ("x \u2265 2", r"[2,\infty)"),
+    ("x<2", r"(-\infty,2)"),
+    (r"-3\le x<4", "[-3,4)"),
+    ("4 > x \u2265 -3", "[-3,4)"),
+    ("[-3,4)", r"-3\le x<4"),
+    ("2>x>1", "1<x<2"),
+    (r"x \neq 2", r"(-\infty,2)\cup(2,\infty)"),
+    (r"x<1 \text{ or } x>2", r"(-\infty,1)\cup(2,\infty)"),
+    ("x>2", r"x \in (2,\infty)"),
+    (r"\{x \mid x>2\}", r"(2,\infty)"),
+    # whole numbers as powers
+    (str(2**100), "2^{100}"),
+    ("2^{100}", str(2**100)),
+    ("4^{50}", "2^{100}"),
+    (str(-(2**100)), "-2^{100}"),
+    (rf"\frac{{1}}{{{2**100}}}", "2^{-100}"),
+    (str(2**100 - 1), "2^{100}-1"),
+    ("265252859812191058636308480000000", "30!"),
+    ("100891344545564193334812497256", r"\binom{100}{50}"),
+    ("1e12", "10^{12}"),
+    ("10^{12}", "1e12"),
+    ("1,000,000,000,000", "10^12"),
+    ("1.5e-12", r"15\cdot 10^{-13}"),
 ]
 WRONG = [
     ("17, 18", "18"),
@@ -276,6 +332,109 @@ WRONG = [
     (r"\frac{\pi}{3}\text{ rad}", r"\frac{\pi}{2}"),
     (r"x\text{ or }y", "xy"),
     (r"3\text{ million}", "3"),
+    # words that change or deny the value
+    *(
+        (f"42 {word}", "42")
+        for word in (
+            "is wrong",
+            "wrong",
+            "is not the answer",
+            "no",
+            "nope",
+            "false",
+            "at least",
+            "at most",
+            "or more",
+            "or less",
+            "more",
+            "times",
+            "lakh",
+            "crore",
+            "gross",
+            "grand",
+            "dozen",
+            "score",
+            "pairs",
+            "mil",
+            "bn",
+            "trillionths",
+            "eighths",
+            "base eight",
+            "in base 8",
+            "octal",
+            "in binary",
+            "hex",
+            "negative",
+            "below zero",
+            "degrees below zero",
+            "ago",
+            "BC",
+            "mod 43",
+            "squared",
+            "(wrong)",
+            "per",
+            r"\text{ is wrong}",
+            r"\text{ lakh}",
+            r"\mathrm{gross}",
+            r"\text{ base eight}",
+        )
+    ),
+    *(
+        (f"{word} 42", "42")
+        for word in (
+            "wrong:",
+            "wrong =",
+            "not",
+            "not:",
+            "not =",
+            "NOT =",
+            "no:",
+            "false:",
+            "half =",
+            "twice:",
+            "minus:",
+            "opposite =",
+            "reciprocal:",
+            "the answer is not:",
+            "x is not",
+            "if x =",
+            "at least",
+            "wrong answer =",
+            r"\text{wrong: }",
+            r"\neg",
+            ">",
+            "<",
+        )
+    ),
+    ("wrong = \\sqrt{2}", r"\sqrt{2}"),
+    ("half of it = \\sqrt{2}", r"\sqrt{2}"),
+    # ellipses
+    (r"{1,2,3,\ldots}", r"\{1,2,3\}"),
+    (r"\{1,2,3,\ldots\}", r"\{1,2,3\}"),
+    (r"\{1,2,3\}", r"\{1,2,3,\ldots\}"),
+    (r"\{1,2,3,\ldots\}", r"\{1,3,2,\ldots\}"),
+    (r"\{1,2,3,\ldots,10\}", r"\{1,2,3,10\}"),
+    (r"1,2,3,\ldots", "1,2,3"),
+    (r"(1,2,\ldots)", "(1,2)"),
+    (r"42 \ldots", "42"),
+    ("42...", "42"),
+    ("3.14...", "3.14"),
+    # inequalities
+    ("x>2", r"[2,\infty)"),
+    ("x>3", r"(2,\infty)"),
+    ("x<2", r"(2,\infty)"),
+    (r"x \ge 2", r"(2,\infty)"),
+    ("1<x>2", "(1,2)"),
+    ("2x>4", r"(2,\infty)"),
+    ("2x-4<0", r"(-\infty,2)"),
+    ("y>2", "x>2"),
+    ("x>a", r"(2,\infty)"),
+    # large numbers
+    (str(2**100 + 1), "2^{100}"),
+    ("4^{51}", "2^{100}"),
+    ("1e13", "10^{12}"),
+    ("1e-12", "10^{12}"),
+    ("2^{1000}", "2^{1001}"),
 ]
 
 
@@ -287,6 +446,37 @@ def test_equal_formulas_are_correct(given_answer: str, answer: str) -> None:
 @pytest.mark.parametrize(("given_answer", "answer"), WRONG)
 def test_other_formulas_are_wrong(given_answer: str, answer: str) -> None:
     assert not right(given_answer, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked", "success"),
+    [
+        ("42 gizmos", "How many gizmos does Ann have?", True),
+        ("42 blue gizmos", "How many blue gizmos are left?", True),
+        ("42 more gizmos", "How many more gizmos does Ann need?", True),
+        ("42 gizmos", "What is 6 times 7?", False),
+        ("42 more", "How many gizmos does Ann have?", False),
+        ("42 dozen", "How many dozen eggs are there?", False),
+        ("42 wrong gizmos", "How many gizmos are wrong?", False),
+    ],
+)
+def test_what_the_question_asks_for_counts_as_a_unit(
+    answer: str, asked: str, success: bool
+) -> None:
+    question = replace(prompt("42"), messages=({"role": "user", "content": asked},))
+    assert MathAnswer()(question, f"<answer>{answer}</answer>").success == success
+
+
+def test_a_number_that_changes_its_meaning_in_a_sentence_is_no_answer() -> None:
+    for text in (
+        "So it is 42 lakh.",
+        "It is 42 gross.",
+        "The answer 42 is wrong.",
+        "It is not 42.",
+    ):
+        assert not judge(text, "42").success, text
+    for text in ("So it is 42 marbles.", "The answer is 42 at last.", "Note: 42"):
+        assert judge(text, "42").success, text
 
 
 def test_only_the_extracted_answer_is_compared() -> None:

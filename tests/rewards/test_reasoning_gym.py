@@ -133,6 +133,35 @@ def test_a_scorer_that_accepts_everything_is_overruled() -> None:
         ]
 
 
+DENIED = (
+    "not {}",
+    "{} or A1",
+    "{} or {}1",
+    "B or {}",
+    "{} is wrong",
+    "wrong: {}",
+    "{} and 17",
+    "~{}",
+)
+
+
+@pytest.mark.parametrize("dataset", sorted(set(DATASETS) - {"composite"}))
+def test_an_answer_that_says_more_than_the_right_one_is_not_correct(dataset: str) -> None:
+    try:
+        prompts = GymTask(dataset=dataset, train_size=2, held_out_size=1).train()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    for asked in (prompts[0], prompts[1]):
+        if not (asked.target or "solution" in asked.info):
+            pytest.skip("no solution is known")
+        expected = solution(asked)
+        for form in DENIED:
+            text = form.format(expected, expected)
+            # ~5 is a number that bitwise_arithmetic may accept
+            if text != "~" + expected or not expected.isdecimal():
+                assert not ReasoningGym()(asked, f"<answer>{text}</answer>").success, text
+
+
 def test_nan_is_not_near_to_every_number() -> None:
     asked = GymTask(dataset="complex_arithmetic", train_size=2).train()[0]
     assert ReasoningGym()(asked, asked.target).reward == 1.0

@@ -157,3 +157,41 @@ def test_bounds_are_needed() -> None:
 
     with pytest.raises(ConfigError, match="correct_first needs parts with bounds"):
         Mix(parts={"accuracy": Boundless()}, weights={"accuracy": 1.0}, correct_first=True)
+
+
+NO_TARGET = {
+    "math": (prompt(""), "42"),
+    "agent": (prompt(""), '<tool_call>{"name": "look", "arguments": {}}</tool_call>'),
+    "retrieval": (prompt(""), TEXT + " " + LINKS),
+    "code": (prompt(""), "```python\nprint(1)\n```"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TARGET)
+def test_without_a_target_every_other_part_counts(name: str) -> None:
+    try:
+        reward = getattr(templates, name)(without_target=0.5)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    asked, answer = NO_TARGET[name]
+
+    def score(answer: str) -> Score:
+        return reward(asked, f"<think>{LONG}</think>\n<answer>{answer}</answer>")
+
+    clean = score(answer)
+    unsafe = score(answer + "\nrm -rf / && sudo rm -rf /home")
+    slow = score(answer + " so it is, and this is said at length" * 200)
+    assert clean.parts["accuracy"] == unsafe.parts["accuracy"] == 0.5
+    assert not clean.success
+    assert unsafe.parts["safety"] < clean.parts["safety"]
+    assert unsafe.reward < clean.reward - 0.05
+    assert slow.reward < clean.reward - 0.05
+
+
+def test_the_neutral_reward_is_the_weighted_mean_of_all_parts() -> None:
+    text = f"<think>{LONG}</think>\n<answer>42</answer>"
+    reward = templates.math(without_target=0.5)
+    assert reward(prompt(""), text).reward == pytest.approx(0.6 * 0.5 + 0.15 + 0.15 + 0.10)
+    danger = reward(prompt(""), text.replace("42", "42 rm -rf /"))
+    lost = 1 - danger.parts["safety"]
+    assert danger.reward == pytest.approx(0.7 - 0.10 * lost)

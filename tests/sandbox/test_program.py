@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 import subprocess
@@ -104,6 +105,7 @@ print(state)
 @pytest.mark.skipif(not ISOLATED, reason="no isolation here")
 def test_files_of_one_case_are_gone_in_the_next_however_deep_or_closed() -> None:
     program = """
+import fcntl
 import os
 print(*os.listdir("/tmp"), *os.listdir("."))
 open("/tmp/file", "w").write("x")
@@ -118,6 +120,94 @@ for _ in range(1500):
     assert [o.stdout for o in outcomes] == [b"\n"] * 3
     assert all(o.ran for o in outcomes)
     assert Path("/usr/bin").exists()
+
+
+@pytest.mark.skipif(not ISOLATED, reason="no isolation here")
+def test_no_directory_of_one_case_is_there_in_the_next() -> None:
+    program = """
+import fcntl
+import os
+print(sorted(os.listdir("/tmp")))
+for number in range(1, 5):  # the names to which the harness moves nested directories
+    os.makedirs(f"/tmp/moved-{number}/a/b", exist_ok=True)
+    open(f"/tmp/moved-{number}/secret", "w").write("x")
+    os.makedirs(f"/tmp/y{number}/z", exist_ok=True)
+os.mkdir(b"/tmp/\\xff\\n")
+os.chmod("/tmp/y1", 0)
+try: os.chmod("/tmp", 0)
+except OSError: pass
+"""
+    outcomes = run_program(program, [Case()] * 3)
+    assert [o.stdout for o in outcomes] == [b"[]\n"] * 3
+
+
+@pytest.mark.skipif(not ISOLATED, reason="no isolation here")
+def test_after_a_directory_that_cannot_be_removed_no_case_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Path(module.harness.__file__).read_text()
+    changed = source.replace("return not os.listdir(place)", "return False")
+    assert changed != source
+    code = compile(changed, "<harness>", "exec")
+    monkeypatch.setattr(module, "_harness_code", lambda: code)
+    outcomes = run_program("print(1)", [Case()] * 3)
+    assert [o.ended for o in outcomes] == ["exited", "killed", "killed"]
+
+
+@pytest.mark.parametrize("unsafe", BOTH)
+def test_a_program_finds_no_input_of_a_later_case(unsafe: bool) -> None:
+    cases = [Case(stdin=f"secret{number}" + "z" * 50 + "\n") for number in (1, 2, 3)]
+    program = """
+import gc, sys
+frame, found = sys._getframe(), []
+while frame:
+    found += [repr(value) for value in frame.f_locals.values()]
+    frame = frame.f_back
+found += [repr(each) for each in gc.get_objects() if isinstance(each, (dict, list, tuple))]
+memory = bytearray()
+for entry in open("/proc/self/maps"):
+    start, end = (int(part, 16) for part in entry.split()[0].split("-"))
+    if " rw" in entry and end - start < 1 << 27:
+        try:
+            with open("/proc/self/mem", "rb", 0) as file:
+                file.seek(start)
+                memory += file.read(end - start)
+        except (OSError, OverflowError):
+            pass
+text = "".join(found).encode("utf-8", "replace") + bytes(memory)
+print([number for number in (1, 2, 3) if text.count(b"secret%d" % number + b"z" * 50)])
+"""
+    shown = [o.stdout.decode() for o in run_program(program, cases, unsafe=unsafe)]
+    assert len(shown) == 3
+    assert not any(str(later) in shown[0] for later in (2, 3)), shown
+    assert "3" not in shown[1], shown
+
+
+@pytest.mark.skipif(not ISOLATED, reason="no isolation here")
+def test_a_lock_on_a_file_of_the_system_is_not_shared() -> None:
+    shared = "/usr/bin/env"
+    program = f"""
+import fcntl, struct
+file = open({shared!r}, "rb")
+fcntl.flock(file, fcntl.LOCK_EX)
+fcntl.fcntl(file, fcntl.F_SETLK, struct.pack("hhqqi", fcntl.F_RDLCK, 0, 0, 0, 0))
+own = open("/tmp/own", "w")
+fcntl.lockf(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+try: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+except OSError: print("no lease")
+print("locked", flush=True)
+import time
+time.sleep(2)
+"""
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(run_program, program, [Case()])
+        with open(shared, "rb") as file:  # the host takes the lock at any time
+            while not running.done():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_UN)
+                time.sleep(0.05)
+            outcome = running.result()[0]
+    assert outcome.stdout == b"no lease\nlocked\n", outcome
 
 
 @pytest.mark.parametrize("unsafe", BOTH)

@@ -82,6 +82,16 @@ def test_arguments_decide_about_some_calls(
     assert [answer(machine, number, *arguments) for arguments in bad] == [EPERM] * len(bad)
 
 
+@pytest.mark.parametrize("machine", _MACHINES)
+def test_locks_count_as_taken_without_being_taken(machine: str) -> None:
+    own = numbers(CHECKED, _MACHINES[machine][1])
+    done = EPERM - 1  # the error number 0
+    assert answer(machine, own["flock"], 3, 2) == done
+    assert [answer(machine, own["fcntl"], 3, at) for at in (6, 7, 37, 38)] == [done] * 4
+    assert [answer(machine, own["fcntl"], 3, at) for at in (1024, 1026)] == [EPERM] * 2
+    assert [answer(machine, own["fcntl"], 3, at) for at in (1, 2, 3, 4, 1030, 1031)] == [ALLOW] * 6
+
+
 def test_numbers_are_those_of_the_kernel() -> None:
     header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
     if not header.exists():

@@ -90,7 +90,7 @@ class Client:
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         try:
             return json.loads(self.send(method, path, body))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self.error(f"sent a reply that is not JSON from {path}") from None
 
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:

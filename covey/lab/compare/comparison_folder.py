@@ -39,7 +39,7 @@ from covey.lab.compare.comparison import (
 from covey.notices import notice
 from covey.records.files import write_text
 from covey.records.folder import RunFolder
-from covey.records.records import Shape, is_missing, read_object
+from covey.records.records import Shape, is_missing, read_object, read_text
 
 DESIGN_FILE, OUTCOME_FILE = "comparison.toml", "outcome.json"
 FIRST_ROLLOUTS_FILE = "first_rollouts.json"
@@ -138,7 +138,7 @@ def read_design(folder: Path) -> Design:
             "another folder"
         )
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_text(file))
         old = check_names(data["common"]) is not None
         if old:
             data |= {name: translated(data[name]) for name in ("given", "common")}

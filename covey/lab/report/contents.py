@@ -24,7 +24,7 @@ from covey.records.estimate_text import change_text, estimate_text, value_text
 from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline
 from covey.records.metric_registry import is_number
-from covey.records.records import Note
+from covey.records.records import MOST_TEXT, Note, read_bytes
 from covey.records.rollout_index import Entry, RolloutIndex
 
 PANELS = MappingProxyType(
@@ -214,7 +214,7 @@ def _extremes(entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
 
 def _config(run: RunFolder, note: Note) -> str:
     try:
-        return run.config_file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        note(f"{run.config_file} cannot be read: {error.strerror}")
+        return read_bytes(run.config_file, MOST_TEXT).decode("utf-8", "replace")
+    except RunError as error:
+        note(str(error))
         return "not recorded"

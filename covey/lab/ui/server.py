@@ -8,6 +8,7 @@ therefore checks the Host header, and requires a custom header in every POST req
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import secrets
 import socket
@@ -74,6 +75,9 @@ class Server(ThreadingHTTPServer):
         self.site, self.host = site, host
         self.token = "" if is_loopback(host) else secrets.token_urlsafe(24)
         self.room = threading.BoundedSemaphore(CONNECTIONS)
+        self.lock = threading.Lock()
+        self.unproven: dict[Any, None] = {}
+        """The connections, oldest first, that have sent no request that is welcome."""
 
     @property
     def url(self) -> str:
@@ -98,9 +102,17 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Handle a request in a new thread, or close the connection if too many are open."""
+        with self.lock:
+            self.unproven[request] = None
+            oldest = next(iter(self.unproven))
         if not self.room.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            # Whoever has not shown the token yet makes room, so that idle strangers block nobody.
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+            if oldest is request or not self.room.acquire(timeout=1.0):
+                self.proved(request)
+                self.shutdown_request(request)
+                return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -108,7 +120,13 @@ class Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.proved(request)
             self.room.release()
+
+    def proved(self, request: Any) -> None:
+        """Note that a connection has shown the token, or has ended."""
+        with self.lock:
+            self.unproven.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore closed connections and timeouts; print other errors."""
@@ -174,6 +192,7 @@ class Handler(BaseHTTPRequestHandler):
             self._text(421, "this server does not serve this host name")
             return False
         if not server.token or _equal(self._cookie(), server.token):
+            server.proved(self.connection)
             return True
         if path == "/" and _equal(query.get("token", ""), server.token):
             cookie = f"{COOKIE}={server.token}; HttpOnly; SameSite=Strict; Path=/"

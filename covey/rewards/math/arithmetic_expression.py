@@ -7,11 +7,12 @@ before anything is computed, because `95**87**64` would never finish.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from fractions import Fraction
 
 MAX_CHARACTERS = 1000
-MAX_DIGITS = 30
+MAX_DIGITS = 100
 MAX_NESTING = 50
 MAX_NUMBERS = 200
 MAX_BITS = 4096
@@ -45,6 +46,52 @@ def evaluate(text: str, powers: bool = False) -> Fraction:
         return _value(ast.parse(text, mode="eval").body, text, 0)
     except (SyntaxError, MemoryError, RecursionError):
         raise ExpressionError("not an arithmetic expression") from None
+
+
+_LATEX_SIGNS = re.compile(r"\\(?:left|right|,|;|!|:| )|\\(?P<times>cdot|times)(?![A-Za-z])|\\div")
+_LATEX_PAIR = re.compile(r"\\([dtc]?frac|[dt]?binom) *\{([^{}]*)\} *\{([^{}]*)\}")
+_FACTORIAL = re.compile(r"(?<![0-9.)}])([0-9]{1,2})!(?![!0-9])")
+_LATEX_POWER = re.compile(r"\^ *\{([^{}]*)\}")
+_IMPLICIT_PRODUCT = re.compile(r"[0-9.)] *\(|\) *[0-9.]")
+MAX_FACTORIAL = 69
+"""The largest n whose factorial, and so every `\\binom{n}{k}`, has at most MAX_DIGITS digits."""
+
+
+def latex_value(formula: str) -> Fraction | None:
+    r"""Return the exact value of LaTeX arithmetic of whole and decimal numbers, or None.
+
+    >>> latex_value(r"\frac{2^{10}}{4} - 3!"), latex_value(r"\sqrt{4}"), latex_value("2(3)")
+    (Fraction(250, 1), None, None)
+    """
+    if len(formula) > MAX_CHARACTERS:
+        return None
+
+    def pair(match: re.Match[str]) -> str:
+        if match[1].endswith("frac"):
+            return f"(({match[2]})/({match[3]}))"
+        n, k = match[2].strip(), match[3].strip()
+        if not (n.isdecimal() and k.isdecimal() and int(n[:4]) <= 300 and len(n + k) <= 6):
+            return "?"
+        return str(math.comb(int(n), int(k)))
+
+    text = _LATEX_SIGNS.sub(
+        lambda m: "*" if m["times"] else "/" if m[0] == r"\div" else " ", formula
+    )
+    for _ in range(MAX_NESTING):
+        text, powers = _LATEX_POWER.subn(r"^(\1)", text)
+        text, pairs = _LATEX_PAIR.subn(pair, text)
+        if not powers + pairs:
+            break
+    text = _FACTORIAL.sub(
+        lambda m: str(math.factorial(int(m[1]))) if int(m[1]) <= MAX_FACTORIAL else "?", text
+    )
+    text = text.replace("{", "(").replace("}", ")")
+    if _IMPLICIT_PRODUCT.search(text) or "?" in text:
+        return None  # 2(3) and 1 1/2 are read in more than one way
+    try:
+        return evaluate(text, powers=True)
+    except ExpressionError:
+        return None
 
 
 def numbers_in(text: str) -> list[int]:

@@ -11,37 +11,23 @@ from fractions import Fraction
 from functools import lru_cache
 
 from covey.rewards.math.notation import exact_decimals, powers_of_ten
+from covey.rewards.math.units import CURRENCY, is_unit, names_a_value
 
 MAX_NUMBER = 100
 """Maximum number of characters of a number with its markup, which also bounds the size of
 integers."""
 MAX_EXPONENT = 100
 
-CURRENCY = "$€£¥₹₩₽฿"
 _PLAIN = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 _GROUPED = r"[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]+)?"
 _ONE = rf"(?:{_GROUPED}|{_PLAIN})"
 _BODY = rf"(?:[0-9]+ [0-9]+ ?/ ?[0-9]+|{_ONE}(?: ?/ ?{_ONE})?)"
 _SIMPLE = re.compile(rf"[+-]?{_PLAIN}")
 _MARKED_UP = re.compile(
-    r"(?:[A-Za-z][A-Za-z ]{0,40}?(?: ?[=:]|\bis\b) ?)?"
+    r"(?:(?P<name>[A-Za-z][A-Za-z ]{0,40}?)(?: ?[=:]|\bis\b) ?)?"
     rf"(?P<sign>[+-]?) ?(?:[{CURRENCY}] ?)?(?P<inner>[+-]?)"
     rf"(?P<body>{_BODY})(?P<gap> ?)(?P<unit>[%{CURRENCY}]|[A-Za-z].{{0,60}})?"
 )
-_UNIT_WORD = r"[A-Za-z]+(?: ?\^\{?-?[23]\}?|[23])?"
-_UNIT = re.compile(rf"{_UNIT_WORD}(?: ?[/ ] ?{_UNIT_WORD}){{0,5}}")
-_SYMBOL = re.compile(
-    "[ghlmsALVW]|[cdkmn]m|[km]g|lbs?|oz|ft|in|mi|yd|m[lL]|kL|min|hrs?|[ap]m|mph|kmh|kWh|k?Hz|"
-    "USD|EUR|GBP"
-)
-_CHANGES_THE_VALUE = re.compile(
-    "(?:hundred|thousand|million|billion|trillion|dozen|score)s?|k|bn|b|pi|sqrt|root|factorial|"
-    "squared|cubed|and|or|to|plus|minus|times|over|choose|half|halves|thirds?|quarters?|mod|sin|"
-    "cos|tan|log|ln|exp|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?|"
-    "not|but|maybe|perhaps",
-    re.IGNORECASE,
-)
-
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _DASHES = "\u2010\u2011\u2012\u2013\u2212"
@@ -138,22 +124,6 @@ def strip_markup(text: str) -> str:
     return _LEADING.sub("", text)
 
 
-def is_unit(unit: str, glued: bool) -> bool:
-    """Whether the text after a number is a unit.
-
-    `glued` means that no space separates the number and the unit.
-    """
-    if unit in ("", "%") or unit in CURRENCY:
-        return True
-    if not _UNIT.fullmatch(unit):
-        return False
-    words = re.findall("[A-Za-z]+", unit)
-    if any(_CHANGES_THE_VALUE.fullmatch(word) for word in words):
-        return False
-    # 18x and 18 n are terms, and 18M is 18 million.
-    return _SYMBOL.fullmatch(words[0]) is not None or (len(words[0]) > 1 and not glued)
-
-
 def _value(body: str) -> Fraction | None:
     whole, space, rest = body.partition(" ")
     if space and "/" in rest and not re.match(r"/|[0-9]{3}(?![0-9/])", rest):
@@ -170,21 +140,22 @@ def _value(body: str) -> Fraction | None:
     return Fraction(top) / divisor if divisor else None
 
 
-def parse_number(text: str) -> Fraction | None:
+def parse_number(text: str, nouns: frozenset[str] = frozenset()) -> Fraction | None:
     r"""Return the value of a text that is one number, or None for any other text.
 
-    Units, currencies and `%` are ignored, so `50 %` is 50. A comma groups digits by three, so
-    `1,000` is a thousand. Texts such as `3,14` and `0,500` are not numbers, because a decimal comma
-    is ambiguous. A list of numbers does not count as a number.
+    Units, currencies, `%` and `nouns` (see `asked_nouns`) after the number are ignored, so `50 %`
+    is 50. Any other word makes the text no number. A comma groups digits by three, so `1,000` is a
+    thousand. Texts such as `3,14` and `0,500` are not numbers, because a decimal comma is
+    ambiguous. A list of numbers does not count as a number.
 
     >>> [str(parse_number(t)) for t in ("$1,000.50", r"x = \frac{3}{4}", "18 dollars.", "17, 18")]
     ['2001/2', '3/4', '18', 'None']
     """
-    return None if len(text) > MAX_NUMBER else _parse_number(text)
+    return None if len(text) > MAX_NUMBER else _parse_number(text, nouns)
 
 
 @lru_cache(maxsize=4096)  # cached, because a group has one target and often equal final answers
-def _parse_number(text: str) -> Fraction | None:
+def _parse_number(text: str, nouns: frozenset[str]) -> Fraction | None:
     text = normalise(text.strip())
     if _SIMPLE.fullmatch(text):
         negative, body = text[0] == "-", text.lstrip("+-")
@@ -193,7 +164,9 @@ def _parse_number(text: str) -> Fraction | None:
         match = _MARKED_UP.fullmatch(plain_fractions(text))
         if match is None or (match["sign"] and match["inner"]):
             return None
-        if not is_unit((match["unit"] or "").strip(), glued=not match["gap"]):
+        if not is_unit((match["unit"] or "").strip(), glued=not match["gap"], nouns=nouns):
+            return None
+        if match["name"] and not names_a_value(match["name"], nouns):
             return None
         negative, body = "-" in (match["sign"], match["inner"]), match["body"]
     value = _value(body)
