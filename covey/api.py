@@ -19,6 +19,7 @@ from covey import notices
 from covey.config import Config, parse_config, plain_value, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
+from covey.models.model_path import check_model_path
 from covey.run.best import best_checkpoint
 from covey.run.folder import RunFolder, check_new_run
 from covey.run.trackers import Tracker
@@ -206,6 +207,7 @@ def evaluate(
         settings = {**overrides, "evaluate.samples": samples}
         unresolved = _with_objects(source, objects, model, settings)
         check_evaluated(unresolved, objects)
+        check_model_path(unresolved.model.path)  # before a dataset is loaded
         chosen = resolve(unresolved, passed=objects.keys())
         passed = (objects.get(where) for where, *_ in OBJECTS)
         evaluation = evaluate_model(chosen, *passed)
@@ -367,6 +369,7 @@ def _train(
         config, changed = resumed(target, _settings(source), passed=passed)
     else:
         config, changed = resolve(load_config(source), passed=passed), {}
+        check_model_path(config.model.path)  # before a dataset is loaded
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
 
     def build(config: Config, world: World) -> Parts:

@@ -304,10 +304,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from covey.objective import build
+from covey.objective import advantage, build, surrogate, takes, weights
+from covey.objective import Objective as Made
 
 if TYPE_CHECKING:
     from covey.objective import Objective
+
+
+@advantage.of_rewards
+def scaled(rewards, group, *, strength: float = 1.0):
+    return strength * advantage.standardized(rewards, group)
+
+
+@takes("strength", "clip_low", "clip_high", "beta", "kl")
+def taking():
+    """Take options of its functions."""
+    return Made(
+        advantage=scaled, surrogate=surrogate.clipped, weights=weights.sequence_mean_token_mean
+    )
 
 
 def steady(*, strength: float = 0.5, mode: Literal["hot", "cold"] = "hot"):
@@ -382,6 +396,17 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in set(sys.modules) - before:
         if name.startswith("own_"):
             del sys.modules[name]
+
+
+def test_a_function_in_the_working_folder_takes_the_options_that_it_names(own: Path) -> None:
+    out, gradient = descend("own_module:taking", strength=3.0, clip_high=0.1)
+    expected, same = descend("grpo", beta=0.0, clip_high=0.1)
+    assert torch.allclose(out.loss, 3 * expected.loss)
+    assert torch.allclose(gradient, 3 * same)
+    config = from_toml(own, '[objective]\nname = "own_module:taking"\nstrength = 3\nbeta = 0.1\n')
+    objective = objective_of(config)
+    assert objective.advantage.keywords == {"strength": 3.0}
+    assert objective.beta == 0.1
 
 
 @pytest.mark.parametrize(
