@@ -207,7 +207,9 @@ def segments(snippet: Snippet) -> Iterator[tuple[list[str], list[str]]]:
     The first of the pairs has no command. Lines to leave out are left out, others are shortened.
     """
     begins, _ = snippet.skipped() or ((), "")
-    unused, installs, lines = set(begins), [], []
+    unused = set(begins)
+    installs: list[str] = []
+    lines: list[str] = []
     for line in snippet.code.replace("\\\n", " ").splitlines():
         words = line.split("#")[0].split()
         if begin := next((b for b in begins if line.startswith(b)), None):

@@ -463,7 +463,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_missing:f", "objective.name = 'own_missing:f': cannot import 'own_missing': No module named 'no_such_package'"),
         ("own_key:f", "objective.name = 'own_key:f': cannot import 'own_key': KeyError: 'k' (FOLDER/own_key.py, line 1)"),
         ("own_module:nothing", "objective.name = 'own_module:nothing' returned str; it must return a covey.objective.Objective"),
-        ("own_module:fails", "objective.name = 'own_module:fails' raised an error: RuntimeError: first line second line (FOLDER/own_module.py, line 42)"),
+        ("own_module:fails", "objective.name = 'own_module:fails' raised an error: RuntimeError: first line second line (FOLDER/own_module.py, line 56)"),
         ("own_module:careless", "grpo: objective.clip_low = -1.0 must be at least 0"),
         ("own_module:open_ended", "objective.name = 'own_module:open_ended': the function cannot have the parameter '**options', because Covey passes every option by name"),
         ("own_module:positional", "objective.name = 'own_module:positional': the function cannot have the parameter 'strength', because Covey passes every option by name"),
