@@ -50,8 +50,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,7 @@ INSTALL = "pip install -c constraints.txt -e ."
 SHORTER = {
     "covey train": "--smoke --set train.steps=2",
     "covey sft": "--smoke --set sft.steps=2",
-    "covey compare": "--smoke --set train.steps=2 --parallel 1",
+    "covey compare": "--smoke --set train.steps=2 --seeds 2 --parallel 1",
 }
 LESS = {
     r"--amount \d+": "--amount 2000",
@@ -260,7 +261,7 @@ def run(command: Sequence[str], folder: Path, env: Path) -> tuple[bool, str]:
 def run_shell(lines: Sequence[str], folder: Path, env: Path) -> tuple[bool, str]:
     """Run lines of a shell snippet, until one fails."""
     serves = any(line.startswith(("serve ", "briefly ")) for line in lines)
-    with SERVING if serves else threading.Lock():
+    with SERVING if serves else nullcontext():
         script = PRELUDE + "set -x\n" + "\n".join(lines)
         return run(["bash", "-c", script], folder, env)
 
@@ -275,7 +276,8 @@ def run_toml(snippet: Snippet, folder: Path, env: Path) -> tuple[bool, str]:
         options += ["--model", "embedded"]
     if snippet.skipped():
         return run(["covey", "train", name, "--print-config", *options], folder, env)
-    return run(["covey", "plan", name, *options], folder, env)
+    ok, output = run(["covey", "plan", name, *options], folder, env)
+    return ok and "cannot start:" not in output, output
 
 
 def run_python(snippet: Snippet, folder: Path, env: Path) -> tuple[bool, str]:
@@ -368,7 +370,7 @@ def checked(page: Path, given: Path, keep: bool) -> tuple[list[str], int]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(arguments: Mapping[str, object] | None = None) -> int:
+def main() -> int:
     """Run the pages, two at a time; return the exit code."""
     parser = argparse.ArgumentParser(description="Run the snippets of the documentation.")
     parser.add_argument("pages", nargs="*", type=Path)
