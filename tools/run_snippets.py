@@ -63,7 +63,7 @@ INSTALL = "pip install -c constraints.txt -e ."
 SHORTER = {
     "covey train": "--smoke --set train.steps=2",
     "covey sft": "--smoke --set sft.steps=2",
-    "covey compare": "--smoke --set train.steps=2 --seeds 2 --parallel 1",
+    "covey compare": "--smoke --set train.steps=2 --seeds 1 --parallel 1",
 }
 LESS = {
     r"--amount \d+": "--amount 2000",
