@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo heavy test test-heavy check lint types fix docs site bench images embedded clean
+.PHONY: demo heavy test test-heavy check lint types fix docs site snippets bench images embedded clean
 
 # With twelve seeds, a difference of about 19 points is significant here (docs/statistics.md).
 demo: $(STAMP)  ## compare grpo with four optimizer steps per rollout batch and with one, twelve seeds each
@@ -37,6 +37,9 @@ docs: $(STAMP)  ## write the pages that are generated from the code
 	$(BIN)/python -m tools.metrics_page docs/metrics.md
 	$(BIN)/python docs/images/step_explorer.py docs/step-explorer.html
 	$(BIN)/python -m tools.settings_page docs/settings.md
+
+snippets:  ## run every snippet of README and the docs, in environments of their own
+	$(PYTHON) tools/run_snippets.py
 
 site: $(STAMP)  ## build the documentation site into site/; a broken link is an error
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
@@ -75,4 +78,4 @@ test-heavy: heavy  ## train through real vLLM servers and Ray actors, and kill t
 	touch $@
 
 clean:
-	rm -rf .venv .venv-heavy runs comparisons .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-heavy .snippets runs comparisons .pytest_cache .mypy_cache .ruff_cache

@@ -25,6 +25,7 @@ from covey.config import Config, parse_config, plain_value, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
 from covey.evaluation.items import PART
+from covey.models.model_path import check_model_path
 from covey.notebook import html_table, short_repr
 from covey.records.best import best_checkpoint
 from covey.records.estimate_text import estimate_text
@@ -261,6 +262,7 @@ def evaluate(
         settings = {**overrides, "evaluate.samples": samples}
         unresolved = _with_objects(source, objects, model, settings)
         check_evaluated(unresolved, objects)
+        check_model_path(unresolved.model.path)  # before a dataset is loaded
         chosen = resolve(unresolved, passed=objects.keys())
         passed = (objects.get(where) for where, *_ in OBJECTS)
         evaluation = evaluate_model(chosen, *passed)
@@ -506,6 +508,7 @@ def _train(
         config, changed = resumed(target, _settings(source), passed=passed)
     else:
         config, changed = resolve(load_config(source), passed=passed), {}
+        check_model_path(config.model.path)  # before a dataset is loaded
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
 
     def build(config: Config, world: World) -> Run:

@@ -1,5 +1,6 @@
 """Train on your own data with your own reward functions, and plot the result.
 
+pip install 'covey[report]'     # plotly, for the chart
 python examples/own_data.py
 """
 

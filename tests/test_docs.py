@@ -127,15 +127,12 @@ def test_the_configurations_of_the_algorithms_page_load(
     assert chosen == {**usual, "advantage": "centered", "ratio": "sequence"}
     assert all(f"`{default}`" in text for default in usual.values())
     (tmp_path / "own.toml").write_text(own)
-    (tmp_path / "my_algorithms.py").write_text(
-        "from covey.objective import build\n"
-        "def steady(*, strength: float):\n"
-        "    return build('dapo', clip_high=strength)\n"
-    )
+    module = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    (tmp_path / "my_algorithms.py").write_text(module)
     monkeypatch.chdir(tmp_path)
     objective = objective_of(resolve(load_config("own.toml")))
     sys.modules.pop("my_algorithms")
-    assert objective.surrogate.keywords["clip_high"] == 0.5
+    assert objective.advantage.keywords == {"strength": 0.5}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

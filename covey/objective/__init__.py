@@ -2,6 +2,7 @@
 
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.build import algorithm, build
+from covey.objective.compose import takes
 from covey.objective.loss import (
     Objective,
     PolicyLoss,
@@ -21,6 +22,7 @@ __all__ = [
     "build",
     "next_beta",
     "policy_loss",
+    "takes",
     "value_loss",
     "with_advantage",
     "with_marks",

@@ -105,6 +105,7 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
 
         inner = function_of(pieces)
         algorithm.__name__, algorithm.__doc__ = inner.__name__, inner.__doc__
+        algorithm.__module__ = inner.__module__  # a user's module is the one to trust
         return signed(algorithm, signature.parameters, {name: hints[name] for name in names})
 
     return decorate

