@@ -60,11 +60,6 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
                 f"rank {model.adapter.r}; leave adapter.rank out, or merge the adapter first"
             )
         return model
-    if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
-        raise ConfigError(
-            f"config: model.path = {config.model.path!r} contains both an adapter and a model; "
-            "give a folder with only adapter_config.json and adapter_model.safetensors"
-        )
     for name in ("also_train", "dropout", "load_in_4bit"):
         if wanted.rank == 0 and getattr(wanted, name):
             raise ConfigError(
