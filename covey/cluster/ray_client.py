@@ -229,8 +229,10 @@ def reachable() -> bool:
     return ray.is_initialized() and not _Cluster.gone
 
 
-def check_cluster() -> None:
+def check_cluster(*, now: bool = False) -> None:
     """Raise EngineError if Ray's processes no longer accept connections; look once a second.
+
+    After the failure of an actor, `now` looks at once: the next call of Ray would end this process.
 
     Ray's client library ends this process ten seconds to a minute later, without a message and in
     the middle of whatever it does, so a notice is printed at once.
@@ -239,7 +241,7 @@ def check_cluster() -> None:
 
     if not reachable():
         raise EngineError(GONE)
-    if time.monotonic() < _Cluster.looked + LOOK_SECONDS:
+    if not now and time.monotonic() < _Cluster.looked + LOOK_SECONDS:
         return
     _Cluster.looked = time.monotonic()
     gone = not _accepts(ray.get_runtime_context().gcs_address)

@@ -267,6 +267,7 @@ class _Share:
                 self.out.put(rows)
             return True
         except ray.exceptions.RayError as error:
+            check_cluster(now=True)
             if not dead(error):
                 raise translated(error, f"engine {self.member.number}") from None
         with self.lock:
@@ -313,7 +314,7 @@ class _Run:
             check_cluster()
             return
         if isinstance(found, Exception):
-            check_cluster()  # which may be why
+            check_cluster(now=True)  # which may be why
             raise found
         if isinstance(found, _Share):  # its actor died, and the other actors get its requests
             self.shares.remove(found)

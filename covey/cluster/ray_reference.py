@@ -52,7 +52,7 @@ class RayReference(Reference):
                 self.died = 0
                 return found
             except ray.exceptions.RayError as error:
-                check_cluster()
+                check_cluster(now=True)
                 if not dead(error) or self.died >= self.restarts:
                     raise translated(error, "reference") from None
                 self.died += 1

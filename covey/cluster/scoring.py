@@ -127,7 +127,7 @@ class RayScore:
                 self.scorer.died = 0
                 return results
             except ray.exceptions.RayError as error:
-                check_cluster()
+                check_cluster(now=True)
                 if not dead(error):
                     raise translated(error, f"scoring worker {self.place + 1}") from None
             self.handle = self.scorer.replace(self.place, self.handle)
