@@ -64,14 +64,15 @@ def test_a_run_whose_ray_is_killed_says_so_and_saves(
 ) -> None:
     run = Run(tmp_path / "run", "--ray", "local", "--trust", "tests", **SHORT, **actors)
     run.wait_for_step(3)
-    actor_processes = run.processes("ray::")
     run.kill(word)
     assert run.end() == 1, run.text()
     assert "the Ray cluster is gone" in run.text()
     saved = [path.name for path in (run.folder / "checkpoints").iterdir()]
     assert saved == [f"{len(run.steps()):06d}"], run.text()
     assert f"saved step {len(run.steps())}; resume with" in run.text()
-    for number in (*actor_processes, *run.processes("gcs_server"), *run.processes("raylet")):
+    for number in [
+        pid for word in ("gcs_server", "raylet", "ray::") for pid in run.processes(word)
+    ]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
 
