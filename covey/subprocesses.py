@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,17 @@ class PipedProcess:
     """A child process that runs a module of covey, and pipes to exchange messages with it.
 
     The module's arguments are the file descriptors of the child's ends of the pipes, followed by
-    `arguments`. The child also inherits the file descriptors in `inherited`.
+    `arguments`. The child also inherits the file descriptors in `inherited`. `environment` replaces
+    the environment variables of this process.
     """
 
     def __init__(
-        self, module: str, *arguments: str, pipes: int = 1, inherited: tuple[int, ...] = ()
+        self,
+        module: str,
+        *arguments: str,
+        pipes: int = 1,
+        inherited: tuple[int, ...] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         pairs = [Pipe() for _ in range(pipes)]
         self.connections = [own for own, _ in pairs]
@@ -53,6 +59,7 @@ class PipedProcess:
             module_command(module, *map(str, descriptors), *arguments),
             stdin=subprocess.DEVNULL,
             pass_fds=[*descriptors, *inherited],
+            env=environment,
             start_new_session=True,  # only the trainer gets Ctrl-C, and ends the child in order
         )
         for _, other in pairs:

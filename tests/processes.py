@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,7 +113,12 @@ FORKS = SimpleNamespace(run=_run, Popen=_start, DEVNULL=subprocess.DEVNULL)
 
 
 def _start_module(
-    command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], start_new_session: bool
+    command: Sequence[str],
+    *,
+    stdin: int,
+    pass_fds: Sequence[int],
+    start_new_session: bool,
+    env: Mapping[str, str] | None,
 ) -> Forked | subprocess.Popen[bytes]:
     """Run a command of `module_command` in a fork of this process."""
     *start, _ = module_command("")
@@ -121,7 +126,7 @@ def _start_module(
     module, *arguments = command[len(start) :]
     if module == "covey.models.template_worker":  # its limit on memory is below a fork's
         return subprocess.Popen(
-            command, stdin=stdin, pass_fds=pass_fds, start_new_session=start_new_session
+            command, stdin=stdin, pass_fds=pass_fds, start_new_session=start_new_session, env=env
         )
 
     def work() -> int:

@@ -88,8 +88,8 @@ def train_command(
     """Train a model with group-relative reinforcement learning, or resume a run.
 
     The run folder contains the configuration, metrics, evaluations, completions and checkpoints.
-    Ctrl-C saves a checkpoint and prints how to resume. The exit code is 130 after Ctrl-C, and 143
-    after SIGTERM.
+    Ctrl-C saves a checkpoint and prints how to resume. The exit code is 130 after Ctrl-C, 143
+    after SIGTERM, 129 after SIGHUP and 138 after SIGUSR1.
     """
     if resume is not None:
         check_alone(source, model, run, skip_bad_rows, smoke, ray)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import math
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 from covey.errors import ConfigError, CoveyError, EngineError
 from covey.escape import printable, printable_line
+from covey.notices import notice
 
 LOCAL = "local"
 """The value of `cluster.address` that starts a Ray cluster on this machine for one run."""
@@ -22,6 +25,12 @@ STARTED_BY = "COVEY_RAY_ADDRESS"
 """The environment variable with the address of the Ray cluster that started this trainer rank."""
 HOLD_SECONDS = 60.0
 REACH_SECONDS = 10.0
+LOOK_SECONDS = 1.0
+"""Seconds of waiting for an actor between two checks that the Ray cluster still runs."""
+GONE = (
+    "cluster: the Ray cluster is gone: its processes on this machine or on the head node were "
+    "killed; start Ray again, and continue with --resume"
+)
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -39,6 +48,8 @@ class Need:
         """
         import ray
 
+        if not reachable():  # Ray would start a cluster of its own
+            raise EngineError(GONE)
         resources = {"num_cpus": self.cpus, "num_gpus": self.gpus}
         return ray.remote(kind).options(**resources, **options).remote(*arguments)
 
@@ -88,11 +99,13 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
         return
     address = os.environ.get(STARTED_BY, address)
     _check_address(address)
+    _Cluster.gone = False
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address == LOCAL:
             with _hidden_gpus(trainer_gpus):
-                ray.init(include_dashboard=False, **quiet)
+                # Without an address, Ray would look for a cluster that may have ended long ago.
+                ray.init(address=LOCAL, include_dashboard=False, **quiet)
             return
         ray.init(address=address, **quiet)
     except Exception as error:  # Ray raises a plain Exception if its processes start too slowly
@@ -189,6 +202,74 @@ def check_room(actors: Sequence[Actors]) -> None:
                 f"config: [cluster] needs {wanted:g} {resource}s for {kinds}, but the Ray cluster "
                 f"has only {available:g}; configure fewer actors, or fewer {resource}s per actor"
             )
+
+
+def answer(reference: Any) -> Any:
+    """Return the result of a call of an actor; raise an error if the Ray cluster is gone."""
+    import ray
+
+    while True:
+        try:
+            return ray.get(reference, timeout=LOOK_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            check_cluster()
+
+
+class _Cluster:
+    gone = False
+    """Whether the processes of the Ray cluster were killed. Calls of Ray would block."""
+    looked = 0.0
+    """The time of the last check."""
+
+
+def reachable() -> bool:
+    """Return whether this process is connected to a Ray cluster that was still there lately."""
+    import ray
+
+    return ray.is_initialized() and not _Cluster.gone
+
+
+def check_cluster(*, now: bool = False) -> None:
+    """Raise EngineError if Ray's processes no longer accept connections; look once a second.
+
+    After the failure of an actor, `now` looks at once: the next call of Ray would end this process.
+
+    Ray's client library ends this process ten seconds to a minute later, without a message and in
+    the middle of whatever it does, so a notice is printed at once.
+    """
+    import ray
+
+    if not reachable():
+        raise EngineError(GONE)
+    if not now and time.monotonic() < _Cluster.looked + LOOK_SECONDS:
+        return
+    _Cluster.looked = time.monotonic()
+    gone = not _accepts(ray.get_runtime_context().gcs_address)
+    # Ray has no public name for the socket of the process that manages this machine's workers.
+    node = getattr(ray._private.worker, "_global_node", None)
+    if gone or (node is not None and not _accepts(node.raylet_socket_name)):
+        _Cluster.gone = True
+        notice("Ray's processes were killed; the run ends")
+        raise EngineError(GONE)
+
+
+def _accepts(address: str) -> bool:
+    """Return False if nobody listens at `HOST:PORT` or at the path of a socket.
+
+    A network that is slow or away for a moment is left to Ray, which tries again for a minute.
+    """
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        try:
+            if port.isdecimal():
+                socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+            else:
+                with socket.socket(socket.AF_UNIX) as local:
+                    local.settimeout(REACH_SECONDS)
+                    local.connect(address)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+    return True
 
 
 def dead(error: BaseException) -> bool:

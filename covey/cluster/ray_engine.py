@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from covey.cluster.engine_actor import EngineActor, pack_weights
-from covey.cluster.ray_client import Need, dead, translated
+from covey.cluster.ray_client import LOOK_SECONDS, Need, check_cluster, dead, reachable, translated
 from covey.engines.protocol import (
     Completion,
     Engine,
@@ -120,6 +120,8 @@ class RayEngine:
         """End all actors."""
         import ray
 
+        if not reachable():
+            return
         for member in (*self.members, *([self.coming] if self.coming else [])):
             ray.kill(member.handle)
         self.members, self.coming = [], None
@@ -128,6 +130,7 @@ class RayEngine:
         """Generate completions until the request source has no more requests."""
         if not requests.limits.requests:
             return
+        check_cluster()
         self._grow()
         try:
             _Run(self, requests).run()
@@ -264,6 +267,7 @@ class _Share:
                 self.out.put(rows)
             return True
         except ray.exceptions.RayError as error:
+            check_cluster(now=True)
             if not dead(error):
                 raise translated(error, f"engine {self.member.number}") from None
         with self.lock:
@@ -303,11 +307,14 @@ class _Run:
 
     def _hear(self) -> None:
         """Wait at most `poll_seconds` for completions or an error, and process them."""
+        limit = self.source.limits.poll_seconds
         try:
-            found = self.out.get(timeout=self.source.limits.poll_seconds)
+            found = self.out.get(timeout=min(limit or LOOK_SECONDS, LOOK_SECONDS))
         except Empty:
+            check_cluster()
             return
         if isinstance(found, Exception):
+            check_cluster(now=True)  # which may be why
             raise found
         if isinstance(found, _Share):  # its actor died, and the other actors get its requests
             self.shares.remove(found)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from covey.cluster.ray_client import Need, dead, translated
+from covey.cluster.ray_client import Need, answer, check_cluster, dead, translated
 from covey.models.logp import LogProbs
 from covey.reference.protocol import Reference
 from covey.types import Batch
@@ -45,12 +45,14 @@ class RayReference(Reference):
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
 
+        check_cluster()
         while True:
             try:
-                found = ray.get(getattr(self.handle, method).remote(*arguments))
+                found = answer(getattr(self.handle, method).remote(*arguments))
                 self.died = 0
                 return found
             except ray.exceptions.RayError as error:
+                check_cluster(now=True)
                 if not dead(error) or self.died >= self.restarts:
                     raise translated(error, "reference") from None
                 self.died += 1

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from covey.cluster.ray_client import Need, dead, translated
+from covey.cluster.ray_client import Need, answer, check_cluster, dead, reachable, translated
 from covey.errors import RewardError
 from covey.rewards.score import Reward
 from covey.scoring.job import Job, ScoreResult
@@ -73,6 +73,7 @@ class RayScorer:
 
     def submit(self, job: Job) -> RayScore:
         """Send a scoring job to the next actor, in round-robin order."""
+        check_cluster()
         with self.lock:
             place = self.sent % self.actors
             self.sent += 1
@@ -106,7 +107,7 @@ class RayScorer:
         """End all actors."""
         import ray
 
-        for handle in self.handles:
+        for handle in self.handles if reachable() else ():
             ray.kill(handle)
         self.handles = []
 
@@ -127,10 +128,11 @@ class RayScore:
 
         while True:
             try:
-                results: list[ScoreResult] = ray.get(self.reference)
+                results: list[ScoreResult] = answer(self.reference)
                 self.scorer.died = 0
                 return results
             except ray.exceptions.RayError as error:
+                check_cluster(now=True)
                 if not dead(error):
                     raise translated(error, f"scoring worker {self.place + 1}") from None
             self.handle = self.scorer.replace(self.place, self.handle)

@@ -15,8 +15,15 @@ from types import FrameType
 from typing import Any
 
 from covey.cluster.rank_actor import Output, Place, RankActor
-from covey.cluster.ray_client import STARTED_BY, Need, translated
+from covey.cluster.ray_client import (
+    STARTED_BY,
+    Need,
+    check_cluster,
+    reachable,
+    translated,
+)
 from covey.errors import EngineError
+from covey.stopping import stopping_signals
 
 CALLS = 3
 """The number of concurrent calls to an actor: one that waits for output, and others that control
@@ -38,7 +45,8 @@ def run_ranks(
         run.start(arguments, threads)
         return run.followed()
     finally:
-        ray.util.remove_placement_group(group)  # ends the actors, and with them the ranks
+        if reachable():
+            ray.util.remove_placement_group(group)  # ends the actors, and with them the ranks
 
 
 def _placed(ranks: int, need: Need, patience: float) -> Any:
@@ -137,6 +145,7 @@ class _Ranks:
             while len(self.codes) < len(self.actors) and time.monotonic() < limit:
                 self._pass_on()
                 self._hear()
+                check_cluster()
                 if any(self.codes.values()):
                     limit = min(limit, time.monotonic() + END_SECONDS)
         return self._code()
@@ -188,13 +197,12 @@ class _Ranks:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Forward Ctrl-C and SIGTERM to the ranks, which then save a checkpoint and end."""
+        """Forward signals to the ranks, which then save a checkpoint and end."""
 
         def keep(number: int, frame: FrameType | None) -> None:
             self.received.append(number)
 
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        previous = {number: signal.signal(number, keep) for number in numbers}
+        previous = {number: signal.signal(number, keep) for number in stopping_signals()}
         try:
             yield
         finally:

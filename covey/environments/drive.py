@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, ParamSpec
 
 from covey.environments.environment import (
@@ -69,12 +69,17 @@ def chained(seen: str, reply: Reply) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-@cache
+_loops: list[asyncio.AbstractEventLoop] = []
+_making_loop = threading.Lock()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop for async environment methods, which runs in its own thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
-    return loop
+    """Return the only event loop for async environment methods, which runs in its own thread."""
+    with _making_loop:  # episodes start in several threads; locks of environments know one loop
+        if not _loops:
+            _loops.append(asyncio.new_event_loop())
+            threading.Thread(target=_loops[0].run_forever, daemon=True, name="environments").start()
+        return _loops[0]
 
 
 def _settled(value: Any) -> Any:

@@ -12,6 +12,8 @@ differs from the policy that sampled the completions.
 from __future__ import annotations
 
 import hashlib
+import json
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from covey.accel.fused_parameters import fuse_adapters
 from covey.embedded import CHECKPOINT
-from covey.errors import ConfigError, ModelError, nearest
+from covey.errors import ConfigError, CoveyError, ModelError, nearest
+from covey.escape import printable_line
 from covey.models.four_bit import check_peft
+from covey.models.model_path import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
@@ -76,16 +79,16 @@ def add_adapter(
 def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     """Freeze a model and load an adapter in peft's format; set the adapter's dropout to 0."""
     try:
-        config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS_FILE)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ModelError(f"model: the adapter {folder} cannot be read: {error}") from None
-    if config.peft_type != "LORA":
-        raise ModelError(
-            f"model: {folder} is a {config.peft_type} adapter; Covey supports only LoRA adapters"
-        )
-    config.lora_dropout, config.inference_mode = 0.0, False
-    model = _inject(model, config)
+        config = _read_config(folder)
+        _check_ranks(config, saved)
+        model = _inject(model, config)
+    except CoveyError:
+        raise
+    except Exception as error:  # a wrong value in the adapter's files may raise anything
+        problem = ModelError(f"model: the adapter {folder} cannot be read: {error}")
+        problem.details = "".join(traceback.format_exception(error))
+        raise problem from None
     if not _is_plain(model):
         raise ModelError(
             f"model: {folder} is not a plain LoRA adapter on linear layers of the backbone; Covey "
@@ -106,6 +109,56 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
                 )
             parameter.copy_(weights[name])
     return model
+
+
+KEYS = frozenset(
+    ("alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules", "init_lora_weights",
+     "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save", "r",
+     "rank_pattern", "target_modules", "target_parameters", "task_type", "use_rslora")
+)  # fmt: skip
+"""The settings of an adapter_config.json that reach peft. Versions of peft import the module that
+other settings name."""
+UNUSED = frozenset(
+    ("auto_mapping", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_type",
+     "peft_version", "revision")
+)  # fmt: skip
+"""Settings of an adapter_config.json whose values make no difference for Covey."""
+
+
+def _read_config(folder: Path) -> Any:
+    """Return the configuration of a saved LoRA adapter, made from the settings in KEYS alone.
+
+    Raise ModelError if another setting that the installed peft knows differs from its default.
+    """
+    peft = _peft()
+    file = folder / ADAPTER_CONFIG
+    read = json.loads(file.read_text(encoding="utf-8"))
+    kind = read.get("peft_type")
+    if kind != "LORA":
+        name = printable_line(str(kind), 40)
+        raise ModelError(f"model: {folder} is a {name} adapter; Covey supports only LoRA adapters")
+    defaults = peft.LoraConfig().to_dict()
+    for key in sorted(read.keys() & defaults.keys() - KEYS - UNUSED):
+        if read[key] and read[key] != defaults[key]:
+            raise ModelError(
+                f"model: the adapter {folder} sets {key} in {ADAPTER_CONFIG}, which Covey does not "
+                "support; Covey supports only plain LoRA adapters"
+            )
+    return peft.LoraConfig(**{key: read[key] for key in KEYS & read.keys() & defaults.keys()})
+
+
+def _check_ranks(config: Any, saved: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError if an adapter names a rank that none of its matrices has.
+
+    peft would allocate matrices of a wrong rank, however large, before they are compared.
+    """
+    ranks = {len(w) for name, w in saved.items() if "lora_A" in name or "lora_embedding_A" in name}
+    for rank in (config.r, *(config.rank_pattern or {}).values()):
+        if type(rank) is not int or not 0 < rank <= max(ranks, default=0):
+            raise ValueError(
+                f"{ADAPTER_CONFIG} names the rank {printable_line(repr(rank), 40)}, but the "
+                f"largest rank in {WEIGHTS_FILE} is {max(ranks, default=0)}"
+            )
 
 
 class GradientDropout(nn.Dropout):

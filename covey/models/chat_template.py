@@ -277,6 +277,8 @@ LONGEST = 64 * 2**20
 """Maximum size of a rendered prompt in bytes."""
 
 
+TO_START = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+"""The environment variables that the process gets, because Python may not start without them."""
 FAILED = 1
 """Python's exit code after an uncaught exception."""
 
@@ -320,7 +322,12 @@ class RenderProcess:
     def _connected(self) -> Connection:
         # After a fork, parent and child share the pipe and could read each other's replies.
         if self._child is None or self._owner != os.getpid():
-            self._child = PipedProcess("covey.models.template_worker", str(SECONDS), str(MEGABYTES))
+            self._child = PipedProcess(
+                "covey.models.template_worker",
+                str(SECONDS),
+                str(MEGABYTES),
+                environment={name: os.environ[name] for name in TO_START if name in os.environ},
+            )
             self._owner = os.getpid()
         return self._child.connections[0]
 

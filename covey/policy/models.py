@@ -60,11 +60,6 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
                 f"rank {model.adapter.r}; leave adapter.rank out, or merge the adapter first"
             )
         return model
-    if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
-        raise ConfigError(
-            f"config: model.path = {config.model.path!r} contains both an adapter and a model; "
-            "give a folder with only adapter_config.json and adapter_model.safetensors"
-        )
     if wanted.rank == 0:
         return model
     settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})

@@ -42,22 +42,29 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
     any."""
     merged = " Its adapter is merged into the weights." if exported.merged else ""
     if run is None:
-        origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
-        parts = [_front_matter(exported.source), f"# {exported.name}", origin, _use(exported, {})]
+        origin = f"Exported by Covey from {_code(exported.source)}, in {exported.dtype}.{merged}"
+        parts = [
+            _front_matter(exported.source),
+            _title(exported),
+            origin,
+            _use(exported, {}),
+        ]
         return printable(without_folders("\n\n".join(parts))) + "\n"
     settings = read_text(run.config_file).strip()
     config, environment = tomllib.loads(settings), run.environment()
     base = config.get("model", {}).get("path", exported.source)
     training, tags = _training(config, sft=run.is_sft)
+    fence = "`" * max(3, 1 + _longest_ticks(settings))
     parts = [
         _front_matter(base, tags),
-        f"# {exported.name}",
-        f"`{base}` after {exported.step} {training}. The weights are {exported.dtype}.{merged}",
+        _title(exported),
+        f"{_code(base)} after {exported.step} {training}. The weights are {exported.dtype}."
+        f"{merged}",
         _use(exported, config.get("model", {})),
         _results(run.evaluations(), exported.step, best_of(run)),
         _data(config.get("task", {})),
         _made_with(environment),
-        f"## Configuration\n\n```toml\n{settings}\n```",
+        f"## Configuration\n\n{fence}toml\n{settings}\n{fence}",
     ]
     return printable(without_folders("\n\n".join(parts))) + "\n"
 
@@ -75,18 +82,42 @@ _PART = r"[^/\s\"'`,\])]+/"
 _FOLDERS = re.compile(rf"(?<![^\s\"'`=\[(,])(?:~/|/{_PART})(?:{_PART})*(?=[^/\s\"'`])")
 
 
+def _line(value: object) -> str:
+    """Return a value from the configuration as one line, in which line breaks are escaped."""
+    return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _title(exported: Exported) -> str:
+    return "# " + re.sub(r"([`\[\]<])", r"\\\1", _line(exported.name))
+
+
+def _code(value: object) -> str:
+    """Return a value from the configuration as Markdown code, which Markdown does not interpret."""
+    text = _line(value)
+    ticks = "`" * (1 + _longest_ticks(text))
+    return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`"
+
+
+def _longest_ticks(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
 def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
     """Return a description of the training run, and the tags of the model card."""
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
     if sft:
         file = config.get("sft", config.get("warmup", {})).get("file")
-        solutions = f"the completions in `{file}`" if file else f"worked solutions of task `{task}`"
+        solutions = (
+            f"the completions in {_code(file)}"
+            if file
+            else f"worked solutions of task {_code(task)}"
+        )
         return f"steps of supervised fine-tuning with Covey, on {solutions}", ["sft"]
     steps = config.get("train", {}).get("steps", UNKNOWN)
     return (
         f"of {steps} steps of reinforcement learning with Covey: "
-        f"algorithm `{algorithm}`, task `{task}`, reward `{reward}`",
+        f"algorithm {_code(algorithm)}, task {_code(task)}, reward {_code(reward)}",
         ["reinforcement-learning", *([algorithm] if re.fullmatch(r"\w+", algorithm) else [])],
     )
 
@@ -106,11 +137,15 @@ def _use(exported: Exported, model: Mapping[str, Any]) -> str:
         "auto": "with the tokenizer's chat template, or joined by line ends if it has none",
         "chat": "with the tokenizer's chat template",
         "plain": "as plain text, with messages joined by line ends and no chat template",
-    }.get(form, f"as the text {form!r}, without the chat template")
+    }.get(form, f"as the text {_code(repr(form))}, without the chat template")
     stops = ", ".join(str(stop) for stop in exported.stop_ids)
     lines = [
         f"Prompts were rendered {rendered}.",
-        *([f"Every completion began with {prefill!r}; end prompts with it."] if prefill else []),
+        *(
+            [f"Every completion began with {_code(repr(prefill))}; end prompts with it."]
+            if prefill
+            else []
+        ),
         f"Tokens that end a completion: {stops}.",
     ]
     return "## Use\n\n" + " ".join(lines)
@@ -142,9 +177,11 @@ def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None, best: B
 
 
 def _data(task: Mapping[str, Any]) -> str:
-    lines = [f"- {option}: `{value}`" for option, value in task.items() if option != "name"]
+    lines = [
+        f"- {_line(option)}: {_code(value)}" for option, value in task.items() if option != "name"
+    ]
     name = task.get("name", UNKNOWN)
-    return f"## Data\n\nTask `{name}`\n\n" + "\n".join(lines or ["- no options"])
+    return f"## Data\n\nTask {_code(name)}\n\n" + "\n".join(lines or ["- no options"])
 
 
 def _made_with(environment: Mapping[str, Any]) -> str:
@@ -152,7 +189,7 @@ def _made_with(environment: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
     commit = environment.get("git", {}).get("commit")
     lines = [
-        f"- command: `{shlex.join(environment.get('command', []))}`",
+        f"- command: {_code(shlex.join(environment.get('command', [])))}",
         f"- versions: python {environment.get('python')}, {versions}",
         # The rest of the text names the kernel, which may name a provider or a customer.
         f"- machine: {str(environment.get('platform')).partition('-')[0]}, on "
@@ -161,4 +198,4 @@ def _made_with(environment: Mapping[str, Any]) -> str:
         *([f"- git commit of the working folder: {commit}"] if commit else []),
         *([f"- reward: {environment['reward']}"] if environment.get("reward") else []),
     ]
-    return "## Made with\n\n" + "\n".join(lines)
+    return "## Made with\n\n" + "\n".join(map(_line, lines))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from covey.types import Prompt
 from tests.heavy.runs import Run, check_run
 
 pytestmark = pytest.mark.slow
+STALE = "127.0.0.1:9"
+"""Nobody listens there."""
 
 
 def test_training_through_actors_of_which_two_are_killed(tmp_path: Path, native: Run) -> None:
@@ -36,6 +41,58 @@ def test_training_through_actors_of_which_two_are_killed(tmp_path: Path, native:
     check_run(run, native)
     assert "scoring worker 1 died and was restarted" in run.text()
     assert sum(step.get("scoring/restarts", 0) for step in run.steps()) == 1
+
+
+SHORT = {
+    "train__steps": 400, "rollout__prompts_per_step": 4, "rollout__group_size": 4,
+    "rollout__max_tokens": 16, "evaluate__every": 0, "cluster__engine_cpus": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["raylet/raylet", "gcs/gcs_server"])
+@pytest.mark.parametrize(
+    "actors",
+    [
+        {"cluster__engines": 1},
+        {"cluster__engines": 0, "cluster__scoring_actors": 1, "scoring__workers": 1,
+         "reward__name": "tests.heavy.rewards:Slow"},
+    ],
+    ids=["engine", "scoring"],
+)  # fmt: skip
+def test_a_run_whose_ray_is_killed_says_so_and_saves(
+    word: str, actors: dict[str, object], tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run", "--ray", "local", "--trust", "tests", **SHORT, **actors)
+    run.wait_for_step(3)
+    run.kill(word)
+    assert run.end() == 1, run.text()
+    assert "the Ray cluster is gone" in run.text()
+    saved = [path.name for path in (run.folder / "checkpoints").iterdir()]
+    assert saved == [f"{len(run.steps()):06d}"], run.text()
+    assert f"saved step {len(run.steps())}; resume with" in run.text()
+    for number in [
+        pid for word in ("gcs_server", "raylet", "ray::") for pid in run.processes(word)
+    ]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def test_the_file_of_a_cluster_that_has_ended_is_ignored(tmp_path: Path) -> None:
+    """Ray writes the address of a cluster into a file, which stays if the cluster is killed."""
+    script = f"""
+import ray._private.utils as utils
+utils.read_ray_address = lambda *_: {STALE!r}
+from covey.cluster.ray_client import connect
+connect("local")
+import ray
+print(ray.cluster_resources()["CPU"] > 0)
+ray.shutdown()
+"""
+    environment = {**os.environ, "RAY_ADDRESS": STALE}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.fixture(scope="module", autouse=True)

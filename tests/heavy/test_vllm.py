@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +18,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-heavy")
 
 import torch
+import transformers
 
 from covey.config import load_config
+from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.engines.vllm.build import vllm_engine
@@ -53,6 +62,51 @@ def test_training_through_vllm_in_the_trainers_process(tmp_path: Path, native: R
     for step, version in enumerate(updates[:-1], start=1):
         rows = RunFolder.open(run.folder).rollouts(step)
         assert {row["policy_version"] for row in rows} == {version}, "the weights before the step"
+
+
+def documented(folder: Path, port: int) -> str:
+    """The command for an external server on a CPU in docs/vllm.md, with a model of ours."""
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    (command,) = re.findall(r"^(VLLM_SERVER_DEV_MODE=1 VLLM_CPU.*?)\n```", text, re.M | re.S)
+    return command.replace("Qwen/Qwen2.5-1.5B-Instruct", str(folder)).replace("8000", str(port))
+
+
+def test_the_documented_server_of_a_cpu_trains(tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = documented(tmp_path / "model", port).replace("KVCACHE_SPACE=4", "KVCACHE_SPACE=1")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            ["bash", "-c", f"exec env {command}"], env={**os.environ, "PATH": path},
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        client = Client(f"http://127.0.0.1:{port}", 10.0)
+        limit = time.monotonic() + 600
+        while not client.healthy():
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < limit
+            time.sleep(1)
+        settings = {
+            "engine__kind": '"vllm"', "engine__vllm__urls": f'["{client.url}"]', "train__steps": 2,
+            "evaluate__every": 0, "rollout__prompts_per_step": 2, "rollout__group_size": 2,
+            "rollout__max_tokens": 8,
+        }  # fmt: skip
+        run = Run(tmp_path / "run", "--model", str(tmp_path / "model"), **settings)
+        assert run.end() == 0, run.text()
+        assert max(step["debug/sampler_logp_diff_max"] for step in run.steps()) < 1e-4
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 @pytest.fixture(scope="module")

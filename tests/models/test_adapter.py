@@ -385,7 +385,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (
             peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]),
-            "is not a plain LoRA adapter",
+            "sets use_dora .* only plain LoRA adapters",
         ),
         (
             peft.LoraConfig(r=2, bias="all", target_modules=["q_proj"]),

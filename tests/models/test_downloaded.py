@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -13,12 +15,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
 from covey.models import chat_template as rendering
+from covey.models.adapter import add_adapter, load_adapter, save_adapter
 from covey.models.chat_template import Renderer, Template, chat_text, make_renderer
+from covey.models.from_pretrained import read_pretrained
 from covey.models.load_model import load_language_model
 from covey.subprocesses import module_command
 
@@ -85,6 +90,18 @@ def test_a_template_error_is_one_line() -> None:
         made("{{ ().__class__.__bases__[0].__subclasses__() }}" + CHAT)
 
 
+def test_a_template_has_no_environment_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendering._PROCESS.close()
+    monkeypatch.setenv("API_KEY", "COVEYSECRET")
+    assert made(CHAT).text([ASKED]) == "1+1?"
+    child = rendering._PROCESS._child
+    assert child is not None
+    given = Path(f"/proc/{child.process.pid}/environ").read_bytes()
+    assert b"COVEYSECRET" not in given
+    names = {entry.partition(b"=")[0].decode() for entry in given.split(b"\0") if entry}
+    assert names <= {*rendering.TO_START, "LC_CTYPE"}
+
+
 def test_rendering_equals_transformers() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = (
@@ -131,6 +148,107 @@ def test_pickled_weights_are_refused(name: str, downloaded: Path, tmp_path: Path
     with pytest.raises(ModelError, match=f"pickle file {name}, which can run code"):
         load_language_model(str(downloaded), device="cpu")
     assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("entry", ["weights.dat", "../model.safetensors", "/model.safetensors", 7])
+@pytest.mark.parametrize("stray", [False, True])
+def test_an_index_names_only_safetensors_files_beside_it(
+    entry: object, stray: bool, downloaded: Path, tmp_path: Path
+) -> None:
+    (downloaded / "weights.dat").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
+    if not stray:
+        (downloaded / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": entry}}
+    (downloaded / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="weight_map"):
+        load_language_model(str(downloaded), device="cpu")
+    # The checks before a model is read do not see into the Hub's cache.
+    with pytest.raises(ModelError, match="weight_map"):
+        read_pretrained(transformers.AutoModelForCausalLM, str(downloaded), torch.float32)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_sharded_model_loads(downloaded: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(downloaded)
+    (downloaded / "model.safetensors").unlink()
+    model.save_pretrained(downloaded, max_shard_size="100KB")
+    assert (downloaded / "model.safetensors.index.json").is_file()
+    assert load_language_model(str(downloaded), device="cpu").packs
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        {"quantization_config": 7},
+        {"_attn_implementation": "kernels-community/flash-attn2"},
+        {"text_config": {"attn_implementation": "somebody/kernel"}},
+        {"hidden_size": "8"},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"vocab_size": 0},
+        {"dtype": "float7"},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_in_config_json_is_one_line(
+    wrong: dict[str, object], downloaded: Path
+) -> None:
+    if "quantization_config" in wrong and importlib.util.find_spec("bitsandbytes"):
+        pytest.skip("bitsandbytes is installed here")
+    file = downloaded / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    with pytest.raises(ModelError, match=re.escape(str(downloaded))) as raised:
+        load_language_model(str(downloaded), device="cpu")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A folder with an adapter of rank 2 of the embedded model."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    model = add_adapter(load_language_model("embedded", device="cpu"), rank=2, base="embedded")
+    save_adapter(
+        model, {n: p for n, p in model.model.named_parameters() if p.requires_grad}, folder
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"r": 10**9}, "1000000000"),
+        ({"r": "8"}, "'8'"),
+        ({"r": 0}, "rank 0"),
+        ({"rank_pattern": {"q_proj": 10**9}}, "1000000000"),
+        ({"megatron_config": {"x": 1}, "megatron_core": "evil"}, "megatron_config"),
+        ({"megatron_core": "evil"}, "megatron_core"),
+        ({"use_dora": True}, "use_dora"),
+        ({"target_modules": 5}, "cannot be read"),
+        ({"peft_type": ["LORA"]}, "peft_type|adapter"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_of_an_adapter_is_one_line(
+    wrong: dict[str, object], named: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (adapter / "evil.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(adapter))
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    model = load_language_model("embedded", device="cpu")
+    with pytest.raises(ModelError, match=named) as raised:
+        load_adapter(model, adapter)
+    assert "\n" not in str(raised.value)
+    assert "evil" not in sys.modules
+
+
+def test_an_adapter_of_a_newer_peft_loads(adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"setting_of_tomorrow": 16}))
+    assert load_adapter(load_language_model("embedded", device="cpu"), adapter).adapter.r == 2
 
 
 def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:

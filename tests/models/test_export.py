@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def test_the_model_card_describes_the_model(finished: Path, tmp_path: Path) -> N
     assert "`embedded` after 2 of 3 steps" in card
     assert "algorithm `grpo`, task `arithmetic`, reward `think_answer`" in card
     assert "The weights are bfloat16." in card
-    assert "began with '<think>'" in card
+    assert "began with `'<think>'`" in card
     assert (finished / "config.toml").read_text().strip() in card
     assert "torch " + torch.__version__.partition("+")[0] in card
     rows = [json.loads(line) for line in (finished / "eval.jsonl").read_text().splitlines()]
@@ -342,3 +343,19 @@ def test_a_push_sends_the_files_to_the_hub(tmp_path: Path, monkeypatch: pytest.M
     assert sent[0] == ("me/sums", {"private": True, "exist_ok": True})
     assert sent[1][0] == "me/sums"
     assert sent[1][1]["folder_path"] == tmp_path
+
+
+def test_settings_cannot_write_markdown_into_the_model_card(finished: Path, tmp_path: Path) -> None:
+    evil = "x`\n\n# Safe to use\n\n[click](http://evil)\n\n```\n# Also safe\n```"
+    folder = RunFolder(shutil.copytree(finished, tmp_path / "run"))
+    text = json.dumps(evil)  # also a string in TOML
+    folder.config_file.write_text(
+        f"[model]\npath = {text}\nprefill = {text}\n[task]\nname = {text}\nfile = {text}\n"
+        f"[objective]\nname = {text}\n[reward]\nname = '''\n```\n# Also safe\n'''\n"
+    )
+    named = Exported(name="a\n# [click](b)", source=evil, step=1, dtype="float32", stop_ids=[0])
+    for card in (model_card(named, folder), model_card(named, None)):
+        shown = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", card, flags=re.DOTALL)
+        titles = [line for line in shown.splitlines() if line.startswith("# ")]
+        assert titles == ["# a\\n# \\[click\\](b)"]
+        assert "click" not in shown.replace(titles[0], "")

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from covey.config import Config
     from covey.models.language_model import LanguageModel
 
-OLDEST, NEWEST = (0, 27), (0, 33)
+OLDEST, NEWEST = (0, 27), (0, 34)
 """The range of supported vLLM versions, from OLDEST up to but not including NEWEST."""
 CHECK_SECONDS = 20.0
 GIB = 2**30
 PROCESS_BYTES = 1.5 * GIB
 """Bytes that the processes of one CPU vLLM server need besides weights and KV cache."""
+CPU_MEMORY = "VLLM_CPU_KVCACHE_SPACE=4 "
+"""GiB of a CPU server's KV cache. By default, vLLM wants 92 % of a CPU's memory, and ends if less
+is free."""
 PACKAGES = ("vllm", "vllm-cpu")
 SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --enable-scale-out "
+    "VLLM_SERVER_DEV_MODE=1 {cpu}python -m vllm.entrypoints.openai.api_server --enable-scale-out "
     '--logprobs-mode processed_logprobs --weight-transfer-config \'{{"backend": "{backend}"}}\''
 )
 
@@ -137,12 +140,13 @@ def check_served(client: Client, backend: str) -> dict[str, Any]:
         "logprobs_mode": value_at(config, "model_config", "logprobs_mode"),
         "weight transfer": value_at(config, "weight_transfer_config", "backend"),
     }
+    on_cpu = value_at(config, "device_config", "device_type") == "cpu"
     wanted = {"logprobs_mode": "processed_logprobs", "weight transfer": backend}
     for key, value in wanted.items():
         if found[key] != value:
             raise client.error(
                 f"has {key} {found[key]!r} instead of {value!r}; start it as: "
-                + SERVE.format(backend=backend)
+                + SERVE.format(backend=backend, cpu=CPU_MEMORY if on_cpu else "")
             )
     return config
 

@@ -56,6 +56,12 @@ class Replica:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """A thread holds this lock while it repairs the server."""
 
+    def error(self, problem: str) -> EngineError:
+        """Return an error that names the server, the problem, and the log of an own server."""
+        if self.process is None:
+            return self.client.error(problem)
+        return self.client.error(f"{problem}; {self.process.log_text()}")
+
     def close(self) -> None:
         """Close the connections, and end the server if Covey started it."""
         self.client.close()
@@ -254,7 +260,7 @@ class VllmEngine:
             except Unavailable as problem:
                 problems.append(str(problem))
                 if len(problems) == ATTEMPTS:
-                    raise replica.client.error(f"{problem}, {ATTEMPTS} times") from None
+                    raise replica.error(f"{problem}, {ATTEMPTS} times") from None
                 self._repair(replica, started, str(problem))
             else:
                 if replica.started == started:  # it was not restarted in the meantime
@@ -268,13 +274,13 @@ class VllmEngine:
                 return
             client = replica.client
             if self.closed or not replica.alive:
-                raise client.error(problem)
+                raise replica.error(problem)
             dead = replica.process is not None and replica.process.ended
             if not dead and client.healthy():  # the request is sent again
                 return
             replica.alive = False
             if replica.failures >= self.restarts:
-                raise client.error(
+                raise replica.error(
                     f"{problem}; it was already restarted {replica.failures} times in a row"
                 )
             replica.failures += 1
@@ -289,7 +295,7 @@ class VllmEngine:
             except Unavailable as again:
                 if again.client is not client:
                     raise again.client.error(str(again)) from None
-                raise client.error(f"{problem}; after a restart it {again}") from None
+                raise replica.error(f"{problem}; after a restart it {again}") from None
             if self.probe is not None:
                 same_probe(client, reply, self.probe, self.dtype)
             replica.started, replica.alive = started + 1, True

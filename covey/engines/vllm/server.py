@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,13 +17,19 @@ from typing import Any
 
 from covey.engines.vllm.client import Client, Unavailable
 from covey.errors import EngineError
-from covey.escape import printable
+from covey.escape import printable_line
 from covey.subprocesses import module_command
 
 HOST = "127.0.0.1"
 """Servers listen only on this machine, because anybody who can connect can change the weights."""
 POLL_SECONDS = 0.5
 END_SECONDS = 5.0
+LAST_LINES = 5
+PREFIX = re.compile(r"^(\(\S+ pid=\d+\) )?((INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
+"""What vLLM writes before a line of its log: the process, the level, the time and the place."""
+ERROR = re.compile(r"[\w.]*(Error|Exception)\b(: |$)")
+"""The last line of a Python traceback."""
+POINTS_ELSEWHERE = re.compile(r"See (root cause|stack trace|the stack trace)|initialization failed")
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all servers would share the first cores
     "VLLM_CPU_CI_ENV": "1",  # no compilation at the start
@@ -155,16 +162,18 @@ class ServerProcess:
             time.sleep(POLL_SECONDS)
 
     def _failed(self, failure: str) -> EngineError:
-        return EngineError(
-            f"engine: the vLLM server {failure}: {self.last_line()}; see the log file {self.log}"
-        )
+        return EngineError(f"engine: the vLLM server {failure}: {self.log_text()}")
 
-    def last_line(self) -> str:
-        """Return the last error line of the log, or its last line if there is no error."""
+    def log_text(self) -> str:
+        """Return the cause of a failure in the log, the path of the log, and its last lines."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        wrong = [line for line in lines if "Error" in line and "Traceback" not in line]
-        return printable((wrong or lines or ["no output"])[-1])[:300]
+        lines = [PREFIX.sub("", line).strip() for line in text.splitlines()]
+        lines = [line for line in lines if line] or ["no output"]
+        # The last errors only say that there was an error before them.
+        wrong = [line for line in lines if ERROR.match(line) and not POINTS_ELSEWHERE.search(line)]
+        cause = f"{printable_line((wrong or lines)[-1], 500)}; "
+        last = " | ".join(printable_line(line, 120) for line in lines[-LAST_LINES:])
+        return f"{cause}its log {self.log} ends with: {last}"
 
     def stop(self) -> None:
         """End the server and its child processes."""

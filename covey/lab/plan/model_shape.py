@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from covey.accel.packing import plain_positions
 from covey.config import Config
 from covey.embedded import MODELS
-from covey.errors import ConfigError, ModelError
+from covey.errors import ConfigError, CoveyError, ModelError
 from covey.models.model_path import ADAPTER_CONFIG, adapter_base, check_model_path
 
 FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -122,7 +122,9 @@ def shape_of(config: Config) -> Shape:
             modules, fuses = _llama_modules(found), _fuses(found)
             return _shape(modules, "lm_head", found, adapter, fused_attention=True, fuses=fuses)
         return measure(_meta_model(source, more), *adapter)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except CoveyError:
+        raise
+    except Exception as error:  # a wrong value in config.json may raise anything
         what = f"model: cannot read the configuration of {config.model.path!r}"
         raise ModelError(f"{what}: {first_line(error, 300)}") from None
 
