@@ -10,7 +10,7 @@ from covey.errors import ConfigError, DataError
 from covey.lab.compare.design import Request, arm_configs, design_comparison, parse_arm
 from covey.lab.compare.design import config_of as config_of_arm
 from covey.lab.compare.fairness import check_prompts, known_beforehand, task_digest
-from covey.lab.compare.launch import run_key
+from covey.lab.compare.launch import inputs_digest
 from covey.training.resolve import resolve, task_of
 
 
@@ -49,7 +49,7 @@ def test_arms_are_scored_with_the_same_targets(tmp_path: Path) -> None:
         check_prompts({"a": one, "b": two})
 
 
-def test_run_key_covers_data_and_evaluation_reward(tmp_path: Path) -> None:
+def test_inputs_digest_covers_data_and_evaluation_reward(tmp_path: Path) -> None:
     config = config_of(
         prompts(tmp_path / "train.jsonl", "1+0?"), prompts(tmp_path / "test.jsonl", "3-2?")
     )
@@ -57,7 +57,7 @@ def test_run_key_covers_data_and_evaluation_reward(tmp_path: Path) -> None:
 
     def key(common: Config = config) -> str:
         data = task_digest(task_of(config))
-        return run_key(config, common, start="", data=data, threads=1)
+        return inputs_digest(config, common, start="", data=data, threads=1)
 
     before, other_reward = key(), key(form)
     assert before == key() != other_reward
@@ -67,10 +67,10 @@ def test_run_key_covers_data_and_evaluation_reward(tmp_path: Path) -> None:
     assert len({before, other_reward, edited, key()}) == 4
 
 
-def test_run_key_covers_dates() -> None:
+def test_inputs_digest_covers_dates() -> None:
     written = ("2024-02-28", "2024-02-29", "'2024-02-29'")
     configs = [load_config("arithmetic", [f"task.since={value}"]) for value in written]
-    keys = {run_key(c, c, start="", data="", threads=1) for c in configs}
+    keys = {inputs_digest(c, c, start="", data="", threads=1) for c in configs}
     assert len(keys) == 3
 
 
