@@ -12,7 +12,7 @@ import typer
 
 from covey.cli.startup import STARTING, Trust, tell_edited, waiting
 from covey.config import Config, load_config
-from covey.errors import ConfigError, RunError
+from covey.errors import ConfigError
 from covey.models.hub_push import Push, files_to_push
 from covey.models.model_path import check_model_path
 from covey.run.checkpoint_choice import check_no_step, run_around, weights_of
