@@ -25,9 +25,9 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.config import Config, toml_value
-from covey.errors import DataError, RunError
+from covey.errors import DataError
 from covey.models.model_path import check_model_path
-from covey.records.checkpoint_choice import run_around, weights_of
+from covey.records.checkpoint_choice import check_no_step, run_around, weights_of
 from covey.records.estimate_text import change_text, estimate_text
 from covey.records.files import write_text
 from covey.records.folder import RunFolder
@@ -163,8 +163,7 @@ def _model(target: str, step: str | None = None) -> str:
     path = Path(target)
     if run_around(path):
         return str(weights_of(path, "covey eval {}", step))
-    if step is not None:
-        raise RunError(f"--step {step}: {target} is not a run folder; leave out --step")
+    check_no_step(target, step)
     return target
 
 

@@ -12,10 +12,10 @@ import typer
 
 from covey.cli.startup import STARTING, Trust, tell_edited, waiting
 from covey.config import Config, load_config
-from covey.errors import ConfigError, RunError
+from covey.errors import ConfigError
 from covey.models.hub_push import Push, files_to_push
 from covey.models.model_path import check_model_path
-from covey.records.checkpoint_choice import run_around, weights_of
+from covey.records.checkpoint_choice import check_no_step, run_around, weights_of
 from covey.records.files import check_free
 from covey.records.folder import RunFolder
 from covey.records.model_card import Exported, model_card
@@ -86,8 +86,8 @@ def export_command(
             upload.check_access()
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target
-    if step is not None and run is None:
-        raise RunError(f"--step {step}: {target} is not a run folder; leave out --step")
+    if run is None:
+        check_no_step(target, step)
     if run is not None:
         tell_edited(run)
         source = str(weights_of(Path(target), "covey export {} " + shlex.quote(str(folder)), step))

@@ -129,7 +129,7 @@ def check_metric(name: str, *, samples: int) -> None:
         *(f"pass@{k}" for k in powers),
     ]
     wanted = metric_of(name)
-    is_part = wanted.startswith("parts/") and not closest(name, known)
+    is_part = wanted.startswith("parts/") and not closest(wanted.removeprefix("parts/"), known)
     if wanted not in (*known, *NUMBERS) and not is_part:
         choices = [*known, *METRICS] if closest(name, METRICS) else known
         raise ConfigError(

@@ -32,11 +32,8 @@ def weights_of(target: Path, command: str, step: str | None = None) -> Path:
     found = run_around(target)
     assert found is not None, "callers check run_around first"
     run = RunFolder(found)
-    if step is not None and found != target:
-        raise RunError(
-            f"--step {step} chooses a checkpoint of a run, but {target} is not a run folder; leave "
-            "out --step"
-        )
+    if found != target:
+        check_no_step(target, step)
     chosen = target if found != target else _checkpoint(run, step)
     problem = damage(chosen, but=ONLY_FOR_TRAINING)
     if problem is None:
@@ -47,6 +44,15 @@ def weights_of(target: Path, command: str, step: str | None = None) -> Path:
         raise RunError(f"{problem}; the run has no other checkpoint to use instead")
     instead = command.format(shlex.quote(str(good)))
     raise RunError(f"{problem}; to use the last good checkpoint, run: {instead}")
+
+
+def check_no_step(target: object, step: str | None) -> None:
+    """Raise RunError if --step is given for a target that is not a run folder."""
+    if step is not None:
+        raise RunError(
+            f"--step {step} chooses a checkpoint of a run, but {target} is not a run folder; leave "
+            "out --step"
+        )
 
 
 def _checkpoint(run: RunFolder, step: str | None) -> Path:
