@@ -28,7 +28,10 @@ LAYERS: dict[str, set[str]] = {
     "stopping": set(),
     "trust": {"errors"},
     "subprocesses": {"errors"},
-    "objective": {"trust", *PLAIN},
+    "docstrings": set(),
+    "notebook": {"escape"},
+    "supported": set(),
+    "objective": {"docstrings", "trust", *PLAIN},
     "functional": {"objective", *PLAIN},
     "config": {"errors", "escape"},
     "compat": {"config", "errors", "rewards", "tasks"},
@@ -53,6 +56,7 @@ LAYERS: dict[str, set[str]] = {
         *PLAIN,
     },
     "environments": {
+        "docstrings",
         "rewards",
         "sandbox",
         "scoring",
@@ -77,7 +81,15 @@ LAYERS: dict[str, set[str]] = {
         *PLAIN,
     },
     "cluster": {"engines", "models", "reference", "rewards", "scoring", "subprocesses", *PLAIN},
-    "evaluation": {"engines", "rng", "rollout", "scoring", *PLAIN},
+    "evaluation": {
+        "engines",
+        "notebook",
+        "rng",
+        "rollout",
+        "run.estimate_text",
+        "scoring",
+        *PLAIN,
+    },
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}
 LAYERS["screen"] = {"escape"}
@@ -86,7 +98,7 @@ LAYERS["analysis"] = {*LAYERS, "analysis"} - {"", "cli"}
 LAYERS["ui"] = {"run", "embedded", "analysis.page", "analysis.compare", *PLAIN}
 LAYERS["cli"] = {*LAYERS, "cli"} - {""}
 LAYERS["api"] = {*LAYERS} - {"", "cli"}
-LAYERS["__main__"] = {"cli"}
+LAYERS["__main__"] = {"cli", "supported"}
 
 # Modules whose imports for type checkers may come from any part.
 TYPES_ONLY = {
