@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from covey._version import __version__
-from covey.supported import problem
 
 if TYPE_CHECKING:
     from covey import functional
@@ -75,7 +74,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if (why := problem()) and name in __all__:
+    if name in __all__ and (why := importlib.import_module("covey.supported").problem()):
         raise ImportError(why)
     if name == "functional":
         return importlib.import_module("covey.functional")

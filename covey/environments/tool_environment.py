@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from covey.docstrings import described_arguments
 from covey.environments.environment import Start, Step
 from covey.trust import import_callable
 from covey.types import Message, Prompt
@@ -68,20 +69,6 @@ def _arguments(name: str, tool: Tool) -> Any:
         info: FieldInfo = Field(default, description=described.get(key))
         fields[key] = (hints[key], info)
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-
-
-def described_arguments(doc: str) -> dict[str, str]:
-    """Return the description of each parameter in a docstring.
-
-    The description stands in the section `Args:`, or after `:param NAME:`.
-    """
-    section = re.search(r"^Args:\n(.*?)(?:\n\S|\Z)", doc, re.DOTALL | re.MULTILINE)
-    if section is None:
-        fields = re.findall(r"^:param (?:[^:]* )?(\w+):(.*?)(?=^:|\n\n|\Z)", doc, re.DOTALL | re.M)
-        return {name: " ".join(text.split()) for name, text in fields}
-    entry = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*?)(?=\n\s+\w+\s*(?:\([^)]*\))?:|\Z)",
-                       re.DOTALL | re.MULTILINE)  # fmt: skip
-    return {name: " ".join(text.split()) for name, text in entry.findall(section[1])}
 
 
 def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:

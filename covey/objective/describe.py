@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from covey.environments.tool_environment import described_arguments
+from covey.docstrings import described_arguments
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.build import algorithm, build, extended
 from covey.objective.compose import PIECES, function_of, options_of
