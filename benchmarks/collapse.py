@@ -30,10 +30,10 @@ from described import described
 from learn import SPLITS, export
 
 import covey
+from covey.config.resolve import resolve, task_of
 from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Health, timeline
 from covey.records.health_checks import BLOCK
-from covey.training.resolve import resolve, task_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -30,13 +30,13 @@ from own_process import flags
 from scipy import stats
 
 import covey
+from covey.config.resolve import resolve, sampling_of
 from covey.engines.native.engine import NativeEngine
 from covey.models.load_model import load_language_model
 from covey.records.folder import RunFolder
 from covey.rewards import Score
 from covey.rollout.episode import encode_prompts, generate
 from covey.tasks import make_task
-from covey.training.resolve import resolve, sampling_of
 from covey.types import Prompt
 
 RESULTS = Path(__file__).parent / "results"

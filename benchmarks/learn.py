@@ -25,10 +25,10 @@ from described import anywhere, described
 from own_process import flags
 
 from covey.config import load_config
+from covey.config.resolve import resolve, task_of
 from covey.evaluation.intervals import paired_difference
 from covey.records.folder import RunFolder
 from covey.tasks import Task
-from covey.training.resolve import resolve, task_of
 
 HERE = Path(__file__).parent
 SPLITS = ("train", "held_out")

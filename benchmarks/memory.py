@@ -167,7 +167,7 @@ def random_model(
 
 def config_of(setting: Setting, device: str, folder: Path) -> Any:
     from covey.config import load_config
-    from covey.training.resolve import resolve
+    from covey.config.resolve import resolve
 
     path = "embedded" if setting.model == "embedded" else str(folder / setting.model)
     always = (

@@ -19,6 +19,7 @@ from pathlib import Path
 from described import described
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.rewards import Reward, Score
 from covey.rewards.code import CodeTests
 from covey.rewards.math_answer import MathAnswer
@@ -27,7 +28,6 @@ from covey.rollout.episode import encode_prompts
 from covey.run import Run
 from covey.scoring import InlineScorer, Job, Pool
 from covey.tasks import Code
-from covey.training.resolve import resolve
 from covey.types import Prompt
 
 

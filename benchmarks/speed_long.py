@@ -13,6 +13,7 @@ from speed_shapes import encoded_prompts, rollouts_of, step_bytes
 from speed_sizes import Sizes
 
 from covey.config import load_config
+from covey.config.resolve import objective_of, resolve
 from covey.engines.native.backend import choose_backend
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.prefill import read_prompts
@@ -24,7 +25,6 @@ from covey.lab.plan.model_shape import measure
 from covey.lab.plan.task_facts import TaskFacts
 from covey.rng import Address, completion_uniforms
 from covey.rollout.episode import EncodedPrompt
-from covey.training.resolve import objective_of, resolve
 
 STEPS = 8
 """Decode steps that are timed together."""

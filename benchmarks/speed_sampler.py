@@ -18,10 +18,10 @@ from speed_sizes import Sizes
 
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Limits, Sampling
+from covey.garbage import freeze_garbage_collector
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.rollout.episode import EncodedPrompt
-from covey.training.garbage import freeze_garbage_collector
 from covey.types import Rollout
 
 STEPS = 8

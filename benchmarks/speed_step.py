@@ -31,10 +31,10 @@ from speed_sizes import Sizes
 from step_workers import PLAIN_TRL, Watch, stopwatch
 
 from covey.config import Config, load_config
+from covey.config.resolve import resolve
 from covey.rewards.score import Score
 from covey.rollout.prompts import step_prompts
 from covey.tasks.task import Generated, chat_messages
-from covey.training.resolve import resolve
 from covey.trust import trust
 from covey.types import Prompt
 

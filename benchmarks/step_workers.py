@@ -74,11 +74,11 @@ class Steps:
 def time_covey(warmup: int, steps: int) -> Steps:
     """Train with covey and time its steps."""
     from covey.config import load_config, to_toml
+    from covey.config.resolve import resolve
     from covey.loop import train
     from covey.records.folder import RunFolder
     from covey.run import Run
     from covey.stopping import StopSignal
-    from covey.training.resolve import resolve
 
     config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
     watch = Watch()

@@ -27,13 +27,7 @@ from covey.errors import ConfigError
 from covey.evaluation.items import PART
 from covey.models.model_path import check_model_path
 from covey.notebook import html_table, short_repr
-from covey.records.best import best_checkpoint
-from covey.records.estimate_text import estimate_text
-from covey.records.folder import RunFolder, check_new_run
-from covey.records.trackers import Tracker
-from covey.screen import Screen
-from covey.stopping import StopSignal
-from covey.training.passed_objects import (
+from covey.passed_objects import (
     OBJECTS,
     check_evaluated,
     check_resumed,
@@ -41,6 +35,12 @@ from covey.training.passed_objects import (
     check_types,
     model_name,
 )
+from covey.records.best import best_checkpoint
+from covey.records.estimate_text import estimate_text
+from covey.records.folder import RunFolder, check_new_run
+from covey.records.trackers import Tracker
+from covey.screen import Screen
+from covey.stopping import StopSignal
 from covey.trust import scoped_trust
 
 if TYPE_CHECKING:
@@ -247,9 +247,9 @@ def evaluate(
     run. If `model` is the path of a checkpoint, Covey does not use the settings of the run. Without
     `quiet`, Covey prints notes about prompts that are too long.
     """
+    from covey.config.resolve import resolve
     from covey.evaluation.of_model import evaluate_model
     from covey.records.checkpoint_choice import run_around, weights_of
-    from covey.training.resolve import resolve
 
     check_types(config=config, dataset=dataset, samples=samples)
     with notices.quiet(quiet):
@@ -493,13 +493,13 @@ def _train(
     quiet: bool,
     allow_changed_reward: bool = False,
 ) -> TrainResult:
+    from covey.config.resolve import resolve
     from covey.lab.start_notes import console_with_notes
     from covey.loop import train as train_run
     from covey.run import Run
+    from covey.start import opened_run, resume_hint
+    from covey.start import resumed_config as resumed
     from covey.tasks.dataset import with_share
-    from covey.training.resolve import resolve
-    from covey.training.run_start import opened_run, resume_hint
-    from covey.training.run_start import resumed_config as resumed
 
     passed = objects.keys()
     if isinstance(target, RunFolder):

@@ -25,6 +25,7 @@ import torch
 from covey.config.schema import Config
 from covey.engines.protocol import News
 from covey.errors import CoveyError, RunError
+from covey.garbage import freeze_garbage_collector
 from covey.objective import Objective
 from covey.objective.masked import row_sum
 from covey.records.folder import RunFolder
@@ -33,15 +34,14 @@ from covey.records.resume import Start, start_of
 from covey.records.samples import SamplePage
 from covey.records.trackers import JsonlTracker, Tracker, Trackers
 from covey.records.trackers.registry import make_trackers
+from covey.records.watch import Watch
 from covey.rollout.metrics import overlap_metrics, rollout_metrics, selection_metrics
 from covey.run import Made, Run
 from covey.scoring.baselines import REMEDY
 from covey.sft import sft_step
+from covey.start import resume_hint
 from covey.step import train_on
 from covey.stopping import GivenUp, StopSignal, may_be_given_up
-from covey.training.garbage import freeze_garbage_collector
-from covey.training.run_start import resume_hint
-from covey.training.watch import Watch
 from covey.types import Batch, Group
 
 EARLY = 3

@@ -16,8 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from covey.cluster.actors import ray_reference
 from covey.config import Config
+from covey.config.check import check_calls, check_start, checked_prompts
+from covey.config.resolve import (
+    objective_of,
+    old_logp_from_sampler,
+    over_epochs,
+    reward_of,
+    sampling_of,
+    task_of,
+)
 from covey.config.schema import Adapter, Train
+from covey.engines.make import check_engine, make_engine
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory, make_factory, make_host
 from covey.environments.calls import CALL_FORMATS, format_in
@@ -45,28 +56,17 @@ from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rollout.collect import Collector, StepRollouts
 from covey.rollout.episode import Interaction
 from covey.rollout.privileged import Privileged, privileged_of
+from covey.rollout.prompt_limit import fitting_prompts
 from covey.rollout.prompts import PromptChoice
 from covey.rollout.queue import RolloutQueue, read_in_flight, write_in_flight
 from covey.rollout.replay import ReplayBuffer
 from covey.scoring import Scorer
 from covey.scoring.baselines import Baselines
+from covey.scoring.build import scorers_of
+from covey.solutions import Solutions
 from covey.step import StepSettings
 from covey.tasks import Task, bad_rows_of
 from covey.tasks.task import sampled_ids
-from covey.training.make_engine import check_engine, make_engine
-from covey.training.prompt_limit import fitting_prompts
-from covey.training.ray_actors import ray_reference
-from covey.training.resolve import (
-    objective_of,
-    old_logp_from_sampler,
-    over_epochs,
-    reward_of,
-    sampling_of,
-    task_of,
-)
-from covey.training.scorers import scorers_of
-from covey.training.sft_data import Solutions
-from covey.training.start_checks import check_calls, check_start, checked_prompts
 from covey.types import Group, Prompt
 
 COUNTERS = ("step", "episode", "tokens", "beta", "beta_setting", "evaluation_due")

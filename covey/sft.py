@@ -18,7 +18,10 @@ import torch
 
 from covey.collate import collate
 from covey.config import Config
+from covey.config.check import check_start
+from covey.config.resolve import held_out_of, sampling_of, task_of
 from covey.config.schema import Train
+from covey.engines.make import native_engine
 from covey.errors import DataError
 from covey.objective import Objective, with_advantage, with_weight
 from covey.objective.surrogate import log_likelihood
@@ -28,14 +31,11 @@ from covey.policy.models import load_model, policy_of
 from covey.policy.policy import Policy
 from covey.policy.schedule import Budget, Schedule, sft_schedule
 from covey.rng import sft_indices
+from covey.rollout.prompt_limit import fitting_prompts
+from covey.scoring.build import scorers_of
+from covey.solutions import Solutions, encode_example, solutions_of
 from covey.step import StepSettings, backward_passes
 from covey.tasks import bad_rows_of
-from covey.training.make_engine import native_engine
-from covey.training.prompt_limit import fitting_prompts
-from covey.training.resolve import held_out_of, sampling_of, task_of
-from covey.training.scorers import scorers_of
-from covey.training.sft_data import Solutions, encode_example, solutions_of
-from covey.training.start_checks import check_start
 from covey.types import Batch, Group, Prompt, Rollout
 
 if TYPE_CHECKING:

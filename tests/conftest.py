@@ -25,12 +25,12 @@ import transformers
 from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
+from covey.garbage import freeze_garbage_collector
 from covey.lab.rewards import checks
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt, generate
 from covey.sandbox.program import isolation_problem
-from covey.training.garbage import freeze_garbage_collector
 from covey.types import Batch, Rollout
 from tests import interpreted
 from tests.processes import FORKED_WORKERS

@@ -15,6 +15,7 @@ import pytest
 
 from covey.config import Config, load_config
 from covey.config.other_names import OTHER_NAMES
+from covey.config.resolve import objective_of, resolve, task_of
 from covey.engines.native.sizes import WIDTHS
 from covey.environments import ENVIRONMENTS
 from covey.evaluation.items import Item, ItemCompletion
@@ -26,7 +27,6 @@ from covey.objective.penalty import PENALTIES
 from covey.records.health_checks import CHECKS
 from covey.rewards.registry import REWARDS, make_reward
 from covey.tasks import TASKS
-from covey.training.resolve import objective_of, resolve, task_of
 from covey.types import Prompt
 from tools import algorithm_pages, metrics_page, settings_page
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from covey.training import garbage
-from covey.training.garbage import freeze_garbage_collector
+from covey import garbage
+from covey.garbage import freeze_garbage_collector
 
 
 class Knot:

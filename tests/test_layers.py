@@ -28,7 +28,7 @@ NO_TORCH = [
     "covey.sandbox",
     "covey.scoring",
     "covey.tasks",
-    "covey.training.resolve",
+    "covey.config.resolve",
     "covey.types",
 ]
 

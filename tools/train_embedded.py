@@ -34,8 +34,8 @@ from covey.policy.optimizer import MasterAdamW
 from covey.policy.policy import Policy
 from covey.policy.schedule import Schedule
 from covey.sft import learn, policy_run, stack
+from covey.solutions import encode_example
 from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
-from covey.training.sft_data import encode_example
 from covey.types import Batch
 
 SEED = 0

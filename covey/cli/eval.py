@@ -126,7 +126,7 @@ def eval_command(
         settings.append(f"evaluate.samples={samples}")
     config = _config(target, source, settings, smoke, step)
 
-    from covey.training.passed_objects import check_evaluated, check_scored
+    from covey.passed_objects import check_evaluated, check_scored
 
     check_evaluated(config)
     models = [config.model.path, *([_model(against)] if against is not None else [])]
@@ -170,13 +170,13 @@ def _model(target: str, step: str | None = None) -> str:
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:
     """Evaluate one model after the other on the same prompts, with the same scorer."""
     with waiting(STARTING):
+        from covey.config.resolve import evaluation_config, held_out_of, resolve, task_of
         from covey.engines.native.engine import NativeEngine
         from covey.evaluation import check_category
         from covey.evaluation.of_model import evaluate_engine
         from covey.policy.models import load_model
-        from covey.training.prompt_limit import fitting_prompts
-        from covey.training.resolve import evaluation_config, held_out_of, resolve, task_of
-        from covey.training.scorers import baselines_of, scorer_of
+        from covey.rollout.prompt_limit import fitting_prompts
+        from covey.scoring.build import baselines_of, scorer_of
 
         config = evaluation_config(resolve(config))
         prompts = held_out_of(config, task_of(config))

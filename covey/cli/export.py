@@ -97,8 +97,8 @@ def export_command(
     chosen = _dtype(dtype, config, run)
 
     with waiting(STARTING) as say:
+        from covey.config.resolve import template_of
         from covey.models.export import export_model  # imports torch, which takes seconds
-        from covey.training.resolve import template_of
 
         say(f"exporting {source}")
         card = partial(_card, run, folder.resolve().name, source, chosen)

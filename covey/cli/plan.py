@@ -88,10 +88,10 @@ def plan_command(
     with waiting("reading the settings") as say, measuring() as measure:
         config = resolved(label, settings, model=False)
 
+        from covey.config.resolve import over_epochs
         from covey.lab.plan.findings import findings
         from covey.lab.plan.summary import summarize
         from covey.lab.plan.task_facts import task_facts
-        from covey.training.resolve import over_epochs
 
         say("reading the task")
         facts = task_facts(config, measure)
@@ -138,8 +138,8 @@ def _data(
 
 def _obstacles(config: Config, facts: TaskFacts, ranks: int, *, here: bool) -> list[str]:
     """Return the errors with which the run would refuse to start."""
-    from covey.training.prompt_limit import longest_prompt
-    from covey.training.start_checks import obstacles
+    from covey.config.check import obstacles
+    from covey.rollout.prompt_limit import longest_prompt
 
     trainers = config.cluster.trainers if config.cluster.address else 0
     found = obstacles(config, max(ranks, trainers), here=here)

@@ -133,7 +133,7 @@ def score_command(
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
 
-        from covey.training.scorers import scorer_of
+        from covey.scoring.build import scorer_of
 
         started = scorer_of(config)
     with closing(started) as scorer:
@@ -218,7 +218,7 @@ def lab_command(
     rows = read_labelled(labelled) if labelled else []
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
-        from covey.training.resolve import reward_of, task_of
+        from covey.config.resolve import reward_of, task_of
 
         reward, limits = reward_of(config), config.scoring
         held_out = list(task_of(config).held_out()[:prompts])

@@ -163,7 +163,7 @@ def resolved(
     if model:
         check_model_path(config.model.path)
 
-    from covey.training.resolve import resolve
+    from covey.config.resolve import resolve
 
     config = resolve(config, imports=imports)
     for line in dropped:  # a name that does not exist is the only thing to say

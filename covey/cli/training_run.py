@@ -18,7 +18,7 @@ from covey.screen import echo
 if TYPE_CHECKING:
     from covey.parallel.world import World
     from covey.run import Run
-    from covey.training.run_start import Change
+    from covey.start import Change
 
 NewRun = Annotated[
     Path | None,
@@ -70,7 +70,7 @@ def train_run(
     from covey.loop import train
     from covey.run import Run
     from covey.sft import build_sft
-    from covey.training.run_start import changes_note, opened_run
+    from covey.start import changes_note, opened_run
 
     def build(config: Config, world: World) -> Run:
         with waiting(f"loading {config.model.path}"):
@@ -121,7 +121,7 @@ def resume_run(
     folder = RunFolder.open(path)
     folder.check_kind(sft=sft)
     with waiting(STARTING):
-        from covey.training.run_start import resumed_config
+        from covey.start import resumed_config
 
         config, changed = resumed_config(folder, overrides or (), imports=not print_config)
     if print_config:
@@ -141,9 +141,9 @@ def resume_run(
 
 def _start_ranks(config: Config, arguments: Sequence[str], *, sft: bool) -> None:
     """If Ray must start the ranks, start the ranks, wait until they end, and exit."""
+    from covey.cluster.actors import ray_starts_ranks, run_in_ranks
+    from covey.config.check import check_start
     from covey.parallel.lifeline import Reported
-    from covey.training.ray_actors import ray_starts_ranks, run_in_ranks
-    from covey.training.start_checks import check_start
 
     if not ray_starts_ranks(config):
         return

@@ -1,6 +1,6 @@
 """The engine protocol: an engine pulls requests from a source and pushes completions back.
 
-The function `make_engine` in covey/training/make_engine.py builds the engine that the configuration
+The function `make_engine` in covey/engines/make.py builds the engine that the configuration
 names. To add an engine, implement the protocol `Engine`, build the new engine in `make_engine`, and
 add its name to `Engine.kind` in covey/config/schema.py.
 """

@@ -7,16 +7,16 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from covey.config import Config
+from covey.config.resolve import evaluation_config, held_out_of, sampling_of, task_of
 from covey.engines.native.engine import NativeEngine
 from covey.environments import Factory
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.notices import notice
 from covey.policy.models import load_model
 from covey.rollout.collect import Collector
+from covey.rollout.prompt_limit import fitting_prompts
 from covey.run import interaction_of, with_stops
-from covey.training.prompt_limit import fitting_prompts
-from covey.training.resolve import evaluation_config, held_out_of, sampling_of, task_of
-from covey.training.scorers import baselines_of, scorer_of
+from covey.scoring.build import baselines_of, scorer_of
 
 if TYPE_CHECKING:
     from covey.rewards import Reward

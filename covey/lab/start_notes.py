@@ -15,7 +15,7 @@ from covey.records.trackers.console import ConsoleTracker, console_tracker
 from covey.rollout.prompts import prompt_notes
 from covey.run import Run
 from covey.screen import Screen
-from covey.training.run_start import Opened
+from covey.start import Opened
 
 
 def console_with_notes(

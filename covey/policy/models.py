@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from covey.config import Config
+from covey.config.resolve import template_of
 from covey.errors import ConfigError
 from covey.models.adapter import add_adapter, load_adapter, set_dropout
 from covey.models.device import make_deterministic
@@ -22,8 +23,7 @@ from covey.parallel.world import ALONE, World
 from covey.policy.compact_adamw import CompactAdamW
 from covey.policy.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.policy.policy import Policy
-from covey.training.prompt_limit import with_prompt_limit
-from covey.training.resolve import template_of
+from covey.rollout.prompt_limit import with_prompt_limit
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:

@@ -16,9 +16,9 @@ from covey.models.language_model import LanguageModel
 from covey.rollout.collect import Collected, StepRollouts, Ticket
 from covey.rollout.filter import Selected
 from covey.rollout.prompts import step_prompts
+from covey.solutions import encode_example
 from covey.tasks.jsonl import json_lines
 from covey.tasks.rows import RowReader
-from covey.training.sft_data import encode_example
 from covey.types import Group, Prompt
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.records.folder import RunFolder
 from covey.records.trackers.console import before_and_after
 from covey.rewards.registry import REWARDS
 from covey.sandbox.program import isolation_problem
-from covey.training.resolve import resolve
 from tests.processes import alive, forked, wait_until
 
 QUICK = (

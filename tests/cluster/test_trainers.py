@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from covey.cluster.actors import ray_starts_ranks
 from covey.cluster.rank_actor import Place
 from covey.cluster.trainers import variables_of
 from covey.config import load_config
+from covey.engines.make import check_engine
 from covey.errors import ConfigError
-from covey.training.make_engine import check_engine
-from covey.training.ray_actors import ray_starts_ranks
 
 
 def places(*nodes: str) -> list[Place]:

@@ -26,9 +26,9 @@ from covey.compat.trl_options import (
     VERSION,
 )
 from covey.config import Config, parse_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError
 from covey.records.folder import RunFolder
-from covey.training.resolve import resolve
 
 PASSED = {"task", "reward"}
 

@@ -16,10 +16,10 @@ import transformers
 from covey.cli.main import run
 from covey.config import Config, load_config, load_smoke, recipe_names
 from covey.config.load import RECIPES, parse_config, read_settings
+from covey.config.resolve import objective_of, resolve, reward_of, task_of, template_of
 from covey.embedded import CHECKPOINT
 from covey.lab.plan.findings import findings
-from covey.training.resolve import objective_of, resolve, reward_of, task_of, template_of
-from covey.training.sft_data import solutions_of
+from covey.solutions import solutions_of
 
 PAGE = Path(__file__).parent.parent.parent / "docs/recipes.md"
 KEYS = (

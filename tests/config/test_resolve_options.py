@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from covey.config import load_config, recipe_names, to_toml
+from covey.config.resolve import objective_of, resolve, reward_of, task_of
 from covey.config.resolve_options import choose, resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards.registry import REWARDS
 from covey.tasks import TASKS
-from covey.training.resolve import objective_of, resolve, reward_of, task_of
 
 if TYPE_CHECKING:
     from fractions import Fraction

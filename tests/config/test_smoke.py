@@ -9,9 +9,9 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config, load_smoke, recipe_names
+from covey.config.resolve import resolve, task_of
 from covey.config.schema import StopAfter
 from covey.config.smoke import ALWAYS, AT_MOST, WORD_PROBLEMS, ZERO_IS_MANY, changed_by_smoke
-from covey.training.resolve import resolve, task_of
 
 
 @pytest.mark.parametrize("name", recipe_names())

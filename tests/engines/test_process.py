@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.config.schema import Engine
 from covey.engines.native.engine import NativeCopy, NativeEngine
 from covey.engines.process.engine import MOST_DEATHS, ProcessEngine
@@ -28,7 +29,6 @@ from covey.rollout.episode import SingleTurnEpisodes, encode_prompts, generate
 from covey.run import Run
 from covey.stopping import StopSignal
 from covey.tasks.arithmetic import Arithmetic
-from covey.training.resolve import resolve
 from covey.types import Group
 from tests.trackers import Notes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from covey.engines.make import WholeCopy
 from covey.engines.native.engine import NativeCopy
 from covey.models.load_model import load_language_model
-from covey.training.make_engine import WholeCopy
 
 
 def test_both_have_the_weights_and_the_source_is_read_once() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config, load_smoke
+from covey.config.resolve import resolve
 from covey.lab.plan.findings import findings
-from covey.training.resolve import resolve
 from tests.environments.scripted import reader
 
 AGENTS = {"agent-calculator": "calculator", "agent-python": "python", "agent-search": "search"}

@@ -21,6 +21,7 @@ import torch
 import transformers
 
 from covey.config import load_config
+from covey.config.resolve import resolve, task_of
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
@@ -35,7 +36,6 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.records.folder import RunFolder
 from covey.rollout.episode import encode_prompts, generate
-from covey.training.resolve import resolve, task_of
 from covey.types import Rollout
 from tests.heavy.runs import Run, check_run
 

@@ -15,6 +15,7 @@ import pytest
 from covey import step
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
+from covey.config.resolve import resolve
 from covey.engines.native.engine import NativeEngine
 from covey.lab.doctor import machine
 from covey.lab.doctor.checkup import examine_run, small
@@ -30,7 +31,6 @@ from covey.rollout import episode
 from covey.rollout.collect import collect_step
 from covey.run import Run
 from covey.sandbox import program
-from covey.training.resolve import resolve
 from covey.types import Group
 
 QUICK = ("model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4",

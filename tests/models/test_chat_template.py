@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from covey.config import load_config
+from covey.config.resolve import resolve, template_of
 from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
@@ -25,7 +26,6 @@ from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.rollout.prompts import prompt_notes
 from covey.scoring import make_scorer
-from covey.training.resolve import resolve, template_of
 from covey.types import Prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}

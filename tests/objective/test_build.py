@@ -16,6 +16,7 @@ import torch
 from covey.cli.main import run
 from covey.config import load_config, to_toml
 from covey.config.algorithm_names import PAIRED
+from covey.config.resolve import objective_of, resolve
 from covey.errors import ConfigError
 from covey.functional import LossOutput, loss
 from covey.objective import ALGORITHMS, Objective, algorithm, build
@@ -24,7 +25,6 @@ from covey.objective.compose import PIECES, hints_of, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES, Kl
-from covey.training.resolve import objective_of, resolve
 from tests.objective.laws import NO_KL_IN_REWARD, OF_PAIRS
 
 NEEDED: dict[str, dict[str, Any]] = {

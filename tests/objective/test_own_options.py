@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError
 from covey.objective import Objective, build
 from covey.objective.describe import describe
-from covey.training.resolve import resolve
 from covey.trust import scoped_trust, trust
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
+from covey.config.resolve import resolve
 from covey.errors import ConfigError
 from covey.records.folder import RunFolder
 from covey.records.health import Health, check_names, silence, timeline
 from covey.records.health_checks import CHECKS
-from covey.training.resolve import resolve
 
 Row = dict[str, Any]
 BEGINS = 31

@@ -14,6 +14,7 @@ import torch
 from covey.cli.main import run as covey
 from covey.collate import collate
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.errors import ModelError
 from covey.loop import train
 from covey.models.language_model import LanguageModel
@@ -25,7 +26,6 @@ from covey.reference.wire import SLACK, encode_reply, reply_bytes
 from covey.run import Run
 from covey.step import check_finite
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.reference.servers import HEALTH, connect, fork_server

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.config.reference_kinds import OPTIONS
+from covey.config.resolve import resolve
 from covey.errors import ConfigError, RunError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
@@ -26,7 +27,6 @@ from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
 from covey.run import Run
-from covey.training.resolve import resolve
 from covey.types import Batch
 from tests.conftest import make_batch
 from tests.reference.servers import TOKEN, Server, fork_server

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from covey.config import load_config
+from covey.config.resolve import objective_of, resolve
 from covey.engines.native.engine import NativeCopy
 from covey.engines.protocol import RequestSource, WeightSource
 from covey.errors import ConfigError, RunError
@@ -27,7 +28,6 @@ from covey.records.trackers import Tracker
 from covey.rollout.queue import FILE, read_in_flight, write_in_flight
 from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.resolve import objective_of, resolve
 from tests.trackers import Notes
 
 STEPS = 5

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.errors import RewardError
 from covey.loop import train
 from covey.objective import build as build_objective
@@ -36,7 +37,6 @@ from covey.run import Run
 from covey.scoring import InlineScorer
 from covey.step import optimize, train_on
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.trackers import Notes

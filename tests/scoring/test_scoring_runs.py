@@ -20,6 +20,7 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.errors import RewardError
 from covey.loop import train
 from covey.records.folder import RunFolder
@@ -32,7 +33,6 @@ from covey.rewards.registry import make_reward
 from covey.run import Run
 from covey.scoring import Job, Pool, ScoreResult, make_scorer
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
 from covey.types import Prompt
 from tests.processes import wait_until
 from tests.trackers import Notes

@@ -26,9 +26,9 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402
 
+from covey import loop, run  # noqa: E402, F401 - imported once, before any fork
 from covey.cli.main import run as covey  # noqa: E402
 from covey.records.folder import RunFolder  # noqa: E402
-from covey.training import build, loop  # noqa: E402, F401 - imported once, before any fork
 from tests.training.ranks import codes_of, start_ranks  # noqa: E402
 
 SECONDS = 30.0

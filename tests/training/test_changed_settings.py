@@ -13,7 +13,7 @@ from covey.config import Config, load_config
 from covey.errors import ConfigError
 from covey.lab.verify.recompute import recomputed
 from covey.records.folder import RunFolder
-from covey.training.run_start import FIXED, resumed_config
+from covey.start import FIXED, resumed_config
 
 SETTINGS = (
     "model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4", "evaluate.every=0",

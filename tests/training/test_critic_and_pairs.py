@@ -13,6 +13,7 @@ import torch
 
 from covey import step as training
 from covey.config import Config, load_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError, DataError, RunError
 from covey.loop import train
 from covey.objective import build as build_objective
@@ -24,7 +25,6 @@ from covey.reference import FrozenReference
 from covey.run import Run
 from covey.step import Observer, RowFacts, Seen, optimize, prepare, skips_rows
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
 from tests.conftest import build, make_batch
 from tests.trackers import Notes
 from tests.training.test_step import learner, make_policy, settings

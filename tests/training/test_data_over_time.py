@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError
-from covey.training.resolve import resolve
 from tests.processes import forked, wait_until
 
 SETTINGS = (

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from covey import garbage
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.loop import train
 from covey.models.logp import LogProbs
 from covey.models.micro_batches import balanced_parts
@@ -20,8 +22,6 @@ from covey.records.folder import RunFolder
 from covey.run import Run
 from covey.step import RowFacts, optimize, prepare
 from covey.stopping import StopSignal
-from covey.training import garbage
-from covey.training.resolve import resolve
 from covey.types import Batch, HostRows, Totals
 from tests.conftest import make_batch
 from tests.lab.plan.runs import SHORT

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
+from covey.config.resolve import resolve
 from covey.errors import RewardError
 from covey.loop import train
 from covey.records.folder import RunFolder
@@ -20,7 +21,6 @@ from covey.records.trackers import Tracker
 from covey.rewards import Score, ThinkAnswer
 from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
 from covey.types import Prompt
 from tests.trackers import Notes
 

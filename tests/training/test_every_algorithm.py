@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.loop import train
 from covey.objective import ALGORITHMS
 from covey.records.folder import RunFolder
 from covey.records.metric_registry import meaning
 from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
 from tests.trackers import Notes
 
 QUICK = [

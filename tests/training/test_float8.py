@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from covey.config import load_config
+from covey.config.resolve import resolve
+from covey.engines.make import check_float8
 from covey.errors import ConfigError
 from covey.lab.numerics.measure_gaps import measure
 from covey.loop import lost_note, train
 from covey.records.folder import RunFolder
 from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.make_engine import check_float8
-from covey.training.resolve import resolve
 from tests.conftest import build
 from tests.trackers import Notes
 
@@ -97,7 +97,7 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine run in Triton's interpreter, which a run would refuse."""
     pytest.importorskip("triton")
     if not torch.cuda.is_available():
-        monkeypatch.setattr("covey.training.make_engine.check_float8", lambda config: None)
+        monkeypatch.setattr("covey.engines.make.check_float8", lambda config: None)
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import pytest
 
 from covey.api import train
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError
 from covey.lab.plan.forecast import Device
 from covey.lab.plan.memory import forecast
-from covey.training.resolve import resolve
 
 DISTIL = ["objective.name=opd", "teacher.path=embedded", "rollout.group_size=1"]
 

@@ -15,6 +15,7 @@ from covey.accel.head import Head, token_logp
 from covey.api import train
 from covey.collate import collate
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.engines.draw import Distribution, log_distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
@@ -23,7 +24,6 @@ from covey.kept_sets import KeptSets, decode_kept, encode_kept
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
 from covey.rollout.episode import EncodedPrompt
-from covey.training.resolve import resolve
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import build, rollouts_of
 from tests.objective.worked import Worked

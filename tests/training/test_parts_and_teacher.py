@@ -11,6 +11,7 @@ import torch
 
 from covey.collate import collate
 from covey.config import Config, load_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError, ModelError
 from covey.models.logp import batch_logp
 from covey.objective import build as build_objective
@@ -19,7 +20,6 @@ from covey.reference import FrozenReference
 from covey.reference.build import make_teacher
 from covey.rollout.filter import Selected, select
 from covey.step import check_finite, optimize, prepare
-from covey.training.resolve import resolve
 from covey.types import Group
 from tests.conftest import build, make_batch
 from tests.training.test_step import PROMPT, learner, make_policy, rollout

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from covey.config import Config, load_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError, DataError
 from covey.lab.plan.findings import findings
 from covey.lab.plan.summary import summarize
@@ -17,11 +18,10 @@ from covey.lab.plan.task_facts import task_facts, usable_prompt
 from covey.loop import train
 from covey.models.language_model import LanguageModel
 from covey.records.folder import RunFolder
+from covey.rollout.prompt_limit import fitting_prompts
 from covey.run import Run
 from covey.stopping import StopSignal
 from covey.tasks.task import Generated
-from covey.training.prompt_limit import fitting_prompts
-from covey.training.resolve import resolve
 from covey.types import Prompt
 from tests.trackers import Notes
 

@@ -13,6 +13,7 @@ import torch
 
 from covey.config import Config, load_config
 from covey.config.algorithm_names import PAIRED
+from covey.config.resolve import objective_of, resolve, sampling_of, task_of
 from covey.config.schema import Parallel
 from covey.engines.native.engine import NativeEngine
 from covey.models.language_model import LanguageModel
@@ -29,7 +30,6 @@ from covey.reference.frozen import FrozenReference
 from covey.rollout.episode import encode_prompts, generate
 from covey.run import Run, reference_of, step_settings_of, teacher_of
 from covey.step import train_on
-from covey.training.resolve import objective_of, resolve, sampling_of, task_of
 from covey.types import Group, Rollout
 from tests.conftest import build
 from tests.training.ranks import run_ranks

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.errors import RewardError
 from covey.loop import train
 from covey.records.folder import RunFolder
 from covey.rewards import Score, ThinkAnswer
 from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
 from covey.types import Prompt
 from tests.trackers import Notes
 

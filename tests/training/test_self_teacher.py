@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from covey.cli.main import run as covey
 from covey.collate import collate
 from covey.config import Config, load_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError
 from covey.lab.plan.findings import findings
 from covey.lab.plan.forecast import Device
@@ -29,7 +30,6 @@ from covey.rollout.privileged import Privileged, check_context
 from covey.run import Run
 from covey.scoring.job import checked
 from covey.step import filled_batch, train_on
-from covey.training.resolve import resolve
 from covey.types import Group, Rollout
 from tests.conftest import build
 from tests.training.test_step import PROMPT, learner, make_policy, rollout

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
 from covey.config import load_config, parse_config
+from covey.config.resolve import resolve
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
@@ -46,10 +47,9 @@ from covey.sft import (
     stack,
     step_examples,
 )
+from covey.solutions import Solutions, solutions_of, write_solution
 from covey.stopping import StopSignal
 from covey.tasks import Arithmetic, Countdown
-from covey.training.resolve import resolve
-from covey.training.sft_data import Solutions, solutions_of, write_solution
 from covey.types import Prompt, Rollout
 from tests.conftest import build, rollouts_of
 from tests.processes import forked, wait_until

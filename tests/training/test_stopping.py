@@ -13,12 +13,12 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
+from covey.config.resolve import resolve
 from covey.loop import train
 from covey.records.folder import RunFolder
 from covey.run import Run
 from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import GivenUp, may_be_given_up, stop_signal
-from covey.training.resolve import resolve
 from tests.processes import forked, wait_until
 from tests.trackers import Notes
 from tests.training.test_resume import wait

@@ -11,12 +11,12 @@ import torch
 
 from covey.cli.main import run as covey
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.errors import ConfigError
 from covey.policy.models import load_model
 from covey.policy.schedule import Used, schedule_of
 from covey.records.folder import RunFolder
 from covey.run import Run
-from covey.training.resolve import resolve
 
 LORA = ("adapter.rank=2", "model.device=cpu", "rollout.prompts_per_step=2", "rollout.group_size=4",
         "evaluate.every=0", "rollout.max_tokens=40", "train.mini_batches=1")  # fmt: skip

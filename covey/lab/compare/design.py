@@ -18,13 +18,13 @@ from typing import Any
 from covey.config import Config, parse_config, toml_value
 from covey.config.algorithm_names import PAIRED
 from covey.config.load import overridden, read_settings
+from covey.config.resolve import resolve
 from covey.config.smoke import smoke_settings
 from covey.errors import ConfigError
 from covey.lab.compare.comparison import Arm, BudgetKind
 from covey.lab.compare.comparison_folder import Design
 from covey.notices import notice
 from covey.objective import algorithm
-from covey.training.resolve import resolve
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change. To train with different seeds than the other arms, an arm can

@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from covey.config import Config, toml_value
+from covey.config.resolve import held_out_of, task_of
 from covey.errors import ConfigError, DataError
 from covey.lab.compare.comparison import Arm
 from covey.lab.compare.comparison_folder import Design
 from covey.lab.compare.design import NOT_SAMPLING, kept_options, shares_first_rollouts
 from covey.tasks import Task
 from covey.tasks.task import shared_prompts
-from covey.training.resolve import held_out_of, task_of
 from covey.types import Prompt
 
 Row = Mapping[str, str]

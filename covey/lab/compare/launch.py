@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from covey.config import Config, parse_config, to_toml
+from covey.config.resolve import reward_of, task_of
 from covey.config.schema import Adapter
 from covey.errors import RunError
 from covey.lab.compare.comparison import RunOutcome
@@ -40,7 +41,6 @@ from covey.records.provenance import code_digest
 from covey.reference.fingerprint import fingerprint
 from covey.rewards.identity import identity
 from covey.subprocesses import module_command
-from covey.training.resolve import reward_of, task_of
 
 POLL_SECONDS = 0.2
 Status = Literal["waiting", "running", "done", "failed", "stopped"]

@@ -36,8 +36,8 @@ from covey.records.folder import RunFolder
 from covey.records.provenance import describe_environment
 from covey.records.trackers import Tracker
 from covey.run import Run
+from covey.scoring.build import baselines_of, scorer_of
 from covey.stopping import stop_signal
-from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3
 """The exit codes of the process. A process with the exit code STOPPED was interrupted, and its run

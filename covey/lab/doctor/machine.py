@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from covey.config import Config, to_toml
+from covey.config.resolve import reward_of, task_of
 from covey.lab.compare.run_process import peak_memory
 from covey.lab.doctor.result import Clock, Result
 from covey.lab.plan.forecast import Forecast, size_text
@@ -29,7 +30,6 @@ from covey.sandbox.limits import Case
 from covey.sandbox.program import run_program
 from covey.scoring import Pool
 from covey.stopping import StopSignal
-from covey.training.resolve import reward_of, task_of
 
 PROMPTS = 8
 """The number of held-out prompts with which the reward is tested."""

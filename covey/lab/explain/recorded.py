@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from covey.config import load_config
+from covey.config.resolve import objective_of
 from covey.errors import RunError
 from covey.lab.exact_logp import recorded_exact_logp
 from covey.lab.explain.effect import Effect, effect, projections
@@ -30,7 +31,6 @@ from covey.records.records import read_episode, unsaid
 from covey.records.resume import last_good
 from covey.run import Run, reference_of, step_settings_of, teacher_of
 from covey.step import Observer, Seen, train_on
-from covey.training.resolve import objective_of
 from covey.types import Batch, Group, Prompt, Rollout
 
 

@@ -18,6 +18,7 @@ import torch
 
 from covey.collate import collate
 from covey.config import load_config
+from covey.config.resolve import objective_of, resolve
 from covey.errors import ConfigError
 from covey.lab.explain.effect import Effect, parameter_gradients, whole_effect
 from covey.lab.explain.recorded import Origin, Recorded, Trainee, check_trained, relearn
@@ -29,7 +30,6 @@ from covey.policy.policy import Policy
 from covey.records.folder import RunFolder
 from covey.run import reference_of, teacher_of
 from covey.step import prepare, trained_batch
-from covey.training.resolve import objective_of, resolve
 from covey.types import Batch
 
 

@@ -26,6 +26,7 @@ import torch
 
 from covey.collate import collate
 from covey.config import Config
+from covey.engines.make import native_engine
 from covey.engines.protocol import Engine
 from covey.lab.numerics.gap import ClipRange, Gap, gap_of
 from covey.lab.numerics.logp_variants import (
@@ -44,7 +45,6 @@ from covey.rollout.collect import collect_step
 from covey.rollout.episode import encode_prompts, generate
 from covey.run import Run
 from covey.step import filled_batch, optimize
-from covey.training.make_engine import native_engine
 from covey.types import Group
 
 ALONE = 16

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from covey.accel.sizes import SHORT, VOCABULARY_BLOCK, padded_tokens
+from covey.config.resolve import sampling_of
 from covey.engines.native.sizes import (
     CAPACITY_STEP,
     FUSED_BYTES,
@@ -19,7 +20,6 @@ from covey.engines.native.sizes import (
 from covey.lab.plan.activations import FLASH, FLOAT, Pass, kernels_of, passing_bytes
 from covey.lab.plan.forecast import ALWAYS, Part, RunFacts
 from covey.lab.plan.model_shape import Shape
-from covey.training.resolve import sampling_of
 
 ASSUMED_HELD_OUT = 256
 """The assumed number of held-out prompts if they cannot be counted."""

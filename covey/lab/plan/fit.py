@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from covey.config import Config, parse_config, toml_value
+from covey.config.resolve import objective_of
 from covey.lab.plan.finding import Finding
 from covey.lab.plan.forecast import Device, Forecast, size_text
 from covey.lab.plan.memory import MARGIN, forecast
 from covey.lab.plan.model_shape import Shape
 from covey.lab.plan.task_facts import TaskFacts
-from covey.training.resolve import objective_of
 
 LEAST_CONCURRENT = 64
 """The smallest value of `engine.max_concurrent` that Covey suggests, because lower values slow

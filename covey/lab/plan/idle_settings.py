@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from covey.config import Config
+from covey.config.resolve import reward_of
 from covey.config.schema import Section
 from covey.errors import CoveyError
 from covey.lab.plan.equivalence import (
@@ -21,7 +22,6 @@ from covey.objective import advantage, algorithm, ratio
 from covey.objective import surrogate as surrogates
 from covey.objective.penalty import MAX_ADAPTATION
 from covey.rewards.length import Soft
-from covey.training.resolve import reward_of
 
 UPDATES = ("train.mini_batches", "train.epochs")
 """Settings that determine the number of optimizer steps per rollout batch."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from covey.accel.sizes import CHUNK_STEP, LIVE_COPIES, chunk_rows, padded_tokens
 from covey.config import Config
+from covey.config.resolve import objective_of, resolve
 from covey.config.schema import Adapter
 from covey.lab.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
 from covey.lab.plan.engine_memory import engine_parts
@@ -27,7 +28,6 @@ from covey.lab.plan.largest_micro_batch import largest_micro_batch
 from covey.lab.plan.model_shape import Shape, shape_of
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.models.model_path import adapter_base
-from covey.training.resolve import objective_of, resolve
 
 MARGIN = 0.1
 """The fraction of a device's memory that suggested settings leave free."""

@@ -11,8 +11,8 @@ from covey.lab.plan.finding import Said, Setup, rule
 from covey.lab.plan.task_facts import TaskFacts
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
+from covey.rollout.prompt_limit import limit_reason, longest_prompt
 from covey.scoring.baselines import REMEDY
-from covey.training.prompt_limit import limit_reason, longest_prompt
 
 SLOW_ADAPTER = 2e-6
 """The highest learning rate that counts as one of full training, whose default is 1e-6."""

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from covey.cluster.actors import needs_text
 from covey.config import Config
+from covey.config.resolve import objective_of, reward_of
 from covey.lab.plan.task_facts import TaskFacts
 from covey.objective import Objective
 from covey.objective.penalty import PENALTIES
 from covey.policy.schedule import PATIENCE
-from covey.training.ray_actors import needs_text
-from covey.training.resolve import objective_of, reward_of
 
 REFERENCES = {
     "frozen": "the initial weights",

@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import Config
-from covey.environments.registry import NONE
-from covey.errors import CoveyError, DataError
-from covey.lab.plan.model_shape import first_line, source_of
-from covey.models.chat_template import Template, make_renderer, start_rendering
-from covey.scoring import InlineScorer
-from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
-from covey.subprocesses import module_command
-from covey.tasks.task import shared_prompts
-from covey.training.prompt_limit import longest_prompt
-from covey.training.resolve import (
+from covey.config.check import checked_prompts
+from covey.config.resolve import (
     evaluation_config,
     reward_of,
     task_of,
     template_of,
 )
-from covey.training.sft_data import write_solution
-from covey.training.start_checks import checked_prompts
+from covey.environments.registry import NONE
+from covey.errors import CoveyError, DataError
+from covey.lab.plan.model_shape import first_line, source_of
+from covey.models.chat_template import Template, make_renderer, start_rendering
+from covey.rollout.prompt_limit import longest_prompt
+from covey.scoring import InlineScorer
+from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
+from covey.solutions import write_solution
+from covey.subprocesses import module_command
+from covey.tasks.task import shared_prompts
 from covey.types import Prompt
 
 # Token counts of prompts and solutions.

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 from covey.config import Config, load_config
+from covey.config.resolve import task_of
 from covey.errors import CoveyError, RunError
 from covey.lab.doctor.result import Result
 from covey.records.digests import RECORDS_FILE, damage
@@ -25,7 +26,6 @@ from covey.records.folder import CHANGES, RunFolder
 from covey.records.records import ANY_OBJECT, DIGEST, SAVED, STEP, Note, scan_lines, usable_lines
 from covey.records.settings import changed_settings
 from covey.rng import prompt_indices
-from covey.training.resolve import task_of
 
 SHOWN = 3
 """The largest number of problems that the result of a check lists."""

@@ -12,12 +12,12 @@ import pytest
 from safetensors.torch import load_file
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.engines.vllm.sync import AdapterSync, FileSync
 from covey.errors import EngineError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.policy.models import load_model
-from covey.training.resolve import resolve
 
 
 def test_only_the_newest_adapter_stays_in_the_folder(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from covey.config import parse_config, to_toml
+from covey.config.resolve import resolve
 from covey.errors import ConfigError, RunError
 from covey.lab.compare.comparison import Arm, RunOutcome
 from covey.lab.compare.comparison_folder import (
@@ -28,7 +29,6 @@ from covey.lab.compare.design import (
     with_arms,
     with_seeds,
 )
-from covey.training.resolve import resolve
 
 
 def planned(*algorithms: str, arms: tuple[str, ...] = (), **request: Any) -> Design:

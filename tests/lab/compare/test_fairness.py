@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from covey.config import Config, load_config
+from covey.config.resolve import resolve, task_of
 from covey.errors import ConfigError, DataError
 from covey.lab.compare.design import Request, arm_configs, design_comparison, parse_arm
 from covey.lab.compare.design import config_of as config_of_arm
 from covey.lab.compare.fairness import check_prompts, known_beforehand, task_digest
 from covey.lab.compare.launch import inputs_digest
-from covey.training.resolve import resolve, task_of
 
 
 def prompts(path: Path, *texts: str) -> str:

@@ -11,6 +11,7 @@ import transformers
 
 from covey.collate import collate
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.embedded import CHECKPOINT
 from covey.lab.numerics.logp_variants import (
     alone_logp,
@@ -23,7 +24,6 @@ from covey.lab.numerics.measure_gaps import Report, clip_range, default_updates,
 from covey.models.logp import LogProbs
 from covey.rollout.collect import collect_step
 from covey.run import Run
-from covey.training.resolve import resolve
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.trackers import Notes
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.loop import train
 from covey.records.folder import RunFolder
 from covey.run import Run
 from covey.stopping import StopSignal
-from covey.training.resolve import resolve
 from tests.trackers import Notes
 
 SHORT = (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from covey.config import Config, load_config
+from covey.config.resolve import resolve
 from covey.lab.plan.findings import coincidences
 from covey.lab.plan.forecast import Device
 from covey.lab.plan.memory import forecast
 from covey.lab.plan.model_shape import shape_of
-from covey.training.resolve import resolve
 
 CPU = Device(kind="cpu", memory=2**34, name="a laptop")
 GPU = Device(kind="cuda", memory=80 * 2**30, name="a GPU")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from covey import run as build
 from covey.cli.main import run
+from covey.config import check as start_checks
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.models import four_bit
-from covey.training import build, start_checks
-from covey.training.resolve import resolve
 
 RAY = ("cluster.address=local", "cluster.trainers=2")
 REFUSED: dict[str, tuple[str, ...]] = {

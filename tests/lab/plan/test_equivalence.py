@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from covey.config import Config, load_config
+from covey.config.resolve import resolve
 from covey.lab.plan.equivalence import equivalent_algorithms, normal_form, up_to_a_factor
 from covey.lab.plan.finding import Setup, setup_of
 from covey.lab.plan.findings import coincidences
 from covey.objective import ALGORITHMS, Objective, with_weight
-from covey.training.resolve import resolve
 from tests.objective.laws import CASES, Step, descend, gradient_of, make_step, objective_of
 
 SEEDS = range(3)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from covey.config import Config, load_config, recipe_names
+from covey.config.resolve import resolve
 from covey.lab.plan.finding import Finding, setup_of
 from covey.lab.plan.findings import RULES, coincidences, findings
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.objective import ALGORITHMS
 from covey.scoring.baselines import Baseline, Baselines
-from covey.training.resolve import resolve
 
 ROOT = Path(__file__).parents[3]
 ONCE = "train.mini_batches=1"

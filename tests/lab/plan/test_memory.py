@@ -16,6 +16,7 @@ from torch import nn
 from covey.accel.packing import pack
 from covey.accel.sizes import LIVE_COPIES
 from covey.config import Config, load_config
+from covey.config.resolve import resolve, sampling_of
 from covey.embedded import CHECKPOINT
 from covey.engines.native.backend import EagerBackend
 from covey.engines.native.engine import NativeEngine
@@ -34,7 +35,6 @@ from covey.models.load_model import load_language_model, wrap
 from covey.models.logp import batch_logp
 from covey.models.micro_batches import micro_batches
 from covey.rollout.episode import EncodedPrompt
-from covey.training.resolve import resolve, sampling_of
 from covey.types import Batch, HostRows, Prompt
 from tests.conftest import build, rollouts_of
 from tests.models.test_gguf import tiny, write_gguf

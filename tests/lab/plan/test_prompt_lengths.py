@@ -3,10 +3,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.embedded import CHECKPOINT
 from covey.lab.plan.task_facts import measure, measuring_elsewhere, task_facts
 from covey.models.chat_template import Template
-from covey.training.resolve import resolve
 
 
 def test_another_process_measures_the_same() -> None:

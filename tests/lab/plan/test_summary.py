@@ -12,12 +12,12 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config
+from covey.config.resolve import resolve, reward_of
 from covey.embedded import CHECKPOINT
 from covey.lab.plan.summary import Plan, summarize
 from covey.lab.plan.task_facts import TaskFacts
 from covey.models import four_bit
 from covey.records.folder import RunFolder
-from covey.training.resolve import resolve, reward_of
 
 
 def plan_of(*settings: str, facts: TaskFacts | None = None) -> Plan:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from covey.config import load_config
+from covey.config.resolve import resolve
 from covey.lab.plan.run_time import (
     MEASURED,
     WARM_UP,
@@ -15,7 +16,6 @@ from covey.lab.plan.run_time import (
     measure_time,
     shortened,
 )
-from covey.training.resolve import resolve
 
 
 def row(total: float, rollout: float, update: float) -> dict[str, Any]:

@@ -7,15 +7,15 @@ import os
 from collections.abc import Sequence
 from typing import TypedDict
 
+from covey.cluster.actors import ray_scorer
 from covey.config import Config
+from covey.config.resolve import evaluation_config, reward_of
 from covey.environments.registry import NONE
 from covey.rewards import Reward
 from covey.rewards.identity import identity
 from covey.rewards.user import FUNCTIONS, own_name, with_none
 from covey.scoring import Scorer, check_timeout, make_scorer
 from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
-from covey.training.ray_actors import ray_scorer
-from covey.training.resolve import evaluation_config, reward_of
 from covey.types import Prompt
 
 MOST_PROBED, FEW_PROBED = 512, 16

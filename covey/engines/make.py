@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from covey.cluster.actors import actors_of_a_rank, ray_engine, settings_of_copy
 from covey.cluster.ray_client import check_room, connect
 from covey.config import Config, parse_config
 from covey.embedded import MODELS
@@ -25,7 +26,6 @@ from covey.models.device import device_of
 from covey.models.from_pretrained import NO_CODE
 from covey.policy.models import load_model
 from covey.policy.policy import Policy
-from covey.training.ray_actors import actors_of_a_rank, ray_engine, settings_of_copy
 
 
 def check_engine(config: Config) -> None:
@@ -60,7 +60,7 @@ def make_engine(config: Config, policy: Policy) -> Engine:
         shared.write(policy.weights())
         device = config.model.device if own == "auto" else own
         settings = settings_of_copy(config, device=device)
-        engine = ProcessEngine("covey.training.engine_worker", settings, shared)
+        engine = ProcessEngine("covey.engines.process.start", settings, shared)
     return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from covey.config import Config
+from covey.config.resolve import held_out_of, objective_of
 from covey.environments.registry import NONE, PASSED, make_factory
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.models.model_path import adapter_base, check_model_path
@@ -17,7 +18,6 @@ from covey.rewards.user import check_columns
 from covey.rollout.prompts import check_enough
 from covey.scoring import check_timeout
 from covey.tasks import Task
-from covey.training.resolve import held_out_of, objective_of
 from covey.trust import is_import_path
 from covey.types import Prompt
 
@@ -205,7 +205,7 @@ def _check_devices_here(config: Config, ranks: int) -> None:
     if config.cluster.address and config.cluster.trainers:
         return  # the trainers may run on other machines
     if config.engine.rounds:
-        from covey.training.make_engine import check_float8
+        from covey.engines.make import check_float8
 
         check_float8(config)
     if config.model.device.startswith("cuda"):

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.config import Config, load_config, to_toml
+from covey.config.resolve import resolve
 from covey.errors import ConfigError
 from covey.notices import notice
 from covey.parallel.join import joined_world
 from covey.parallel.world import World
+from covey.passed_objects import OBJECTS
 from covey.records.files import append_line, write_text
 from covey.records.folder import CHANGES, RunFolder, next_run_path, set_aside_failed
 from covey.records.provenance import describe_environment
@@ -23,8 +25,6 @@ from covey.records.resume import Start, resume_command, start_of
 from covey.records.settings import changed_settings, reward_of_run
 from covey.run import Run
 from covey.stopping import StopSignal, stop_signal
-from covey.training.passed_objects import OBJECTS
-from covey.training.resolve import resolve
 
 REPEATS_SECONDS = 2.0
 """Number of seconds in which a second signal is ignored. A rank receives Ctrl-C twice: directly,

@@ -132,8 +132,8 @@ def settings_of_copy(config: Config, **model: Any) -> dict[str, Any]:
 
 def actor_engine(settings: Mapping[str, Any]) -> Engine:
     """Build the engine of a Ray actor; this function runs inside the actor."""
+    from covey.engines.make import native_copy
     from covey.policy.models import load_model
-    from covey.training.make_engine import native_copy
 
     config = parse_config(settings)
     if config.engine.kind != "vllm":

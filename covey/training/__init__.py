@@ -1,1 +1,0 @@
-"""Training: the loop, the training step, the optimizer and checkpoints."""
