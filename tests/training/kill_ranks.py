@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402
 
-from covey import loop, run  # noqa: E402, F401 - imported once, before any fork
+import covey.loop  # noqa: E402 - imported once, before any fork
 from covey.cli.main import run as covey  # noqa: E402
 from covey.records.folder import RunFolder  # noqa: E402
 from tests.training.ranks import codes_of, start_ranks  # noqa: E402
