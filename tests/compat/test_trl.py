@@ -149,7 +149,41 @@ if __name__ == "__main__":
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 """
-FLAGS = ["--model_name_or_path", "embedded", "--output_dir", "o", "--learning_rate", "1e-5", "--bonus", "0.75", "--eval_strategy", "steps", "--eval_steps", "2", "--max_completion_length", "8", "--max_steps", "2", "--beta", "0.01", "--num_generations", "2", "--per_device_train_batch_size", "4", "--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj", "--push_to_hub", "--loss_type", "sapo", "--scale_rewards", "none"]
+FLAGS = [
+    "--model_name_or_path",
+    "embedded",
+    "--output_dir",
+    "o",
+    "--learning_rate",
+    "1e-5",
+    "--bonus",
+    "0.75",
+    "--eval_strategy",
+    "steps",
+    "--eval_steps",
+    "2",
+    "--max_completion_length",
+    "8",
+    "--max_steps",
+    "2",
+    "--beta",
+    "0.01",
+    "--num_generations",
+    "2",
+    "--per_device_train_batch_size",
+    "4",
+    "--use_peft",
+    "--lora_r",
+    "4",
+    "--lora_target_modules",
+    "q_proj",
+    "v_proj",
+    "--push_to_hub",
+    "--loss_type",
+    "sapo",
+    "--scale_rewards",
+    "none",
+]
 
 
 def test_trls_own_style_is_ported_with_functions_inside_functions(port: Any) -> None:
