@@ -392,7 +392,7 @@ def test_a_comparison_trains_on_own_data_with_own_functions(tmp_path: Path) -> N
     (saved,) = (folder.parent / "data").iterdir()
     assert len(lines(saved)) == len(ROWS)
     for row in lines(run.path / "rollouts/000001.jsonl"):
-        assert row["parts"]["short"] == -0.001 * len(row["completion"])
+        assert row["parts"]["short"] == pytest.approx(-0.001 * len(row["text"]))
     with pytest.raises(ConfigError, match="cannot be imported"):
         covey.compare(
             dataset=ROWS, rewards=lambda completions, **k: [], algorithms=["grpo", "rloo"]

@@ -339,7 +339,9 @@ def record(script: Path, arguments: Sequence[str], last: int | None = None) -> R
         # Functions keep the names of the script: a namespace that outlives the run.
         module = types.ModuleType("__main__")
         module.__file__ = str(script)
-        stack.enter_context(mock.patch.dict(sys.modules, {"__main__": module}))
+        # Only this entry is restored: the modules that the script imports stay imported.
+        stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
+        sys.modules["__main__"] = module
         recorder.namespace = vars(module)
         try:
             code = compile(script.read_text(encoding="utf-8"), str(script), "exec")

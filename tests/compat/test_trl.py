@@ -316,7 +316,7 @@ def score(environments, **kwargs):
     return [environment.score for environment in environments]
 
 def words(completions, **kwargs):
-    return [float(len(messages)) for messages in completions]
+    return [len(messages) + 0.5 for messages in completions]
 
 def main():
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "level": i} for i in range(1, 9)]
@@ -338,7 +338,8 @@ def test_reward_functions_get_the_environment_of_the_episode(port: Any) -> None:
     assert run(["train", *words]) == 0
     (row,) = (Path("run") / "rollouts/000001.jsonl").read_text().splitlines()[:1]
     found = json.loads(row)
-    assert found["parts"] == {"score": float(found["prompt"].partition("+")[0]), "words": 100.0}
+    assert found["parts"]["score"] == float(found["prompt"].partition("+")[0])
+    assert found["parts"]["words"] in (50.0, 150.0)  # a message that was cut off does not count
     assert found["reward"] == sum(found["parts"].values())
 
 
