@@ -40,6 +40,7 @@ REFUSED = {
     "scalerl": ("objective.correction", "objective.veto"),  # its ratio is to the engine already
     "bapo": ("objective.correction", "objective.veto"),
     "m2po": ("objective.correction", "objective.veto"),
+    "dppo": ("objective.correction", "objective.veto"),
     "maxrl": ("length_penalty",),  # it makes rewards negative
     "dpo": OF_RATIOS,  # there is no ratio in a pair
     "ipo": OF_RATIOS,

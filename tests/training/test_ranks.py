@@ -54,7 +54,7 @@ SPECIAL = {
 }
 HERE = [name for name in ALGORITHMS if name != "gigpo"]
 """Those that need no turns."""
-TO_THE_ENGINE = ("scalerl", "bapo", "m2po")
+TO_THE_ENGINE = ("scalerl", "bapo", "m2po", "dppo")
 """They take ratios to the engine, and refuse corrections."""
 
 
