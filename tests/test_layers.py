@@ -64,6 +64,7 @@ LAYERS: dict[str, set[str]] = {
     "reference": {"http_client", "_version", "config", "models", "stopping", *PLAIN},
     "world": {"objective", "stopping"},
     "rollout": {
+        "run.records",
         "config",
         "engines",
         "environments",
