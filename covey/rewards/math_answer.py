@@ -111,18 +111,21 @@ class MathAnswer(TargetReward):
         if same is not None:
             return same
         number, target_number = parse_number(answer, nouns), parse_number(target, nouns)
+        tolerance = self.tolerance
         if number is None or target_number is None:
             if max(len(answer), len(target)) > MAX_FORMULA:
                 return answer == target
             answer, target = _plain(answer, nouns), _plain(target, nouns)
             if answer.casefold() == target.casefold():
                 return True
+            if "." not in answer + target:
+                tolerance = 0.0  # 1 is not 1 - 2^{-100}: nothing is rounded
             number = latex_value(answer) if number is None else number
             target_number = latex_value(target) if target_number is None else target_number
         if number is not None and target_number is not None:
-            if target_number.denominator == 1 or not self.tolerance:
+            if target_number.denominator == 1 or not tolerance:
                 return number == target_number  # much faster than a difference of fractions
-            allowed = Fraction(self.tolerance) * abs(target_number)
+            allowed = Fraction(tolerance) * abs(target_number)
             return abs(number - target_number) <= allowed
         return self.symbolic and self._same_equation(answer, target, nouns)
 

@@ -32,7 +32,7 @@ ONE_ANSWER = frozenset(
 )  # fmt: skip
 """Datasets whose scorer finds the expected answer inside a longer one, such as `not 84`."""
 SEVERAL_ANSWERS = frozenset(
-    {"advanced_geometry", "arc_agi", "kakurasu", "quantum_lock", "rubiks_cube", "sokoban", "survo",
+    {"advanced_geometry", "kakurasu", "quantum_lock", "rubiks_cube", "sokoban", "survo",
      "tower_of_hanoi"}
 )  # fmt: skip
 """The same for datasets that accept other answers than the expected one."""

@@ -57,10 +57,10 @@ def test_nothing_is_no_failure_and_an_error_is_one() -> None:
 
 
 def test_a_template_weighs_the_neutral_score_with_its_other_parts() -> None:
-    # Not a success, so the lower half: 0.5 (0.60 * 0.5 + 0.15 * format) / 0.75, with format 1.
+    # The weighted mean of all parts: 0.60 * 0.5, and the full weight of the others.
     thought = "<think>" + "We add the two numbers and check the sum once more. " + "</think>"
     mix = made("math", symbolic=False, without_target=0.5, robust=False)
-    assert mix(UNTARGETED, f"{thought}42").reward == pytest.approx(0.5 * 0.45 / 0.75)
+    assert mix(UNTARGETED, f"{thought}42").reward == pytest.approx(0.60 * 0.5 + 0.40)
     with pytest.raises(SkippedError):
         made("agent", without_target="none")(UNTARGETED, "42")
 
