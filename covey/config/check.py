@@ -1,18 +1,30 @@
-"""Refuses what cannot start before a model is loaded; `covey plan` makes the same checks.
+"""Refuses configurations, before a model is loaded.
 
-The module does not import torch, so that `covey plan` and a command that starts ranks refuse within
-a second.
+`check_settings` refuses combinations of settings when a configuration is resolved. `check_start`
+refuses what cannot start with so many ranks or on this machine; `covey plan` makes the same checks.
+The module does not import torch, so that a wrong setting is reported within a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from covey.config import Config
-from covey.config.resolve import held_out_of, objective_of
+from covey.config.reference_kinds import check_reference, check_teacher
+from covey.config.resolve import (
+    CORRECTION,
+    held_out_of,
+    objective_of,
+    sampling_of,
+    truncates_unseen,
+)
 from covey.environments.registry import NONE, PASSED, make_factory
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.models.model_path import adapter_base, check_model_path
+from covey.records.best import check_metric
+from covey.records.health import check_names
+from covey.records.trackers.registry import check_trackers
 from covey.rewards import LENGTH_PENALTIES, Reward
 from covey.rewards.user import check_columns
 from covey.rollout.prompts import check_enough
@@ -20,6 +32,224 @@ from covey.scoring import check_timeout
 from covey.tasks import Task
 from covey.trust import is_import_path
 from covey.types import Prompt
+
+if TYPE_CHECKING:
+    from covey.objective import Objective
+
+
+# Combinations of settings.
+
+
+def check_settings(config: Config, objective: Objective | None) -> None:
+    """Refuse a resolved configuration whose settings contradict each other.
+
+    Without `objective`, which user code may define, what depends on it is not checked.
+    """
+    check_reference(config.reference)
+    _check_engine(config)
+    if objective is None:
+        return
+    _check_old_logp(config, objective)
+    _check_groups(config, objective)
+    _check_preferences(config, objective)
+    _check_mask_replay(config, objective)
+    if "teacher" in objective.needs:
+        _check_teacher(config, objective)
+
+
+def _check_engine(config: Config) -> None:
+    """Raise ConfigError if the settings of [engine] and [overlap] contradict each other.
+
+    The engine's device is checked later, when a run starts (`check_float8`).
+    """
+    overlap, engine, rank = config.overlap, config.engine, config.adapter.rank
+    setting = f"config: engine.{engine.rounds} = 'float8'"
+    if engine.rounds and engine.kind == "vllm":
+        raise ConfigError(f"{setting} works only with Covey's own engine, not with vLLM")
+    if engine.rounds and rank:
+        raise ConfigError(
+            f"{setting} does not work with adapter.rank = {rank}, because layers with an adapter "
+            "are not quantized; leave out one of the two settings"
+        )
+    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
+        raise ConfigError(
+            "config: overlap.mode = 'copy' needs an engine with its own copy of the weights; set "
+            "engine.kind = 'process' or 'vllm', or set overlap.mode = 'ahead'"
+        )
+    if overlap.in_flight and not (overlap.staleness and overlap.mode == "copy"):
+        raise ConfigError(
+            "config: overlap.in_flight = true needs overlap.mode = 'copy' and overlap.staleness "
+            "of at least 1, because otherwise the engine is idle while the weights change"
+        )
+    if engine.device != "auto" and engine.kind != "process":
+        raise ConfigError(
+            f"config: engine.device = {engine.device!r} needs engine.kind = 'process'; the native "
+            "engine generates on model.device"
+        )
+
+
+def _check_teacher(resolved: Config, objective: Objective) -> None:
+    """Check the [teacher] section; reject self-distillation in an environment."""
+    privileged = "privileged" in objective.needs
+    check_teacher(resolved.teacher, privileged=privileged)
+    if privileged and resolved.environment.name != NONE:
+        raise ConfigError(
+            f"config: the algorithm {resolved.objective.name} does not work with an environment, "
+            "because the teacher's prompt with the privileged text has only one turn; leave out "
+            "environment.name"
+        )
+
+
+def _check_groups(resolved: Config, objective: Objective) -> None:
+    """Raise ConfigError if the objective does not fit the groups, mini-batches or reward parts."""
+    from covey.objective.compose import option
+
+    size, k = resolved.rollout.group_size, option(objective.advantage, "k")
+    if size == 1 and "groups" in objective.needs:
+        raise ConfigError(
+            f"config: rollout.group_size = 1, but the algorithm {resolved.objective.name} compares "
+            "several completions of a prompt; set rollout.group_size to at least 2"
+        )
+    others = option(objective.advantage, "baseline") not in (None, "loo1")
+    if k is not None and k > size - others:
+        least = k + others
+        raise ConfigError(
+            f"config: objective.k = {k} needs rollout.group_size of at least {least}, not {size}"
+        )
+    prompts, mini_batches = resolved.rollout.prompts_per_step, resolved.train.mini_batches
+    if objective.pairs and mini_batches > prompts:
+        raise ConfigError(
+            f"config: train.mini_batches = {mini_batches} must be at most rollout.prompts_per_step "
+            f"= {prompts}, because the algorithm {resolved.objective.name} needs whole groups in "
+            "every optimizer step"
+        )
+    given = resolved.objective.options
+    if "parts" in objective.needs and not objective.parts:
+        for name in ("part_weights", "gate"):
+            if given.get(name, ()) not in ((), [], -1):
+                raise ConfigError(
+                    f"config: objective.{name} depends on the order of the reward parts; list the "
+                    "parts in objective.parts"
+                )
+
+
+def _check_preferences(config: Config, objective: Objective) -> None:
+    """Refuse settings that cannot be combined with a preference file."""
+    section = config.preferences
+    if not section.file:
+        if section.max_tokens:
+            raise ConfigError(
+                "config: preferences.max_tokens has no effect without a preference file; set "
+                "preferences.file, or leave out preferences.max_tokens"
+            )
+        return
+    if not objective.pairs:
+        raise ConfigError(
+            f"config: preferences.file needs an objective on preference pairs (dpo or ipo), not "
+            f"{config.objective.name}"
+        )
+    if config.overlap.staleness:
+        raise ConfigError(
+            "config: preferences.file needs overlap.staleness = 0, because training on a file "
+            "does not generate completions"
+        )
+    if config.curriculum.active:
+        raise ConfigError(
+            "config: preferences.file does not work with [curriculum], because all preference "
+            "pairs have the same pass rate; leave out [curriculum]"
+        )
+
+
+def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
+    """Reject settings that conflict with sampler_logp as the denominator of the importance
+    ratio."""
+    name = resolved.objective.name
+    if truncates_unseen(resolved):
+        raise ConfigError(
+            f"config: the algorithm {name} divides by the engine's probabilities, but "
+            "rollout.top_k, top_p or min_p truncates the engine's distribution; set "
+            "rollout.mask_replay = true"
+        )
+    if objective.corrects:
+        raise ConfigError(
+            f"config: the algorithm {name} already divides by the engine's probabilities, so "
+            "objective.correction and objective.veto have nothing to correct; leave out both "
+            "settings"
+        )
+
+
+def _check_mask_replay(resolved: Config, objective: Objective) -> None:
+    """Reject `rollout.mask_replay` with vLLM, and with a reference or teacher on a server."""
+    if not sampling_of(resolved).returns_kept:
+        return
+    if resolved.engine.kind == "vllm":
+        raise ConfigError(
+            "config: rollout.mask_replay = true does not work with engine.kind = 'vllm', which "
+            "does not return the tokens that top_k, top_p and min_p kept"
+        )
+    server = "reference" in objective.needs and resolved.reference.kind == "server"
+    if server or ("teacher" in objective.needs and resolved.teacher.url):
+        section = "reference.kind = 'server'" if server else "teacher.url"
+        raise ConfigError(
+            f"config: rollout.mask_replay = true does not work with {section}, because the server "
+            "does not receive the tokens that top_k, top_p and min_p kept"
+        )
+
+
+def check_watching(config: Config) -> None:
+    """Check the names of trackers, health checks and the metric for the best checkpoint."""
+    check_trackers(config.trackers)
+    check_names(config.train.stop_on)
+    if config.save.best:
+        check_metric(config.save.best, samples=config.evaluate.samples)
+    elif config.train.patience:
+        raise ConfigError(
+            "config: train.patience needs save.best, the name of the metric that must improve"
+        )
+
+
+def _check_old_logp(resolved: Config, objective: Objective) -> None:
+    """Check that `train.old_logp` works with truncated sampling, float8, staleness and correction.
+
+    If the trainer computes old_logp, the importance ratio starts at 1 even for stale rollouts.
+    Stale rollouts therefore need a correction. Pairwise objectives such as DPO have no importance
+    ratio, and are not checked.
+    """
+    if objective.pairs:
+        return
+    if "sampler_as_old" in objective.needs:
+        _check_ratios_to_engine(resolved, objective)
+        return
+    truncates, from_sampler = truncates_unseen(resolved), resolved.train.old_logp == "sampler"
+    if from_sampler and truncates:
+        raise ConfigError(
+            "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
+            "min_p, because the engine then returns log-probs of a truncated distribution; "
+            "set rollout.mask_replay = true"
+        )
+    if resolved.engine.rounds and not from_sampler and objective.correction is None:
+        raise ConfigError(
+            f"config: with engine.{resolved.engine.rounds} = 'float8', the engine generates with "
+            "rounded weights; to correct for the rounding, set objective.correction = "
+            f"{CORRECTION!r} or 'token_mask'"
+        )
+    blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
+    if resolved.stale and blind and not objective.corrects:
+        staleness, groups = resolved.overlap.staleness, resolved.replay.groups
+        cause = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
+        raise ConfigError(
+            f"config: with {cause}, the engine generates with older weights than the trainer has; "
+            f"to correct for the difference, set objective.correction = {CORRECTION!r}"
+        )
+    taken = from_sampler and "old_entropy" not in objective.needs
+    if taken and objective.corrects:
+        raise ConfigError(
+            "config: objective.correction and objective.veto compare the trainer's old_logp with "
+            "the engine's log-probs, so they need train.old_logp = 'recompute', not 'sampler'"
+        )
+
+
+# What a run needs to start.
 
 Check = Callable[[Config, int], None]
 """A check of a resolved configuration for a number of ranks; it raises CoveyError."""
