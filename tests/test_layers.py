@@ -76,7 +76,16 @@ LAYERS: dict[str, set[str]] = {
         "world",
         *PLAIN,
     },
-    "cluster": {"engines", "models", "reference", "rewards", "scoring", "subprocesses", *PLAIN},
+    "cluster": {
+        "engines",
+        "models",
+        "reference",
+        "rewards",
+        "scoring",
+        "stopping",
+        "subprocesses",
+        *PLAIN,
+    },
     "evaluation": {"engines", "rng", "rollout", "scoring", *PLAIN},
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}
