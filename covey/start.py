@@ -13,6 +13,7 @@ import torch
 
 from covey.config import Config, load_config, to_toml
 from covey.config.resolve import resolve
+from covey.config.schema import about
 from covey.errors import ConfigError
 from covey.notices import notice
 from covey.parallel.join import joined_world
@@ -126,31 +127,7 @@ def locked_by_main(folder: RunFolder, world: World) -> AbstractContextManager[No
 # Settings that determine the data, the model or the algorithm of a run may not change. Settings
 # of run length, learning rate, limits, evaluations and saving may change.
 
-OTHER_RUN = "start a new run with the checkpoint as model.path"
-FIXED: Mapping[str, str] = {
-    "seed": f"the seed decides the prompts and random numbers of all steps; {OTHER_RUN}",
-    "model.path": "a resumed run uses the weights of its checkpoint",
-    "model.dtype": f"the steps of the checkpoint were computed in another dtype; {OTHER_RUN}",
-    "model": f"prompts would be rendered or computed in another way; {OTHER_RUN}",
-    "adapter": f"the checkpoint has the weights of the original adapter; {OTHER_RUN}",
-    "task": f"steps would draw other prompts, and repeat or lose some prompts; {OTHER_RUN}",
-    "rollout.prompts_per_step": "steps would draw other prompts, and repeat or lose some prompts; "
-    "change rollout.group_size instead",
-    "rollout.max_prompt_tokens": f"steps would draw from other prompts; {OTHER_RUN}",
-    "rollout.long_prompts": f"steps would draw from other prompts; {OTHER_RUN}",
-    "reward": f"rewards before and after the change could not be compared; {OTHER_RUN}",
-    "environment": f"rollouts before and after the change could not be compared; {OTHER_RUN}",
-    "objective.name": f"a run trains with one algorithm; {OTHER_RUN}",
-    "reference": f"the reference is fixed when the run starts; {OTHER_RUN}",
-    "teacher": f"the teacher is fixed when the run starts; {OTHER_RUN}",
-    "curriculum": "the checkpoint has statistics of the original curriculum; let the run end first",
-    "replay": "the checkpoint has groups to replay; let the run end first",
-    "optimizer.state": f"the checkpoint has the other kind of optimizer state; {OTHER_RUN}",
-    "overlap": "the checkpoint has rollouts that were generated ahead; let the run end first",
-    "sft.solutions": "steps would draw other solutions, and repeat or lose some solutions",
-    "sft.file": f"steps would draw other solutions; {OTHER_RUN}",
-    "sft.template": f"steps would draw other solutions; {OTHER_RUN}",
-}
+FIXED = {key: facts.resume for key, facts in about() if facts.resume}
 """Settings and sections that may not change when a run is resumed, each with the reason."""
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from covey.config.schema import about
+
 
 class Names(NamedTuple):
     """Names of a setting in TRL and in verl; an empty name if the library has no such setting."""
@@ -16,24 +18,7 @@ class Names(NamedTuple):
     verl: str = ""
 
 
-OTHER_NAMES: Mapping[str, Names] = {
-    "seed": Names("seed", "data.seed"),
-    "trackers": Names("report_to", "trainer.logger"),
-    "model.path": Names("model_name_or_path", "model.path"),
-    "model.dtype": Names("bf16", "actor.fsdp_config.model_dtype"),
-    "model.gradient_checkpointing": Names(
-        "gradient_checkpointing", "model.enable_gradient_checkpointing"
-    ),
-    "model.offload_activations": Names(verl="model.enable_activation_offload"),
-    "model.deterministic": Names("full_determinism"),
-    "model.chat_options": Names("chat_template_kwargs", "data.apply_chat_template_kwargs"),
-    "adapter.rank": Names("lora_r", "model.lora_rank"),
-    "adapter.alpha": Names("lora_alpha", "model.lora_alpha"),
-    "adapter.targets": Names("lora_target_modules", "model.target_modules"),
-    "adapter.dropout": Names("lora_dropout"),
-    "task.name": Names("dataset_name", "data.train_files"),
-    "reward.name": Names("reward_funcs", "reward.custom_reward_function"),
-    "objective.name": Names("loss_type", "algorithm.adv_estimator"),
+OPTIONS: Mapping[str, Names] = {
     "objective.beta": Names("beta", "actor.kl_loss_coef"),
     "objective.clip_low": Names("epsilon", "actor.clip_ratio_low"),
     "objective.clip_high": Names("epsilon_high", "actor.clip_ratio_high"),
@@ -44,48 +29,11 @@ OTHER_NAMES: Mapping[str, Names] = {
     "objective.correction": Names("vllm_importance_sampling_mode", "algorithm.rollout_correction"),
     "objective.top_entropy": Names("top_entropy_quantile"),
     "objective.entropy_bonus": Names("", "actor.entropy_coeff"),
-    "reference.kind": Names("sync_ref_model"),
-    "reference.alpha": Names("ref_model_mixup_alpha"),
-    "reference.every": Names("ref_model_sync_steps"),
-    "rollout.prompts_per_step": Names("generation_batch_size", "data.train_batch_size"),
-    "rollout.group_size": Names("num_generations", "rollout.n"),
-    "rollout.max_tokens": Names("max_completion_length", "data.max_response_length"),
-    "rollout.max_prompt_tokens": Names("max_prompt_length", "data.max_prompt_length"),
-    "rollout.temperature": Names("temperature", "rollout.temperature"),
-    "rollout.top_k": Names("top_k", "rollout.top_k"),
-    "rollout.top_p": Names("top_p", "rollout.top_p"),
-    "rollout.min_p": Names("min_p"),
-    "rollout.stop": Names("generation_kwargs"),
-    "engine.kind": Names("use_vllm", "rollout.name"),
-    "engine.vllm.urls": Names("vllm_server_base_url"),
-    "filter.dynamic_sampling": Names("", "algorithm.filter_groups.enable"),
-    "filter.max_rounds": Names("", "algorithm.filter_groups.max_num_gen_batches"),
-    "filter.mask_truncated": Names("mask_truncated_completions"),
-    "optimizer.learning_rate": Names("learning_rate", "actor.optim.lr"),
-    "optimizer.beta1": Names("adam_beta1", "actor.optim.betas"),
-    "optimizer.beta2": Names("adam_beta2", "actor.optim.betas"),
-    "optimizer.eps": Names("adam_epsilon"),
-    "optimizer.weight_decay": Names("weight_decay", "actor.optim.weight_decay"),
-    "optimizer.max_grad_norm": Names("max_grad_norm", "actor.grad_clip"),
-    "optimizer.schedule": Names("lr_scheduler_type", "actor.optim.lr_scheduler_type"),
-    "optimizer.warmup_steps": Names("warmup_steps", "actor.optim.lr_warmup_steps"),
-    "optimizer.warmup_ratio": Names("warmup_ratio", "actor.optim.lr_warmup_steps_ratio"),
-    "train.steps": Names("max_steps", "trainer.total_training_steps"),
-    "train.stop_after": Names("num_train_epochs", "trainer.total_epochs"),
-    "train.mini_batches": Names("steps_per_generation", "actor.ppo_mini_batch_size"),
-    "train.epochs": Names("num_iterations", "actor.ppo_epochs"),
-    "train.micro_batch_tokens": Names(
-        "per_device_train_batch_size", "actor.ppo_max_token_len_per_gpu"
-    ),
-    "train.patience": Names("early_stopping_patience"),
-    "parallel.strategy": Names("fsdp", "actor.strategy"),
-    "evaluate.every": Names("eval_steps", "trainer.test_freq"),
-    "evaluate.samples": Names("num_generations_eval", "rollout.val_kwargs.n"),
-    "evaluate.temperature": Names("", "rollout.val_kwargs.temperature"),
-    "save.every": Names("save_steps", "trainer.save_freq"),
-    "save.keep": Names("save_total_limit", "trainer.max_actor_ckpt_to_keep"),
-    "save.best": Names("metric_for_best_model"),
-    "save.rollouts": Names("log_completions", "trainer.rollout_data_dir"),
+}
+"""Names of options of algorithms, which are not settings of the schema."""
+OTHER_NAMES: Mapping[str, Names] = {
+    **{key: Names(facts.trl, facts.verl) for key, facts in about() if facts.trl or facts.verl},
+    **OPTIONS,
 }
 """Maps each setting of Covey to its names in TRL and verl."""
 

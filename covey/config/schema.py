@@ -7,6 +7,8 @@ against the function's signature.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -19,6 +21,27 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 """A list of names; a single name may be given without brackets."""
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")]
+
+
+OTHER_RUN = "start a new run with the checkpoint as model.path"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """Facts about a setting or a section, beside its type: messages, docs and commands use them."""
+
+    trl: str = ""
+    """Its name in TRL."""
+    verl: str = ""
+    """Its name in verl, without the prefix `actor_rollout_ref`."""
+    resume: str = ""
+    """Why a resumed run may not change it; empty if it may."""
+    smoke_most: float | None = None
+    """Its upper limit in runs with --smoke."""
+    zero_is_many: bool = False
+    """Whether 0 means "all" or "as many as needed", so that --smoke replaces 0 by the limit."""
+    smoke: Any = None
+    """Its value in runs with --smoke; None leaves it."""
 
 
 class Section(BaseModel):
@@ -53,7 +76,9 @@ class Vllm(Section):
 
     servers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of vLLM servers to start on this machine."""
-    urls: list[Annotated[str, Field(min_length=1)]] = []
+    urls: Annotated[
+        list[Annotated[str, Field(min_length=1)]], About(trl="vllm_server_base_url")
+    ] = []
     """Addresses of running vLLM servers, such as http://127.0.0.1:8000, to use instead of starting
     servers."""
     colocated: bool = False
@@ -150,7 +175,7 @@ class Cluster(Section):
 class Parallel(Section):
     """[parallel]. Settings of runs with several ranks, which torchrun starts."""
 
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Annotated[Literal["ddp", "fsdp"], About(trl="fsdp", verl="actor.strategy")] = "ddp"
     """How the model is distributed over the ranks. With `ddp`, every rank has the whole model. With
     `fsdp` (FSDP2), parameters, gradients and optimizer state are sharded over the ranks."""
     shard_ranks: Count = 0
@@ -182,22 +207,37 @@ class StopAfter(Section):
 class Train(Section):
     """[train]"""
 
-    steps: Positive = 100
+    steps: Annotated[
+        Positive, About(trl="max_steps", verl="trainer.total_training_steps", smoke_most=2)
+    ] = 100
     """Training steps."""
-    stop_after: StopAfter = StopAfter()
+    stop_after: Annotated[
+        StopAfter, About(trl="num_train_epochs", verl="trainer.total_epochs", smoke={})
+    ] = StopAfter()
     """The limit at which the run ends, which is `{tokens = n}` for n sampled tokens, `{updates =
     n}` for n optimizer steps, or `{epochs = n}` for n passes over the training prompts. `{steps =
     n}` has the same effect as `train.steps = n`. The learning rate and the evaluations depend on
     the fraction of the limit that the run has used. For example, a run that has used half of its
     limit has the learning rate of step `steps / 2`."""
-    mini_batches: Positive = 1
+    mini_batches: Annotated[
+        Positive, About(trl="steps_per_generation", verl="actor.ppo_mini_batch_size", smoke_most=2)
+    ] = 1
     """Number of mini-batches in one epoch of a training step; each mini-batch takes one optimizer
     step."""
-    epochs: Positive = 1
+    epochs: Annotated[
+        Positive, About(trl="num_iterations", verl="actor.ppo_epochs", smoke_most=2)
+    ] = 1
     """Number of passes over the completions of a training step."""
-    micro_batch_tokens: Positive = 16_384
+    micro_batch_tokens: Annotated[
+        Positive,
+        About(
+            trl="per_device_train_batch_size",
+            verl="actor.ppo_max_token_len_per_gpu",
+            smoke_most=2048,
+        ),
+    ] = 16_384
     """Maximum number of padded tokens in one micro-batch (a forward and backward pass)."""
-    logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
+    logits_megabytes: Annotated[float, Field(gt=0), About(smoke_most=64.0)] = 256.0
     """Maximum memory for logits in MiB; the trainer computes the logits of a few tokens at a
     time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
@@ -215,7 +255,7 @@ class Train(Section):
     stop_on: Names = Field(default_factory=list)
     """Names of the health problems that end the run, such as `nan` or `collapse`; docs/health.md
     lists the names."""
-    patience: Count = 0
+    patience: Annotated[Count, About(trl="early_stopping_patience")] = 0
     """End the run after this number of successive measurements without a new best value of the
     metric `save.best`; 0 means never."""
 
@@ -347,7 +387,9 @@ class Environment(Named):
 class Engine(Section):
     """[engine]"""
 
-    kind: Literal["native", "process", "vllm"] = "native"
+    kind: Annotated[
+        Literal["native", "process", "vllm"], About(trl="use_vllm", verl="rollout.name")
+    ] = "native"
     """The engine, which is `native` (in the trainer's process, with the trainer's weights),
     `process` (the native engine in another process, with a copy of the weights), or `vllm` (vLLM
     servers)."""
@@ -364,7 +406,7 @@ class Engine(Section):
     """Dtype of the KV cache in the native engine. A float8 KV cache takes half the memory of a
     16-bit KV cache, and makes attention to long completions faster. A float8 KV cache has the same
     requirements as `engine.dtype = "float8"`."""
-    max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
+    max_concurrent: Annotated[int, Field(ge=1, le=10**6), About(smoke_most=16)] = 256
     """Maximum number of completions generated at the same time."""
     cache_gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Size of the KV cache for completions on a GPU, in GiB. With `cache_gigabytes = 0`, the
@@ -449,24 +491,44 @@ MOST_COMPLETIONS = 10**7
 class Model(Section):
     """[model]"""
 
-    path: Annotated[str, Field(min_length=1)] = "embedded"
+    path: Annotated[
+        str,
+        Field(min_length=1),
+        About(
+            trl="model_name_or_path",
+            verl="model.path",
+            resume="a resumed run uses the weights of its checkpoint",
+        ),
+    ] = "embedded"
     """The model: a folder, a Hugging Face Hub name, a GGUF file, `smollm2` or `embedded`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        About(
+            trl="bf16",
+            verl="actor.fsdp_config.model_dtype",
+            resume=f"the steps of the checkpoint were computed in another dtype; {OTHER_RUN}",
+        ),
+    ] = "auto"
     """Compute dtype; `auto` means bfloat16 on a GPU and float32 on a CPU."""
     device: Device = "auto"
     """Device of the model, such as `cpu`, `cuda`, `cuda:1`, or `auto`."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[
+        bool, About(trl="gradient_checkpointing", verl="model.enable_gradient_checkpointing")
+    ] = False
     """Recompute activations in the backward pass, which needs less memory but more time."""
-    offload_activations: bool = False
+    offload_activations: Annotated[bool, About(verl="model.enable_activation_offload")] = False
     """With `gradient_checkpointing` on a GPU, move the stored layer inputs to main memory, which is
     useful for long sequences."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, About(trl="full_determinism")] = False
     """Make results on a GPU bitwise reproducible, which makes the run slower. On a CPU, results are
     always reproducible."""
     template: str = "auto"
     """How prompts are rendered, either `chat`, `plain`, or a text with `{question}` and optionally
     `{system}`; `auto` means the tokenizer's chat template, or `plain` if the tokenizer has none."""
-    chat_options: dict[str, bool | int | float | str] = Field(default={})
+    chat_options: Annotated[
+        dict[str, bool | int | float | str],
+        About(trl="chat_template_kwargs", verl="data.apply_chat_template_kwargs"),
+    ] = Field(default={})
     """Arguments of the chat template, such as `{enable_thinking = false}`."""
     prefill: str = ""
     """Text with which every completion starts; this text belongs to the prompt and is not
@@ -478,15 +540,17 @@ class Model(Section):
 class Adapter(Section):
     """[adapter]"""
 
-    rank: Annotated[int, Field(ge=0, le=2**16)] = 0
+    rank: Annotated[int, Field(ge=0, le=2**16), About(trl="lora_r", verl="model.lora_rank")] = 0
     """Train a LoRA adapter of this rank instead of the weights; 0 means no adapter."""
-    alpha: Positive = 32
+    alpha: Annotated[Positive, About(trl="lora_alpha", verl="model.lora_alpha")] = 32
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), About(trl="lora_dropout")] = 0.0
     """Dropout on the adapter's inputs in training passes; generation uses no dropout."""
     load_in_4bit: bool = False
     """Keep the frozen weights in 4 bits (NF4), which needs bitsandbytes."""
-    targets: Names = Field(default=["all-linear"])
+    targets: Annotated[Names, About(trl="lora_target_modules", verl="model.target_modules")] = (
+        Field(default=["all-linear"])
+    )
     """Linear layers to adapt, such as `q_proj`; `all-linear` means all linear layers except the
     head."""
     also_train: Names = Field(default=[])
@@ -496,14 +560,16 @@ class Adapter(Section):
 class Task(Named):
     """[task]"""
 
-    name: str = "arithmetic"
+    name: Annotated[str, About(trl="dataset_name", verl="data.train_files")] = "arithmetic"
     """Name of a task, or `MODULE:FUNCTION` for your own task."""
 
 
 class Reward(Named):
     """[reward]"""
 
-    name: str = "think_answer"
+    name: Annotated[str, About(trl="reward_funcs", verl="reward.custom_reward_function")] = (
+        "think_answer"
+    )
     """Name of a reward from `covey rewards list`, or `MODULE:FUNCTION` for your own reward."""
 
 
@@ -524,7 +590,14 @@ class LengthPenalty(Named):
 class Objective(Named):
     """[objective]"""
 
-    name: str = "grpo"
+    name: Annotated[
+        str,
+        About(
+            trl="loss_type",
+            verl="algorithm.adv_estimator",
+            resume=f"a run trains with one algorithm; {OTHER_RUN}",
+        ),
+    ] = "grpo"
     """Name of an algorithm, `MODULE:FUNCTION` for your own algorithm, or `composed` for your own
     combination of `advantage`, `ratio`, `surrogate` and `weights`. The default name is `grpo`, or
     `composed` if the section sets `advantage`, `ratio`, `surrogate` or `weights`."""
@@ -550,17 +623,20 @@ class Reference(Section):
     Covey rejects settings that the chosen kind of reference does not use.
     """
 
-    kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
+    kind: Annotated[
+        Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"],
+        About(trl="sync_ref_model"),
+    ] = "frozen"
     """Kind of the reference policy for the KL penalty. A frozen reference is a copy of the initial
     weights. An offloaded reference is a copy of the initial weights in main memory. With
     `adapter_off`, the reference is the model without its adapter. With `server`, the reference is
     the model of a reference server. A moving reference is a moving average of the policy's weights.
     A renewed reference is a copy of the policy that is updated every `reference.every` optimizer
     steps. The reference is loaded only if the objective has a KL penalty."""
-    alpha: Share = 0.6
+    alpha: Annotated[Share, About(trl="ref_model_mixup_alpha")] = 0.6
     """Weight of the policy in the update `reference = alpha * policy + (1 - alpha) * reference` of
     a moving reference."""
-    every: Positive = 100
+    every: Annotated[Positive, About(trl="ref_model_sync_steps")] = 100
     """Optimizer steps between updates of a moving or renewed reference."""
     url: str = ""
     """Address of the reference server, such as http://127.0.0.1:8500."""
@@ -578,39 +654,71 @@ class Reference(Section):
 class Rollout(Section):
     """[rollout]"""
 
-    prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
+    prompts_per_step: Annotated[
+        int,
+        Field(ge=1, le=10**6),
+        About(
+            trl="generation_batch_size",
+            verl="data.train_batch_size",
+            resume="steps would draw other prompts, and repeat or lose some prompts; "
+            "change rollout.group_size instead",
+            smoke_most=2,
+        ),
+    ] = 16
     """Number of prompts in a training step."""
-    group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
+    group_size: Annotated[
+        int,
+        Field(ge=1, le=10**5),
+        About(trl="num_generations", verl="rollout.n", smoke_most=4),
+    ] = 8
     """Completions sampled per prompt; 1 works only with objectives that do not compare completions,
     such as `opd`."""
-    max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
+    max_tokens: Annotated[
+        int,
+        Field(ge=1, le=10**7),
+        About(trl="max_completion_length", verl="data.max_response_length", smoke_most=32),
+    ] = 64
     """Maximum number of tokens in a completion."""
-    max_prompt_tokens: Count = 0
+    max_prompt_tokens: Annotated[
+        Count,
+        About(
+            trl="max_prompt_length",
+            verl="data.max_prompt_length",
+            resume=f"steps would draw from other prompts; {OTHER_RUN}",
+        ),
+    ] = 0
     """Maximum number of tokens in a prompt; 0 means the model's context length minus
     `rollout.max_tokens`."""
-    long_prompts: Literal["error", "skip", "truncate"] = "error"
+    long_prompts: Annotated[
+        Literal["error", "skip", "truncate"],
+        About(resume=f"steps would draw from other prompts; {OTHER_RUN}"),
+    ] = "error"
     """What to do with prompts that are too long: stop before training (`error`), leave these
     prompts out (`skip`), or cut off their first tokens (`truncate`)."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[
+        float, Field(gt=0), About(trl="temperature", verl="rollout.temperature")
+    ] = 1.0
     """Sampling temperature."""
-    top_k: Count = 0
+    top_k: Annotated[Count, About(trl="top_k", verl="rollout.top_k")] = 0
     """Sample from the k likeliest tokens; 0 means all tokens."""
-    top_p: Share = 1.0
+    top_p: Annotated[Share, About(trl="top_p", verl="rollout.top_p")] = 1.0
     """Sample from the smallest set of likeliest tokens whose total probability reaches this
     value."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_p: Annotated[float, Field(ge=0, lt=1), About(trl="min_p")] = 0.0
     """Drop tokens whose probability is below this fraction of the likeliest token's probability."""
     mask_replay: bool = False
     """Compute training log-probs over the tokens that `top_k`, `top_p` and `min_p` kept, so that
     training and sampling use the same distribution."""
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], About(trl="generation_kwargs")] = (
+        Field(default=[])
+    )
     """Texts or special tokens, such as `<|im_end|>`, that end a completion."""
 
 
 class Scoring(Section):
     """[scoring]"""
 
-    workers: Annotated[int, Field(ge=0, le=4096)] = 0
+    workers: Annotated[int, Field(ge=0, le=4096), About(smoke_most=1, zero_is_many=True)] = 0
     """Number of worker processes for slow rewards; 0 means one per core. Quick rewards need no
     worker processes."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
@@ -629,14 +737,16 @@ class Scoring(Section):
 class Filter(Section):
     """[filter]"""
 
-    dynamic_sampling: bool = False
+    dynamic_sampling: Annotated[bool, About(verl="algorithm.filter_groups.enable", smoke=False)] = (
+        False
+    )
     """Train only on groups that contain both correct and wrong completions."""
-    max_rounds: Positive = 4
+    max_rounds: Annotated[Positive, About(verl="algorithm.filter_groups.max_num_gen_batches")] = 4
     """Maximum number of rounds in which `dynamic_sampling` samples groups to fill a training
     step."""
-    drop_flat: bool = False
+    drop_flat: Annotated[bool, About(smoke=False)] = False
     """Train only on groups whose rewards are not all equal; dropped groups are not replaced."""
-    mask_truncated: bool = False
+    mask_truncated: Annotated[bool, About(trl="mask_truncated_completions")] = False
     """Do not train on truncated completions, although group statistics still include them."""
     skip_zero_gradient: bool = False
     """Skip completions with advantage 0. Skipped completions would not change the gradient, but
@@ -669,26 +779,48 @@ class Overlap(Section):
 class Optimizer(Section):
     """[optimizer]"""
 
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    learning_rate: Annotated[
+        float, Field(ge=0), About(trl="learning_rate", verl="actor.optim.lr")
+    ] = 1e-6
     """Peak learning rate of AdamW."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: Annotated[
+        float, Field(ge=0, lt=1), About(trl="adam_beta1", verl="actor.optim.betas")
+    ] = 0.9
     """Decay of AdamW's first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    beta2: Annotated[
+        float, Field(ge=0, lt=1), About(trl="adam_beta2", verl="actor.optim.betas")
+    ] = 0.999
     """Decay of AdamW's second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0), About(trl="adam_epsilon")] = 1e-8
     """AdamW's epsilon, which is added to the square root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[
+        float, Field(ge=0), About(trl="weight_decay", verl="actor.optim.weight_decay")
+    ] = 0.0
     """Decoupled weight decay."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[
+        float, Field(gt=0), About(trl="max_grad_norm", verl="actor.grad_clip")
+    ] = 1.0
     """Maximum norm of the gradient; a larger gradient is scaled down to this norm."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"],
+        About(trl="lr_scheduler_type", verl="actor.optim.lr_scheduler_type"),
+    ] = "constant"
     """Learning rate after the warm-up: constant, or decreasing to 0 (linear, cosine)."""
-    warmup_steps: Count = 0
+    warmup_steps: Annotated[
+        Count, About(trl="warmup_steps", verl="actor.optim.lr_warmup_steps", smoke_most=1)
+    ] = 0
     """Number of optimizer steps of linear learning-rate warm-up."""
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    warmup_ratio: Annotated[
+        float,
+        Field(ge=0, lt=1),
+        About(trl="warmup_ratio", verl="actor.optim.lr_warmup_steps_ratio"),
+    ] = 0.0
     """Fraction of all optimizer steps in which the learning rate warms up, as an alternative to
     `warmup_steps`."""
-    state: Literal["float32", "compact"] = "float32"
+    state: Annotated[
+        Literal["float32", "compact"],
+        About(resume=f"the checkpoint has the other kind of optimizer state; {OTHER_RUN}"),
+    ] = "float32"
     """Precision of the optimizer state. With `float32`, the moments are float32, and bfloat16
     models have float32 master weights. With `compact`, the moments are bfloat16 with stochastic
     rounding. A compact optimizer state has only the lower 16 bits of each master weight, because
@@ -704,26 +836,34 @@ class Optimizer(Section):
 class Sft(Section):
     """[sft]"""
 
-    steps: Count = 0
+    steps: Annotated[Count, About(smoke_most=2, zero_is_many=True)] = 0
     """Number of SFT optimizer steps; 0 means the number of steps in `sft.epochs` epochs."""
     epochs: Positive = 1
     """Number of passes over all solutions if `sft.steps` is 0."""
-    solutions: Positive = 32
+    solutions: Annotated[
+        Positive,
+        About(
+            resume="steps would draw other solutions, and repeat or lose some solutions",
+            smoke_most=4,
+        ),
+    ] = 32
     """Number of solutions per optimizer step."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Learning rate after the warm-up: constant, or decreasing to 0 (linear, cosine)."""
-    warmup_steps: Count = 0
+    warmup_steps: Annotated[Count, About(smoke_most=1)] = 0
     """Number of optimizer steps of linear learning-rate warm-up."""
-    max_tokens: Count = 0
+    max_tokens: Annotated[Count, About(smoke=256)] = 0
     """Leave out solutions with more tokens than this number; 0 means `rollout.max_tokens`."""
-    template: str = "<think>{worked}</think><answer>{answer}</answer>"
+    template: Annotated[str, About(resume=f"steps would draw other solutions; {OTHER_RUN}")] = (
+        "<think>{worked}</think><answer>{answer}</answer>"
+    )
     """Template for the text of a solution, with the fields `{worked}`, `{solution}` and
     `{answer}`."""
-    file: str = ""
+    file: Annotated[str, About(resume=f"steps would draw other solutions; {OTHER_RUN}")] = ""
     """JSON Lines file of prompts and completions, to use instead of the task's solutions."""
-    evaluate_every: Count = 50
+    evaluate_every: Annotated[Count, About(smoke=2)] = 50
     """Steps between evaluations; 0 means no evaluations at all. With `sft.evaluate_every` above 0,
     Covey also evaluates before the first and after the last step."""
 
@@ -731,14 +871,18 @@ class Sft(Section):
 class Evaluate(Section):
     """[evaluate]"""
 
-    every: Count = 20
+    every: Annotated[Count, About(trl="eval_steps", verl="trainer.test_freq", smoke=2)] = 20
     """Steps between evaluations; 0 means no evaluations at all. With `evaluate.every` above 0,
     Covey also evaluates before the first and after the last step."""
-    prompts: Count = 0
+    prompts: Annotated[Count, About(smoke_most=8, zero_is_many=True)] = 0
     """Number of held-out prompts to evaluate; 0 means all held-out prompts."""
-    samples: Annotated[int, Field(ge=0, le=10**5)] = 0
+    samples: Annotated[
+        int,
+        Field(ge=0, le=10**5),
+        About(trl="num_generations_eval", verl="rollout.val_kwargs.n", smoke_most=1),
+    ] = 0
     """Sampled completions per prompt for mean@k and pass@k; 0 means greedy completions only."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0), About(verl="rollout.val_kwargs.temperature")] = 1.0
     """Temperature of the sampled completions in evaluations."""
     reward: EvaluationReward = EvaluationReward()
 
@@ -746,18 +890,20 @@ class Evaluate(Section):
 class Save(Section):
     """[save]"""
 
-    every: Count = 50
+    every: Annotated[Count, About(trl="save_steps", verl="trainer.save_freq", smoke=0)] = 50
     """Steps between checkpoints; 0 means one checkpoint, after the last step."""
-    keep: Positive = 2
+    keep: Annotated[
+        Positive, About(trl="save_total_limit", verl="trainer.max_actor_ckpt_to_keep")
+    ] = 2
     """Number of newest checkpoints to keep."""
-    best: str = ""
+    best: Annotated[str, About(trl="metric_for_best_model")] = ""
     """Metric whose best checkpoint is also kept; empty means no best checkpoint. The metric comes
     from evaluations, such as `greedy`, `pass@4` or a part of the reward, or from training steps,
     such as `objective/scores`. If the metric comes from training steps, Covey looks for a new best
     value once every `save.every` steps."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether the highest or the lowest value of the metric `save.best` counts as best."""
-    rollouts: bool = True
+    rollouts: Annotated[bool, About(trl="log_completions", verl="trainer.rollout_data_dir")] = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
     """Number of steps that a sample page covers; 0 means no sample pages. A sample page shows the
@@ -770,30 +916,70 @@ class Save(Section):
 class Config(Section):
     """All settings of a run."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    seed: Annotated[
+        int,
+        Field(ge=0, lt=2**64),
+        About(
+            trl="seed",
+            verl="data.seed",
+            resume=f"the seed decides the prompts and random numbers of all steps; {OTHER_RUN}",
+        ),
+    ] = 0
     """Seed of prompts, sampling and initial adapter weights."""
-    trackers: Names = []
+    trackers: Annotated[Names, About(trl="report_to", verl="trainer.logger")] = []
     """Trackers that receive the metrics in addition to the run folder, such as `tensorboard`,
     `wandb` or `trackio`."""
-    model: Model = Model()
-    adapter: Adapter = Adapter()
-    task: Task = Task()
-    reward: Reward = Reward()
+    model: Annotated[
+        Model, About(resume=f"prompts would be rendered or computed in another way; {OTHER_RUN}")
+    ] = Model()
+    adapter: Annotated[
+        Adapter,
+        About(resume=f"the checkpoint has the weights of the original adapter; {OTHER_RUN}"),
+    ] = Adapter()
+    task: Annotated[
+        Task,
+        About(
+            resume=f"steps would draw other prompts, and repeat or lose some prompts; {OTHER_RUN}"
+        ),
+    ] = Task()
+    reward: Annotated[
+        Reward,
+        About(resume=f"rewards before and after the change could not be compared; {OTHER_RUN}"),
+    ] = Reward()
     length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
-    reference: Reference = Reference()
-    teacher: Teacher = Teacher()
+    reference: Annotated[
+        Reference, About(resume=f"the reference is fixed when the run starts; {OTHER_RUN}")
+    ] = Reference()
+    teacher: Annotated[
+        Teacher, About(resume=f"the teacher is fixed when the run starts; {OTHER_RUN}")
+    ] = Teacher()
     critic: Critic = Critic()
     preferences: Preferences = Preferences()
     rollout: Rollout = Rollout()
-    environment: Environment = Environment()
+    environment: Annotated[
+        Environment,
+        About(resume=f"rollouts before and after the change could not be compared; {OTHER_RUN}"),
+    ] = Environment()
     scoring: Scoring = Scoring()
     engine: Engine = Engine()
     cluster: Cluster = Cluster()
     filter: Filter = Filter()
-    curriculum: Curriculum = Curriculum()
-    replay: Replay = Replay()
-    overlap: Overlap = Overlap()
+    curriculum: Annotated[
+        Curriculum,
+        About(
+            resume="the checkpoint has statistics of the original curriculum; let the run end first"
+        ),
+    ] = Curriculum()
+    replay: Annotated[
+        Replay, About(resume="the checkpoint has groups to replay; let the run end first")
+    ] = Replay()
+    overlap: Annotated[
+        Overlap,
+        About(
+            resume="the checkpoint has rollouts that were generated ahead; let the run end first"
+        ),
+    ] = Overlap()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
     parallel: Parallel = Parallel()
@@ -829,3 +1015,14 @@ class Config(Section):
                 "of a step"
             )
         return self
+
+
+def about(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, About]]:
+    """Yield the dotted name and the facts of every setting and section that has facts."""
+    for name, field in section.model_fields.items():
+        for fact in field.metadata:
+            if isinstance(fact, About):
+                yield f"{prefix}{name}", fact
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from about(inner, f"{prefix}{name}.")

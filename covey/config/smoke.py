@@ -13,42 +13,11 @@ from importlib.resources import files
 from typing import Any
 
 from covey.config.load import load_config, overridden, parse_config, read_settings
-from covey.config.schema import Config
+from covey.config.schema import Config, about
 
-AT_MOST: Mapping[str, float] = {
-    "rollout.prompts_per_step": 2,
-    "rollout.group_size": 4,
-    "rollout.max_tokens": 32,
-    "engine.max_concurrent": 16,
-    "train.steps": 2,
-    "train.mini_batches": 2,
-    "train.epochs": 2,
-    "train.micro_batch_tokens": 2048,
-    "train.logits_megabytes": 64.0,
-    "optimizer.warmup_steps": 1,
-    "sft.steps": 2,
-    "sft.solutions": 4,
-    "sft.warmup_steps": 1,
-    "evaluate.prompts": 8,
-    "evaluate.samples": 1,
-    "scoring.workers": 1,
-}
-"""Upper limits of settings in smoke runs."""
-
-ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings whose value 0 means "all" or "as many as needed"; smoke runs replace this 0 by the
-setting's upper limit."""
-
-ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
-    "train.stop_after": {},
-    "evaluate.every": 2,  # evaluate at the start and at the end
-    "save.every": 0,  # save only at the end
-    "sft.evaluate_every": 2,
-    "sft.max_tokens": 256,  # solutions are longer than rollout.max_tokens above
-    "filter.dynamic_sampling": False,  # completions this short are hardly ever correct
-    "filter.drop_flat": False,
-}
-"""Settings that have a fixed value in smoke runs."""
+FACTS = dict(about())
+AT_MOST = {key: facts.smoke_most for key, facts in FACTS.items() if facts.smoke_most is not None}
+ALWAYS = {key: facts.smoke for key, facts in FACTS.items() if facts.smoke is not None}
 
 DATA = files("covey") / "tasks" / "data"
 WORD_PROBLEMS: Mapping[str, str] = {
@@ -106,7 +75,7 @@ def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], lis
     for key, cap in AT_MOST.items():
         value = _setting(config, key)
         assert isinstance(value, int | float)
-        many = value == 0 and key in ZERO_IS_MANY
+        many = value == 0 and FACTS[key].zero_is_many
         _put(small, key, cap if many else min(value, cap))
     for key, fixed in ALWAYS.items():
         _put(small, key, fixed)
