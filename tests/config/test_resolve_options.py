@@ -207,7 +207,7 @@ def test_the_files_of_a_jsonl_task_must_be_given() -> None:
 
 
 # These have no default for what they are made of.
-MADE_OF_OTHERS = {"by_task", "judge", "mix"}
+MADE_OF_OTHERS = {"by_task", "judge", "mix", "sum"}
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS.keys() - MADE_OF_OTHERS))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import run
-from covey.config import load_config, load_smoke, recipe_names
+from covey.config import Config, load_config, load_smoke, recipe_names
 from covey.config.resolve import resolve, task_of
 from covey.config.schema import StopAfter
-from covey.config.smoke import ALWAYS, AT_MOST, WORD_PROBLEMS, ZERO_IS_MANY, changed_by_smoke
+from covey.config.smoke import ALWAYS, AT_MOST, FACTS, WORD_PROBLEMS, changed_by_smoke
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -20,7 +20,11 @@ def test_no_setting_exceeds_its_cap_and_none_grows(name: str) -> None:
     for key, cap in AT_MOST.items():
         section, setting = key.split(".")
         old, new = getattr(getattr(before, section), setting), getattr(getattr(small, section), setting)  # fmt: skip
-        assert new == (cap if old == 0 and key in ZERO_IS_MANY else min(old, cap)), key
+        assert new == (
+            cap
+            if old == 0 and key in [key for key, facts in FACTS.items() if facts.zero_is_many]
+            else min(old, cap)
+        ), key
     for key, value in ALWAYS.items():
         section, setting = key.split(".")
         found = getattr(getattr(small, section), setting)
@@ -134,3 +138,15 @@ def test_sft_and_eval_have_smoke_too(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len((folder / "steps.jsonl").read_text().splitlines()) == 2
     assert run(["eval", str(folder), "--smoke", "--json"]) == 0
     assert '"prompts": 8' in capsys.readouterr().out
+
+
+def test_every_number_of_a_step_has_a_limit_in_smoke_runs() -> None:
+    """A new setting that multiplies the work of a step must say its limit at its field."""
+    work = {"prompts_per_step", "group_size", "max_tokens", "mini_batches", "epochs", "solutions"}
+    sections = ("rollout", "train", "sft")
+    fields = {f"{s}.{n}" for s in sections for n in type(getattr(Config(), s)).model_fields}
+    counted = {name for name in fields if name.split(".")[1] in work} - {
+        "sft.max_tokens",
+        "sft.epochs",
+    }
+    assert counted <= AT_MOST.keys()
