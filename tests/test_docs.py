@@ -182,7 +182,7 @@ def test_the_page_of_rewards_names_every_reward_and_its_examples_load(tmp_path: 
             config = resolve(load_config(str(file)))
             reward = make_reward(config.reward.name, config.reward.options)
         assert reward.bounds[0] < reward.bounds[1]
-    assert number == 7
+    assert number == 6
 
 
 def test_the_weights_of_the_templates_are_those_of_the_page() -> None:
