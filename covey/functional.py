@@ -35,7 +35,7 @@ from covey.objective import (
     with_weight,
 )
 from covey.objective.advantage import group_sum
-from covey.objective.compose import option
+from covey.objective.options import option
 from covey.objective.critic import explained_variance
 from covey.objective.critic import gae as gae
 from covey.objective.diagnostics import (

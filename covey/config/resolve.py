@@ -133,7 +133,7 @@ def over_epochs(config: Config, prompts: int) -> Config:
 
 def _check_groups(resolved: Config, objective: Objective) -> None:
     """Raise ConfigError if the objective does not fit the groups, mini-batches or reward parts."""
-    from covey.objective.compose import option
+    from covey.objective.options import option
 
     size, k = resolved.rollout.group_size, option(objective.advantage, "k")
     if size == 1 and "groups" in objective.needs:
@@ -313,10 +313,10 @@ def _length_penalty_options(config: Config) -> dict[str, object]:
 
 
 def _objective_options(config: Config) -> dict[str, object]:
-    from covey.objective import algorithm
+    from covey.objective import find_algorithm
 
     section: Named = config.objective
-    maker = algorithm(section.name, section.options)
+    maker = find_algorithm(section.name, section.options)
     options = resolve_options(maker, section, "objective", _length_defaults(config))
     off_policy = config.stale or config.engine.rounds
     if off_policy and config.train.old_logp != "sampler" and "correction" not in section.options:

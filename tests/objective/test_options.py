@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from covey.objective import ALGORITHMS, algorithm
+from covey.objective import ALGORITHMS, find_algorithm
 from covey.objective.build import extended
-from covey.objective.compose import hints_of, options_of
-from covey.objective.options import OPTIONS
+from covey.objective.options import OPTIONS, hints_of, options_of
 
 RECORDED = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
 
@@ -36,7 +35,7 @@ def listed(function: Any) -> dict[str, list[Any]]:
 def test_an_algorithm_has_the_recorded_options(name: str) -> None:
     own, shared = RECORDED["own"][name], RECORDED["shared"]
     whole = own | {key: shared[key] for key in shared if key not in own}
-    assert list(listed(algorithm(name)).items()) == list(whole.items())
+    assert list(listed(find_algorithm(name)).items()) == list(whole.items())
     assert list(listed(ALGORITHMS[name]).items()) == list(own.items())
 
 
@@ -46,5 +45,5 @@ def test_all_algorithms_are_recorded() -> None:
 
 
 def test_options_have_the_recorded_meanings() -> None:
-    used = {key for name in ALGORITHMS for key in options_of(algorithm(name))}
+    used = {key for name in ALGORITHMS for key in options_of(find_algorithm(name))}
     assert {key: OPTIONS[key].meaning for key in used} == RECORDED["meanings"]

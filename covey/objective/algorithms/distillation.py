@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from covey.objective import distill, surrogate, weights
-from covey.objective.compose import takes
 from covey.objective.loss import Objective
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 
 
-@takes("discount", "scale", "task", "beta", "kl", "ddof", "eps")
-def opd(*, task: float = 0.0) -> Objective:
-    """On-policy distillation, arXiv 2306.13649: reverse KL to a teacher, token by token.
+@algorithm(title="On-policy distillation", source="arXiv 2306.13649")
+def opd(
+    *, discount: float = 0.0, scale: float = 1.0, task: float = 0.0, beta: float = 0.0,
+    kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Reverse KL to a teacher, token by token.
 
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
@@ -35,16 +40,23 @@ def opd(*, task: float = 0.0) -> Objective:
     current policy.
     """
     return Objective(
-        advantage=distill.towards_teacher,
+        advantage=partial(
+            distill.towards_teacher, discount=discount, scale=scale, task=task, ddof=ddof, eps=eps
+        ),
         surrogate=surrogate.unclipped,
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
         reads=distill.READS | ({"groups"} if task else set()),
     )
 
 
-@takes("discount", "scale", "task", "max_weight", "beta", "kl", "ddof", "eps")
-def sdpo(*, task: float = 0.0) -> Objective:
-    """Self-Distillation Policy Optimization, arXiv 2601.20802: the policy is its own teacher.
+@algorithm(title="Self-Distillation Policy Optimization", source="arXiv 2601.20802")
+def sdpo(
+    *, discount: float = 0.0, scale: float = 1.0, task: float = 0.0, max_weight: float = 2.0,
+    beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """The policy is its own teacher.
 
         teacher_logp = log pi(y_t | prompt with privileged text, y_<t)
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
@@ -65,8 +77,18 @@ def sdpo(*, task: float = 0.0) -> Objective:
     and in TRL's SDPO.
     """
     return Objective(
-        advantage=distill.towards_teacher,
-        surrogate=partial(surrogate.truncated_weight, max_weight=2.0),
+        advantage=partial(
+            distill.towards_teacher, discount=discount, scale=scale, task=task, ddof=ddof, eps=eps
+        ),
+        surrogate=partial(surrogate.truncated_weight, max_weight=max_weight),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
         reads=distill.READS | ({"privileged", "groups"} if task else {"privileged"}),
     )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "opd": opd,
+    "sdpo": sdpo,
+}

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from covey.objective import pairs, weights
-from covey.objective.compose import takes
 from covey.objective.loss import Objective
+from covey.objective.options import algorithm
 from covey.objective.surrogate import Gain
 
 
-def _of_pairs(surrogate: Callable[..., Gain]) -> Objective:
+def _of_pairs(surrogate: Callable[..., Gain], beta: float, average: bool) -> Objective:
     return Objective(
         advantage=pairs.best_against_worst,
-        surrogate=surrogate,
+        surrogate=partial(surrogate, average=average),
         weights=weights.group_mean_sequence_sum,
-        marks=pairs.margins,
-        beta=0.1,
+        marks=partial(pairs.margins, average=average),
+        beta=beta,
         kl_in="pair",
     )
 
 
-@takes("beta", "average")
-def dpo() -> Objective:
-    """Direct Preference Optimization, arXiv 2305.18290; pairs are sampled or from a file.
+@algorithm(title="Direct Preference Optimization", source="arXiv 2305.18290", pairs=True)
+def dpo(*, beta: float = 0.1, average: bool = False) -> Objective:
+    """Pairs are sampled or from a file.
 
         D    = sum_t (logp - ref_logp)[chosen] - sum_t (logp - ref_logp)[rejected]
         loss = - 1/pairs sum log sigmoid(beta D)
@@ -47,12 +48,12 @@ def dpo() -> Objective:
     stale pairs. Unlike Covey, TRL's online DPO makes pairs even from completions with equal
     rewards.
     """
-    return _of_pairs(pairs.logistic)
+    return _of_pairs(pairs.logistic, beta, average)
 
 
-@takes("beta", "average")
-def ipo() -> Objective:
-    """Identity Preference Optimization, arXiv 2310.12036: a squared loss on pair margins.
+@algorithm(title="Identity Preference Optimization", source="arXiv 2310.12036", pairs=True)
+def ipo(*, beta: float = 0.1, average: bool = True) -> Objective:
+    """A squared loss on pair margins.
 
         D    = mean_t (logp - ref_logp)[chosen] - mean_t (logp - ref_logp)[rejected]
         loss = 1/pairs sum (D - 1 / (2 beta))^2
@@ -65,4 +66,10 @@ def ipo() -> Objective:
     because TRL's developers consulted the authors of IPO. The paper's formula and OpenRLHF use
     sums, as Covey does with `average = false`.
     """
-    return _of_pairs(pairs.squared)
+    return _of_pairs(pairs.squared, beta, average)
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Literal
 
 from covey.objective import advantage, marks, surrogate, weights
-from covey.objective.compose import takes
 from covey.objective.correction import CORRECTIONS
 from covey.objective.loss import Objective
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 
 
-@takes(
-    "target", "low_start", "low_end", "low_step", "high_start", "high_end", "high_step", "measure",
-    "beta", "kl", "ddof", "eps",
-)  # fmt: skip
-def bapo() -> Objective:
-    """Balanced Policy Optimization with adaptive clipping, arXiv 2510.18927.
-
+@algorithm(title="Balanced Policy Optimization with adaptive clipping", source="arXiv 2510.18927")
+def bapo(
+    *, target: float = 0.4, low_start: float = 0.6, low_end: float = 0.9, low_step: float = 0.02,
+    high_start: float = 1.2, high_end: float = 3.0, high_step: float = 0.05,
+    measure: Literal['gradient', 'value'] = "gradient", beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         while share < target and c_low can rise: raise c_high, and c_low once c_high is at its end
         share = S+ / (S+ + S-),  S+ = sum of r A with A > 0, r < c_high,  S- of r |A| with r > c_low
         loss  = - 1/T sum_i sum_t min(r A, clip(r, c_low, c_high) A),  r = exp(logp - sampler_logp)
@@ -35,17 +39,31 @@ def bapo() -> Objective:
     Worth knowing: on policy, no token is clipped, and `bapo` equals `grpo` with a mean over tokens.
     """
     return Objective(
-        advantage=advantage.group_standardized,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         surrogate=surrogate.clipped_at_marks,
         weights=weights.token_mean,
-        marks=marks.balanced_bounds,
+        marks=partial(
+            marks.balanced_bounds,
+            target=target,
+            low_start=low_start,
+            low_end=low_end,
+            low_step=low_step,
+            high_start=high_start,
+            high_end=high_end,
+            high_step=high_step,
+            measure=measure,
+        ),
+        beta=beta,
+        penalty=PENALTIES[kl],
         reads=frozenset({"groups", "sampler_as_old"}),
     )
 
 
-@takes("tau", "beta", "kl", "ddof", "eps")
-def m2po() -> Objective:
-    """Second-Moment trust Policy Optimization, arXiv 2510.01161: bounds the mean of (log r)^2.
+@algorithm(title="Second-Moment trust Policy Optimization", source="arXiv 2510.01161")
+def m2po(
+    *, tau: float = 0.04, beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6
+) -> Objective:
+    """Bounds the mean of (log r)^2.
 
         H    = tokens with A > 0 and r > 1, or A < 0 and r < 1
         drop the largest (log r)^2 of H until the mean of the rest is at most tau
@@ -60,17 +78,22 @@ def m2po() -> Objective:
     and without a clip.
     """
     return Objective(
-        advantage=advantage.group_standardized,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         surrogate=surrogate.unclipped_without_marked,
         weights=weights.token_mean,
-        marks=marks.beyond_second_moment,
+        marks=partial(marks.beyond_second_moment, tau=tau),
+        beta=beta,
+        penalty=PENALTIES[kl],
         reads=frozenset({"groups", "sampler_as_old"}),
     )
 
 
-@takes("clip_low", "clip_high", "dual", "cap", "beta", "kl", "ddof", "eps")
-def decoupled_ppo(*, cap: float = 5.0) -> Objective:
-    """Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): corrects for stale tokens.
+@algorithm(title="Decoupled PPO", source="arXiv 2110.00641; AReaL, arXiv 2505.24298")
+def decoupled_ppo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0, cap: float = 5.0,
+    beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Corrects for stale tokens.
 
         loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
@@ -87,8 +110,17 @@ def decoupled_ppo(*, cap: float = 5.0) -> Objective:
     rollouts is not added to w.
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=surrogate.clipped,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
         correction=partial(CORRECTIONS["token_mask"], low=0.0, high=cap),
     )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "bapo": bapo,
+    "m2po": m2po,
+    "decoupled_ppo": decoupled_ppo,
+}

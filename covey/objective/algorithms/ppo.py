@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
+
 from covey.objective import critic, surrogate, weights
-from covey.objective.compose import takes
 from covey.objective.loss import Objective
-from covey.objective.penalty import k1
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 
 
-@takes(
-    "clip_low", "clip_high", "dual", "gamma", "lam", "alpha", "whiten", "value_lam", "value_clip",
-    "beta", "kl", "kl_in", "eps",
-)  # fmt: skip
-def ppo() -> Objective:
-    """Proximal Policy Optimization with a critic, arXiv 1707.06347.
-
+@algorithm(title="Proximal Policy Optimization with a critic", source="arXiv 1707.06347")
+def ppo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0, gamma: float = 1.0,
+    lam: float = 0.95, alpha: float = 0.0, whiten: bool = True, value_lam: float = 1.0,
+    value_clip: float = 0.2, beta: float = 0.05, kl: Kl = "k1",
+    kl_in: Literal["loss", "reward"] = "reward", eps: float = 1e-8,
+) -> Objective:  # fmt: skip
+    """
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   A whitened
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
         critic  = 1/T sum_i sum_t 1/2 max((V - U)^2, (clip(V, V_old +- value_clip) - U)^2)
@@ -38,13 +43,20 @@ def ppo() -> Objective:
     reward, the advantage equals the advantage of Dr.GRPO.
     """
     return Objective(
-        advantage=critic.over_values,
-        surrogate=surrogate.clipped,
+        advantage=partial(
+            critic.over_values, gamma=gamma, lam=lam, alpha=alpha, whiten=whiten, eps=eps
+        ),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=weights.token_mean,
-        targets=critic.value_targets,
-        value_loss=critic.clipped_value_loss,
-        penalty=k1,
-        beta=0.05,
-        kl_in="reward",
+        beta=beta,
+        penalty=PENALTIES[kl],
+        kl_in=kl_in,
+        targets=partial(critic.value_targets, gamma=gamma, value_lam=value_lam),
+        value_loss=partial(critic.clipped_value_loss, value_clip=value_clip),
         reads=frozenset({"values"}),
     )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "ppo": ppo,
+}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Literal
 
 from covey.objective import advantage, marks, ratio, shaping, surrogate, weights
-from covey.objective.compose import takes
 from covey.objective.loss import Objective
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 
 
-@takes(
-    "clip_low", "clip_high", "alpha1", "alpha2", "scope", "norm", "beta", "kl", "ddof", "eps",
-    "entropy_floor",
-)  # fmt: skip
-def gtpo() -> Objective:
-    """Group Token Policy Optimization, arXiv 2508.04349 (v5): rewards shaped by token entropy H.
+@algorithm(title="Group Token Policy Optimization", source="arXiv 2508.04349 (v5)")
+def gtpo(
+    *, clip_low: float = 0.2, clip_high: float = 0.28, alpha1: float = 1.0, alpha2: float = 0.1,
+    scope: shaping.Scope = "group", norm: Literal['batch', 'polarity'] = "batch", beta: float = 0.0,
+    kl: Kl = "k3", ddof: int = 0, eps: float = 1e-6, entropy_floor: float = 1e-3,
+) -> Objective:  # fmt: skip
+    """Rewards shaped by token entropy H.
 
         rp[i,t] =  alpha1 + alpha2 d_t H[i,t] / sum_{k in O+} H[k,t]        correct completions, O+
         rn[j,t] = -alpha1 - alpha2 h_t (1/H[j,t]) / sum_{k in O-} 1/H[k,t]  wrong completions, O-
@@ -43,16 +47,30 @@ def gtpo() -> Objective:
     wrong.
     """
     return Objective(
-        advantage=shaping.entropy_shaped_tokens,
-        surrogate=partial(surrogate.clipped, clip_high=0.28),
+        advantage=partial(
+            shaping.entropy_shaped_tokens,
+            alpha1=alpha1,
+            alpha2=alpha2,
+            scope=scope,
+            norm=norm,
+            ddof=ddof,
+            eps=eps,
+            entropy_floor=entropy_floor,
+        ),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
         reads=shaping.SHAPED_BY_ENTROPY,
     )
 
 
-@takes("bonus", "max_entropy", "entropy_cost", "beta", "kl")
-def gtpo_trajectory() -> Objective:
-    """Group-relative Trajectory-based Policy Optimization, arXiv 2508.03772: also called GTPO.
+@algorithm(title="Group-relative Trajectory-based Policy Optimization", source="arXiv 2508.03772")
+def gtpo_trajectory(
+    *, bonus: float = 2.0, max_entropy: float = 0.7, entropy_cost: float = 0.1, beta: float = 0.0,
+    kl: Kl = "k3",
+) -> Objective:  # fmt: skip
+    """Also called GTPO.
 
         A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
@@ -72,17 +90,27 @@ def gtpo_trajectory() -> Objective:
     completion i of a group with equal rewards has the advantage -entropy_cost H_i.
     """
     return Objective(
-        advantage=shaping.without_conflicts,
+        advantage=partial(
+            shaping.without_conflicts,
+            bonus=bonus,
+            max_entropy=max_entropy,
+            entropy_cost=entropy_cost,
+        ),
         ratio=ratio.one,
         surrogate=surrogate.unclipped,
         weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
         reads=shaping.WITHOUT_CONFLICTS,
     )
 
 
-@takes("clip_low", "clip_high", "share", "cov_low", "cov_high", "beta", "kl", "ddof", "eps")
-def clip_cov() -> Objective:
-    """Clip-Cov, arXiv 2505.22617: no gradient for the few tokens that would collapse the entropy.
+@algorithm(title="Clip-Cov", source="arXiv 2505.22617")
+def clip_cov(
+    *, clip_low: float = 1.0, clip_high: float = 1.0, share: float = 2e-4, cov_low: float = 1.0,
+    cov_high: float = 5.0, beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """No gradient for the few tokens that would collapse the entropy.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
@@ -94,16 +122,28 @@ def clip_cov() -> Objective:
     micro-batches.
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=surrogate.clipped_without_marked,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.clipped_without_marked, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
-        marks=marks.random_within_bounds,
+        marks=partial(
+            marks.random_within_bounds,
+            share=share,
+            cov_low=cov_low,
+            cov_high=cov_high,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        ),
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("share", "coefficient", "beta", "kl", "ddof", "eps")
-def kl_cov() -> Objective:
-    """KL-Cov, arXiv 2505.22617: a KL penalty on the few tokens that lower the entropy most.
+@algorithm(title="KL-Cov", source="arXiv 2505.22617")
+def kl_cov(
+    *, share: float = 2e-4, coefficient: float = 1.0, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """A KL penalty on the few tokens that lower the entropy most.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
         loss = - 1/T sum_i sum_t [ r A - coefficient |logp - old_logp| on the max(1, share T)
@@ -114,8 +154,18 @@ def kl_cov() -> Objective:
     one more forward pass.
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=surrogate.penalized_where_marked,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.penalized_where_marked, coefficient=coefficient),
         weights=weights.token_mean,
-        marks=marks.largest,
+        marks=partial(marks.largest, share=share),
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "gtpo": gtpo,
+    "gtpo_trajectory": gtpo_trajectory,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
