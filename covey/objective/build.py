@@ -23,22 +23,22 @@ from covey.objective.advantage import (
     reward_itself,
 )
 from covey.objective.algorithms import ALGORITHMS
-from covey.objective.correction import AGREEMENT, CORRECTIONS
-from covey.objective.distill import READS as TEACHER
-from covey.objective.distill import towards_teacher
-from covey.objective.loss import Need, Objective
-from covey.objective.options import check_options, check_types, hints_of, options_of
-from covey.objective.penalty import PENALTIES, Kl, k3_sequence
-from covey.objective.ratio import RATIOS
-from covey.objective.shaping import (
+from covey.objective.algorithms.distillation import READS as TEACHER
+from covey.objective.algorithms.distillation import towards_teacher
+from covey.objective.algorithms.entropy import (
     SHAPED_BY_ENTROPY,
     WITHOUT_CONFLICTS,
     entropy_shaped_sequences,
     entropy_shaped_tokens,
     without_conflicts,
 )
+from covey.objective.algorithms.turns import OF_STATES, OF_TURNS, by_state, by_turn
+from covey.objective.correction import AGREEMENT, CORRECTIONS
+from covey.objective.loss import Need, Objective
+from covey.objective.options import check_options, check_types, hints_of, options_of
+from covey.objective.penalty import PENALTIES, Kl, k3_sequence
+from covey.objective.ratio import RATIOS
 from covey.objective.surrogate import SURROGATES, geometric_clipped
-from covey.objective.turns import OF_STATES, OF_TURNS, by_state, by_turn
 from covey.objective.weights import WEIGHTS
 from covey.trust import import_callable, is_import_path
 

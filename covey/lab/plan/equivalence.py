@@ -28,9 +28,9 @@ from covey.objective import (
     weights,
 )
 from covey.objective import surrogate as surrogates
+from covey.objective.algorithms.entropy import entropy_shaped_sequences, entropy_shaped_tokens
+from covey.objective.algorithms.turns import by_state
 from covey.objective.options import function_of, options_of
-from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
-from covey.objective.turns import by_state
 
 ONE_PER_COMPLETION = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}

@@ -14,11 +14,12 @@ from covey.objective.algorithms import (
     clipped,
     distillation,
     dpo,
+    entropy,
     grouped,
-    off_policy,
+    marked,
     ppo,
     sequence,
-    token,
+    turns,
     weighted,
 )
 from covey.objective.loss import Objective
@@ -28,11 +29,12 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
         **clipped.FAMILY,
         **distillation.FAMILY,
         **dpo.FAMILY,
+        **entropy.FAMILY,
         **grouped.FAMILY,
-        **off_policy.FAMILY,
+        **marked.FAMILY,
         **ppo.FAMILY,
         **sequence.FAMILY,
-        **token.FAMILY,
+        **turns.FAMILY,
         **weighted.FAMILY,
     }
 )

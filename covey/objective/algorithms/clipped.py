@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 from covey.objective import advantage, surrogate, weights
+from covey.objective.correction import CORRECTIONS
 from covey.objective.loss import Objective
 from covey.objective.options import algorithm
 from covey.objective.penalty import PENALTIES, Kl
@@ -197,6 +198,37 @@ def reinforce_pp_baseline(
     )
 
 
+@algorithm(title="Decoupled PPO", source="arXiv 2110.00641; AReaL, arXiv 2505.24298")
+def decoupled_ppo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0, cap: float = 5.0,
+    beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Corrects for stale tokens.
+
+        loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+        r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
+
+    The behaviour policy of a token is the version of the policy that sampled the token. The
+    proximal policy is the trainer's policy at the start of the batch, and is the same for every
+    token. The clip range is centred on the proximal policy, and the importance weight w corrects
+    for tokens that an older policy sampled. With one optimizer step per batch, the ratio r is 1,
+    and only the importance weight w has an effect.
+
+    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. AReaL's
+    code no longer uses the importance weight by default. For another off-policy correction, set the
+    option `objective.correction`, which takes the place of w. Covey's default correction for stale
+    rollouts is not added to w.
+    """
+    return Objective(
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
+        weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
+        correction=partial(CORRECTIONS["token_mask"], low=0.0, high=cap),
+    )
+
+
 FAMILY: Mapping[str, Callable[..., Objective]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -205,4 +237,5 @@ FAMILY: Mapping[str, Callable[..., Objective]] = {
     "opo": opo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "decoupled_ppo": decoupled_ppo,
 }

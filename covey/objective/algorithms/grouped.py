@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from covey.objective import advantage, surrogate, turns, weights
+from covey.objective import advantage, surrogate, weights
 from covey.objective.loss import Objective
 from covey.objective.options import algorithm
 from covey.objective.penalty import PENALTIES, Kl
@@ -192,50 +192,10 @@ def scalerl(
     )
 
 
-@algorithm(title="Group-in-Group Policy Optimization", source="arXiv 2505.10978")
-def gigpo(
-    *, gamma: float = 0.95, step_weight: float = 1.0, normalize: Literal['std', 'mean'] = "std",
-    clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3",
-    ddof: int = 1, eps: float = 1e-6,
-) -> Objective:  # fmt: skip
-    """Also compares turns in equal states.
-
-        A_E  = (R_i - mean_g R) / (std_g R + eps)
-        U_k  = sum_{j>=k} gamma^(j-k) r_j,  r_last includes R minus the sum of turn rewards
-        A_S  = (U_k - mean U) / (std U + eps)  over the turns of the group in the same state
-        A    = A_E + step_weight A_S
-        loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
-
-    Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states
-    (in `covey.functional`, the arguments `turn`, `state` and `turn_reward`). A
-    state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
-    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation.
-    Covey takes the mean and standard deviation of the episode advantage A_E over the rollouts of a
-    group. The authors' code takes the mean and standard deviation of A_E over turns, so long
-    episodes count more.
-    """
-    return Objective(
-        advantage=partial(
-            turns.by_state,
-            gamma=gamma,
-            step_weight=step_weight,
-            normalize=normalize,
-            ddof=ddof,
-            eps=eps,
-        ),
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
-        weights=weights.sequence_mean_token_mean,
-        beta=beta,
-        penalty=PENALTIES[kl],
-        reads=turns.OF_STATES,
-    )
-
-
 FAMILY: Mapping[str, Callable[..., Objective]] = {
     "gdpo": gdpo,
     "maxrl": maxrl,
     "pkpo": pkpo,
     "gfpo": gfpo,
     "scalerl": scalerl,
-    "gigpo": gigpo,
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from covey.objective import advantage, ratio, shaping, surrogate, weights
+from covey.objective import advantage, ratio, surrogate, weights
 from covey.objective.loss import Objective
 from covey.objective.options import algorithm
 from covey.objective.penalty import PENALTIES, Kl
@@ -133,57 +133,10 @@ def rloo(
     )
 
 
-@algorithm(title="GRPO-S", source="arXiv 2508.04349 (v5)")
-def grpo_s(
-    *, clip_low: float = 0.2, clip_high: float = 0.28, beta1: float = 1.0, beta2: float = 0.1,
-    mean: Literal["geometric", "arithmetic"] = "geometric", scope: shaping.Scope = "group",
-    beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
-    entropy_floor: float = 1e-3,
-) -> Objective:  # fmt: skip
-    """Rewards shaped by the mean entropy H_i of each completion.
-
-        rs_i =  beta1 + beta2 n H_i / sum_{k in O+} H_k            for the n correct completions, O+
-        rs_j = -beta1 - beta2 m (1/H_j) / sum_{k in O-} 1/H_k      for the m wrong ones, O-
-        A_i  = (rs_i - mean_g rs) / (std_g rs + eps)
-        w_i  = exp( 1/T_i sum_t (logp - old_logp) )
-        loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
-
-    Choices: the paper defines the ratio w of a completion in two ways. Algorithm 1 of the paper
-    takes the geometric mean of token ratios, which is Covey's default. Equation 8 of the paper
-    takes the arithmetic mean (`mean = "arithmetic"`). Clip bounds of 0.2 and 0.28 have practically
-    no effect on the geometric mean. Entropies are summed over the group, as in the paper's
-    equations. The paper's runs sum entropies over the batch (`scope = "batch"`). In the factor 1/H,
-    an entropy H below `entropy_floor` is replaced by `entropy_floor`. A completion is correct if
-    the reward function calls it a success.
-
-    Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    In the paper's runs, dynamic sampling drops a group if its completions are all correct or all
-    wrong.
-    """
-    return Objective(
-        advantage=partial(
-            shaping.entropy_shaped_sequences,
-            beta1=beta1,
-            beta2=beta2,
-            scope=scope,
-            ddof=ddof,
-            eps=eps,
-            entropy_floor=entropy_floor,
-        ),
-        ratio=ratio.sequence if mean == "geometric" else ratio.arithmetic,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
-        weights=weights.sequence_mean_token_mean,
-        beta=beta,
-        penalty=PENALTIES[kl],
-        reads=shaping.SHAPED_BY_ENTROPY,
-    )
-
-
 FAMILY: Mapping[str, Callable[..., Objective]] = {
     "gspo": gspo,
     "gspo_token": gspo_token,
     "luspo": luspo,
     "gmpo": gmpo,
     "rloo": rloo,
-    "grpo_s": grpo_s,
 }

@@ -1,4 +1,4 @@
-"""Advantages that depend on token entropies or token ids, not only on rewards.
+"""Algorithms whose advantages depend on token entropies or token ids, not only on rewards.
 
 This module contains the entropy-shaped advantages of GTPO and GRPO-S (arXiv 2508.04349, v5). The
 function `without_conflicts` is the advantage of an unrelated algorithm (arXiv 2508.03772) that is
@@ -13,10 +13,13 @@ drops groups whose completions are all correct or all wrong.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
 
 import torch
 
+from covey.objective import ratio, surrogate, weights
 from covey.objective.advantage import (
     all_equal,
     centered,
@@ -27,11 +30,11 @@ from covey.objective.advantage import (
     standardized,
     zero_variance,
 )
+from covey.objective.loss import Need, Objective
 from covey.objective.masked import row_mean
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 from covey.types import Batch
-
-if TYPE_CHECKING:
-    from covey.objective.loss import Need
 
 Scope = Literal["group", "batch"]
 SHAPED_BY_ENTROPY: frozenset[Need] = frozenset({"groups", "old_entropy", "success"})
@@ -172,3 +175,149 @@ def _conflict_run(batch: Batch, order: torch.Tensor, advantage: torch.Tensor) ->
 def _entropy(batch: Batch) -> torch.Tensor:
     assert batch.entropy is not None, "an objective that reads entropies must declare it"
     return batch.entropy.double().where(batch.mask, 0.0)
+
+
+@algorithm(title="Group Token Policy Optimization", source="arXiv 2508.04349 (v5)")
+def gtpo(
+    *, clip_low: float = 0.2, clip_high: float = 0.28, alpha1: float = 1.0, alpha2: float = 0.1,
+    scope: Scope = "group", norm: Literal['batch', 'polarity'] = "batch", beta: float = 0.0,
+    kl: Kl = "k3", ddof: int = 0, eps: float = 1e-6, entropy_floor: float = 1e-3,
+) -> Objective:  # fmt: skip
+    """Rewards shaped by token entropy H.
+
+        rp[i,t] =  alpha1 + alpha2 d_t H[i,t] / sum_{k in O+} H[k,t]        correct completions, O+
+        rn[j,t] = -alpha1 - alpha2 h_t (1/H[j,t]) / sum_{k in O-} 1/H[k,t]  wrong completions, O-
+        A       = (rp - mean rp) / (std rp + eps), and the same for rn
+        loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+
+    d_t is the number of correct completions that reach position t, and h_t is the number of wrong
+    completions that reach position t. Do not confuse `gtpo` with `gtpo_trajectory`, an algorithm
+    with the same initials.
+
+    Choices: the shaped rewards rp and rn have separate means and standard deviations, each over all
+    tokens of the batch. Tokens of wrong completions have rp = 0, and tokens of correct completions
+    have rn = 0. The option `norm = "polarity"` follows another interpretation of the paper. With
+    `norm = "polarity"`, the mean of rp is only over tokens of correct completions, and the mean of
+    rn is only over tokens of wrong completions. The standard deviations of rp and rn are over the
+    same tokens as the means of rp and rn. With `norm = "polarity"`, alpha1 and alpha2 cancel out,
+    and about half the tokens of correct completions get a negative advantage.
+
+    By default, `gtpo` sums entropies over the group, as in the paper's equations. The paper's
+    experiments sum entropies over the batch (`scope = "batch"`). In the factor 1/H, an entropy H
+    below `entropy_floor` is replaced by `entropy_floor`. A completion is correct if the reward
+    function calls it a success.
+
+    Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
+    In the paper's runs, dynamic sampling drops a group if its completions are all correct or all
+    wrong.
+    """
+    return Objective(
+        advantage=partial(
+            entropy_shaped_tokens,
+            alpha1=alpha1,
+            alpha2=alpha2,
+            scope=scope,
+            norm=norm,
+            ddof=ddof,
+            eps=eps,
+            entropy_floor=entropy_floor,
+        ),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
+        reads=SHAPED_BY_ENTROPY,
+    )
+
+
+@algorithm(title="Group-relative Trajectory-based Policy Optimization", source="arXiv 2508.03772")
+def gtpo_trajectory(
+    *, bonus: float = 2.0, max_entropy: float = 0.7, entropy_cost: float = 0.1, beta: float = 0.0,
+    kl: Kl = "k3",
+) -> Objective:  # fmt: skip
+    """Also called GTPO.
+
+        A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
+        loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
+
+    H_i is the mean entropy of completion i. A completion is good if its reward is above the group's
+    mean, and bad if its reward is below the group's mean. A conflict token is a token of a prefix
+    or suffix that a good and a bad completion of the group have in common; tokens that are not
+    trained, such as those of tools, are left out of the comparison. The factor delta of a
+    conflict token is `bonus` in a good completion and 0 in a bad completion. With delta = 0, bad
+    completions do not lower the probability of the format that all completions share. The factor
+    delta is squared for a token that is in a common prefix and in a common suffix. For a token that
+    is not a conflict token, delta is 1. `gtpo_trajectory` has no ratio, no clip and no reference.
+
+    Departures: the entropy H_i is computed once, when the batch is collected, so the advantage does
+    not change between optimizer steps. The authors' code computes the entropy again in every
+    optimizer step. In a group with equal rewards, Covey's advantages are 0. In the authors' code,
+    completion i of a group with equal rewards has the advantage -entropy_cost H_i.
+    """
+    return Objective(
+        advantage=partial(
+            without_conflicts,
+            bonus=bonus,
+            max_entropy=max_entropy,
+            entropy_cost=entropy_cost,
+        ),
+        ratio=ratio.one,
+        surrogate=surrogate.unclipped,
+        weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
+        reads=WITHOUT_CONFLICTS,
+    )
+
+
+@algorithm(title="GRPO-S", source="arXiv 2508.04349 (v5)")
+def grpo_s(
+    *, clip_low: float = 0.2, clip_high: float = 0.28, beta1: float = 1.0, beta2: float = 0.1,
+    mean: Literal["geometric", "arithmetic"] = "geometric", scope: Scope = "group",
+    beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+    entropy_floor: float = 1e-3,
+) -> Objective:  # fmt: skip
+    """Rewards shaped by the mean entropy H_i of each completion.
+
+        rs_i =  beta1 + beta2 n H_i / sum_{k in O+} H_k            for the n correct completions, O+
+        rs_j = -beta1 - beta2 m (1/H_j) / sum_{k in O-} 1/H_k      for the m wrong ones, O-
+        A_i  = (rs_i - mean_g rs) / (std_g rs + eps)
+        w_i  = exp( 1/T_i sum_t (logp - old_logp) )
+        loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
+
+    Choices: the paper defines the ratio w of a completion in two ways. Algorithm 1 of the paper
+    takes the geometric mean of token ratios, which is Covey's default. Equation 8 of the paper
+    takes the arithmetic mean (`mean = "arithmetic"`). Clip bounds of 0.2 and 0.28 have practically
+    no effect on the geometric mean. Entropies are summed over the group, as in the paper's
+    equations. The paper's runs sum entropies over the batch (`scope = "batch"`). In the factor 1/H,
+    an entropy H below `entropy_floor` is replaced by `entropy_floor`. A completion is correct if
+    the reward function calls it a success.
+
+    Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
+    In the paper's runs, dynamic sampling drops a group if its completions are all correct or all
+    wrong.
+    """
+    return Objective(
+        advantage=partial(
+            entropy_shaped_sequences,
+            beta1=beta1,
+            beta2=beta2,
+            scope=scope,
+            ddof=ddof,
+            eps=eps,
+            entropy_floor=entropy_floor,
+        ),
+        ratio=ratio.sequence if mean == "geometric" else ratio.arithmetic,
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
+        reads=SHAPED_BY_ENTROPY,
+    )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "gtpo": gtpo,
+    "gtpo_trajectory": gtpo_trajectory,
+    "grpo_s": grpo_s,
+}
