@@ -174,7 +174,6 @@ Own = tuple[Callable[..., Objective], dict[str, inspect.Parameter], dict[str, An
 
 
 def _composed(given: Mapping[str, Any]) -> Own:
-    """Return an algorithm made of the functions that `given` names, with their options."""
     names: dict[str, Any] = {
         "advantage": "standardized",
         "ratio": "token",

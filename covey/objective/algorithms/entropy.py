@@ -64,11 +64,7 @@ def entropy_shaped_tokens(
     eps: float = 1e-6,
     entropy_floor: float = 1e-3,
 ) -> torch.Tensor:
-    """GTPO, equations 2 to 4: rewards shaped by token entropy, normalized over the batch's tokens.
-
-    In correct completions, tokens with high entropy get a bonus. In wrong completions, tokens with
-    low entropy get a penalty.
-    """
+    """GTPO, equations 2 to 4: rewards shaped by token entropy, normalized over the batch's tokens."""
     correct, wrong = polarity(batch)
     of_correct, of_wrong = batch.mask & correct[:, None], batch.mask & wrong[:, None]
     entropy = _entropy(batch)
@@ -120,16 +116,7 @@ def without_conflicts(
     max_entropy: float = 0.7,
     entropy_cost: float = 0.1,
 ) -> torch.Tensor:
-    """GTPO (arXiv 2508.03772), which gives no gradient to shared tokens in bad completions.
-
-    The advantage of a completion is A_i = R_i - mean_g R - entropy_cost H_i. The term mean_g R is
-    the group's mean reward, and H_i is the completion's mean entropy. A_i is 0 if H_i exceeds
-    `max_entropy`. A completion with R_i > mean_g R is good, and a completion with R_i < mean_g R is
-    bad. A conflict token is a token of a prefix or suffix that a good and a bad completion of the
-    group have in common. The advantage A_i is divided by the completion's number of conflict
-    tokens. The advantage of a conflict token is multiplied by `bonus` in good completions and by 0
-    in bad completions.
-    """
+    """GTPO (arXiv 2508.03772), which gives no gradient to shared tokens in bad completions."""
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)
     factor, conflicts = _conflicts(batch, difference, bonus)

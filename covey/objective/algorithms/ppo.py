@@ -66,11 +66,7 @@ def over_values(
 
 
 def value_targets(batch: Batch, *, gamma: float = 1.0, value_lam: float = 1.0) -> torch.Tensor:
-    """The critic's targets A_t + V_t, where A_t is computed with the lambda `value_lam`.
-
-    With `value_lam = 1`, the targets are the discounted returns, which are unbiased because they do
-    not depend on the critic's values. VC-PPO, arXiv 2503.01491.
-    """
+    """The critic's targets A_t + V_t, where A_t is computed with the lambda `value_lam`."""
     values = _values(batch)
     estimates = gae(token_rewards(batch), values, batch.mask, gamma=gamma, lam=value_lam)
     return (estimates + values).where(batch.mask, 0.0)

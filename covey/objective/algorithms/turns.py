@@ -93,8 +93,7 @@ def by_turn(
     """The return of each turn, standardized over the turns of its group.
 
     With `compare = "turn"`, a turn is compared only with turns of the same index. The k-th turns of
-    two rollouts may start from different states. The algorithm `gigpo` compares only turns in equal
-    states.
+    two rollouts may start from different states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)
