@@ -35,9 +35,8 @@ from covey.objective import (
     with_weight,
 )
 from covey.objective.advantage import group_sum
-from covey.objective.compose import option
-from covey.objective.critic import explained_variance
-from covey.objective.critic import gae as gae
+from covey.objective.algorithms.ppo import explained_variance
+from covey.objective.algorithms.ppo import gae as gae
 from covey.objective.diagnostics import (
     Meter,
     observe,
@@ -48,6 +47,7 @@ from covey.objective.diagnostics import (
     summary,
 )
 from covey.objective.loss import Need, value_loss
+from covey.objective.options import option
 from covey.types import Batch
 
 ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(

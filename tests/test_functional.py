@@ -673,7 +673,8 @@ def test_metrics_are_over_trained_tokens() -> None:
 
 def snippets() -> dict[str, str]:
     page = Path(__file__).parent.parent / "docs/algorithms/README.md"
-    (fenced,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (fenced,) = [block for block in blocks if "covey.functional" in block]
     indented = re.search(r"\n\n((?:    .*\n)+)", str(covey.functional.__doc__))
     assert indented is not None
     return {"page": fenced, "docstring": textwrap.dedent(indented.group(1))}
@@ -690,6 +691,7 @@ def test_the_examples_run_as_they_are_printed(
     space: dict[str, Any] = {"covey": covey, **{k: given[k] for k in REQUIRED}}
     space["logp"].requires_grad_()
     exec(snippets()[source], space)
-    out, gradient = run(name, only(step(), name), **options)
+    used = {k: space[k].detach() for k in REQUIRED}
+    out, gradient = run(name, used, **options)
     assert torch.equal(space["out"].loss, out.loss)
     assert torch.equal(space["logp"].grad, gradient)

@@ -102,7 +102,7 @@ def _check_teacher(resolved: Config, objective: Objective) -> None:
 
 def _check_groups(resolved: Config, objective: Objective) -> None:
     """Raise ConfigError if the objective does not fit the groups, mini-batches or reward parts."""
-    from covey.objective.compose import option
+    from covey.objective.options import option
 
     size, k = resolved.rollout.group_size, option(objective.advantage, "k")
     if size == 1 and "groups" in objective.needs:

@@ -110,10 +110,10 @@ def _length_penalty_options(config: Config) -> dict[str, object]:
 
 
 def _objective_options(config: Config) -> dict[str, object]:
-    from covey.objective import algorithm
+    from covey.objective import find_algorithm
 
     section: Named = config.objective
-    maker = algorithm(section.name, section.options)
+    maker = find_algorithm(section.name, section.options)
     options = resolve_options(maker, section, "objective", _length_defaults(config))
     off_policy = config.stale or config.engine.rounds
     if off_policy and config.train.old_logp != "sampler" and "correction" not in section.options:

@@ -1,8 +1,7 @@
 """Advantages, ratios, surrogates and losses: pure functions of tensors and floats."""
 
 from covey.objective.algorithms import ALGORITHMS
-from covey.objective.build import algorithm, build
-from covey.objective.compose import takes
+from covey.objective.build import build, find_algorithm
 from covey.objective.loss import (
     Objective,
     PolicyLoss,
@@ -18,11 +17,10 @@ __all__ = [
     "ALGORITHMS",
     "Objective",
     "PolicyLoss",
-    "algorithm",
     "build",
+    "find_algorithm",
     "next_beta",
     "policy_loss",
-    "takes",
     "value_loss",
     "with_advantage",
     "with_marks",

@@ -93,10 +93,7 @@ def standardized(
 ) -> torch.Tensor:
     """Return rewards standardized in their group, A_i = (R_i - mean_g R) / (std_g R + eps).
 
-    In a group with equal rewards, A_i is exactly 0. The GRPO paper (arXiv 2402.03300 section 4.1.2)
-    does not specify ddof and eps; public code uses ddof 0 or 1 and eps from 1e-9 to 1e-4. In a
-    group of G rollouts, the advantages with ddof 0 are sqrt(G / (G - 1)) times the advantages with
-    ddof 1.
+    In a group with equal rewards, A_i is exactly 0.
     """
     difference = centered(rewards, group)
     count = group_sum((~rewards.isnan()).double(), group)
@@ -112,11 +109,7 @@ def batch_standardized(
     eps: float = 1e-6,
     of: Literal["rewards", "centered"] = "rewards",
 ) -> torch.Tensor:
-    """Return (R_i - mean_g R) / (std + eps), where the std is over the whole batch.
-
-    The argument `of` chooses whether the std is over the rewards (LitePPO, arXiv 2508.08221) or
-    over the rewards minus their group means.
-    """
+    """Return (R_i - mean_g R) / (std + eps), where the std is over the whole batch."""
     difference = centered(rewards, group)
     scored = ~rewards.isnan()
     values = rewards.double()[scored] if of == "rewards" else difference[scored]
@@ -132,11 +125,7 @@ def sum_of_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Standardize each reward part [K, B] per group, and standardize the parts' weighted sum.
-
-    The K parts are separate scores, such as correctness and format. With equal weights, all parts
-    have the same influence, even if their spreads differ (GDPO, arXiv 2601.05242).
-    """
+    """Standardize each reward part [K, B] per group, and standardize the parts' weighted sum."""
     scored = ~parts.isnan().any(dim=0)
     alone = [standardized(p.where(scored, torch.nan), group, ddof=ddof, eps=eps) for p in parts]
     total = torch.stack([w * a for w, a in zip(weights, alone, strict=True)]).sum(dim=0)
@@ -207,13 +196,7 @@ def parts_standardized(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The advantage of GDPO: standardized reward parts, summed and standardized again.
-
-    GDPO, arXiv 2601.05242. A reward part is a separate score, such as correctness or format. The
-    reward parts are first standardized within each group, and then summed with the weights
-    `part_weights`. `gate` is the index of the gating part. If the gating part is below `gate_at`,
-    all other parts of the completion's reward count as 0.
-    """
+    """The advantage of GDPO: standardized reward parts, summed and standardized again."""
     assert batch.parts is not None, "gdpo needs the parts of the reward"
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
     count = parts.shape[1]
@@ -277,11 +260,7 @@ def length_weighted(batch: Batch) -> torch.Tensor:
 
 @of_rewards
 def scaled_up(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """The advantage of GPG: the centered reward R_i - mean_g R, times a factor alpha.
-
-    GPG, arXiv 2504.02546. The factor alpha is the number of scored rollouts divided by the number
-    of rollouts in groups whose rewards are not all equal.
-    """
+    """The advantage of GPG: the centered reward R_i - mean_g R, times a factor alpha."""
     scored = ~rewards.isnan()
     useful = scored & ~zero_variance(rewards, group)
     return centered(rewards, group) * scored.sum() / useful.sum().clamp(min=1)
@@ -290,12 +269,7 @@ def scaled_up(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def group_whitened(
     batch: Batch, *, weighting: Literal["sequence", "token"] = "sequence", eps: float = 1e-8
 ) -> torch.Tensor:
-    """The advantage C_i / (std C + eps) with C_i = R_i - mean_g R, and with the std over the batch.
-
-    REINFORCE++-baseline, arXiv 2501.03262. With `weighting = "token"`, as in verl, the mean and the
-    std are over tokens, so long completions count more. With `weighting = "token"`, the mean of the
-    advantages over completions is not 0.
-    """
+    """C_i / (std C + eps) with C_i = R_i - mean_g R, and with the std over the batch."""
     if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
     advantage = group_centered(batch)
@@ -303,11 +277,7 @@ def group_whitened(
 
 
 def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> torch.Tensor:
-    """Discounted returns U_t = sum_{u>=t} gamma^(u-t) r_u, whitened over all tokens. REINFORCE++.
-
-    The token reward r_u is -beta times the KL estimate k1_u, plus the rollout's reward R_i at the
-    last trained token. The advantage of REINFORCE++ (arXiv 2501.03262) does not depend on groups.
-    """
+    """Discounted returns U_t = sum_{u>=t} gamma^(u-t) r_u, whitened over all tokens."""
     mask = scored_tokens(batch)
     return whitened(returns(token_rewards(batch), mask, gamma=gamma), mask, eps=eps)
 
@@ -355,10 +325,7 @@ def _divided(difference: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
 def kept_standardized(
     batch: Batch, *, keep: int = 4, metric: Metric = "length", ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Rewards standardized over the `keep` best completions of a group; 0 for other completions.
-
-    GFPO, arXiv 2508.09726.
-    """
+    """Rewards standardized over the `keep` best completions of a group; 0 for other completions."""
     rewards = rollout_rewards(batch)
     kept = kept_rows(rewards, batch.mask.sum(dim=1), batch.group, keep=keep, metric=metric)
     chosen = rewards.where(kept, torch.nan)
@@ -411,10 +378,7 @@ def kept_rows(
 def best_of_k(
     rewards: torch.Tensor, group: torch.Tensor, *, k: int = 4, baseline: Baseline = "loo1"
 ) -> torch.Tensor:
-    """PKPO's advantage, with which the policy gradient is an unbiased estimate of max@k's gradient.
-
-    PKPO, arXiv 2505.15201.
-    """
+    """PKPO's advantage, with which the policy gradient is an unbiased estimate of max@k's gradient."""
     advantage = torch.zeros_like(rewards, dtype=torch.float64)
     for rows in rows_of_groups(group, ~rewards.isnan() & ~zero_variance(rewards, group)):
         if len(rows) > 1:
@@ -444,8 +408,11 @@ def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.
         base = [k / n * best_of(rest, k - 1) for rest in without]
     else:
         base = [k / (n if baseline == "centred" else n - 1) * best_of(rest, k) for rest in without]
+    own = values * _coefficients(values, lambda i: comb(i - 1, k - 1))
+    later = values * _coefficients(values, lambda j: comb(j - 2, k - 2) if min(j, k) >= 2 else 0)
+    above = later.flip(0).cumsum(0).flip(0) - later
     gains = torch.empty_like(values)
-    gains[order] = _shares(values, k) - torch.stack(base)
+    gains[order] = (own + above) / comb(n, k) - torch.stack(base)
     return gains
 
 
@@ -454,14 +421,6 @@ def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
     return (values * _coefficients(values, lambda i: comb(i - 1, k - 1))).sum() / comb(
         len(values), k
     )
-
-
-def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return each completion's term s_i of PKPO, given the rewards [n] in ascending order."""
-    own = values * _coefficients(values, lambda i: comb(i - 1, k - 1))
-    later = values * _coefficients(values, lambda j: comb(j - 2, k - 2) if min(j, k) >= 2 else 0)
-    above = later.flip(0).cumsum(0).flip(0) - later
-    return (own + above) / comb(len(values), k)
 
 
 def _coefficients(values: torch.Tensor, of: Callable[[int], int]) -> torch.Tensor:

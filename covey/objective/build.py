@@ -12,20 +12,68 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 from covey.errors import ConfigError, CoveyError, nearest, users_error
+from covey.objective.advantage import (
+    ADVANTAGES,
+    parts_standardized,
+    returns_whitened,
+    reward_itself,
+)
 from covey.objective.algorithms import ALGORITHMS
-from covey.objective.compose import composer, hints_of, options_of, signed
+from covey.objective.algorithms.distillation import READS as TEACHER
+from covey.objective.algorithms.distillation import towards_teacher
+from covey.objective.algorithms.entropy import (
+    SHAPED_BY_ENTROPY,
+    WITHOUT_CONFLICTS,
+    entropy_shaped_sequences,
+    entropy_shaped_tokens,
+    without_conflicts,
+)
+from covey.objective.algorithms.turns import OF_STATES, OF_TURNS, by_state, by_turn
 from covey.objective.correction import AGREEMENT, CORRECTIONS
-from covey.objective.loss import Objective
-from covey.objective.options import check_options, check_types
-from covey.objective.penalty import k3_sequence
+from covey.objective.loss import Need, Objective
+from covey.objective.options import check_options, check_types, hints_of, options_of
+from covey.objective.penalty import PENALTIES, Kl, k3_sequence
 from covey.objective.ratio import RATIOS
-from covey.objective.surrogate import geometric_clipped
+from covey.objective.surrogate import SURROGATES, geometric_clipped
+from covey.objective.weights import WEIGHTS
 from covey.trust import import_callable, is_import_path
 
 COMPOSED = "composed"
+PIECES: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "advantage": {
+            **ADVANTAGES,
+            "entropy_shaped_tokens": entropy_shaped_tokens,
+            "entropy_shaped_sequences": entropy_shaped_sequences,
+            "without_conflicts": without_conflicts,
+            "towards_teacher": towards_teacher,
+            "by_turn": by_turn,
+            "by_state": by_state,
+        },
+        "ratio": RATIOS,
+        "surrogate": SURROGATES,
+        "weights": WEIGHTS,
+    }
+)
+READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
+    {
+        reward_itself: frozenset(),
+        returns_whitened: frozenset(),
+        entropy_shaped_tokens: SHAPED_BY_ENTROPY,
+        entropy_shaped_sequences: SHAPED_BY_ENTROPY,
+        without_conflicts: WITHOUT_CONFLICTS,
+        parts_standardized: frozenset({"groups", "parts"}),
+        towards_teacher: TEACHER,
+        by_turn: OF_TURNS,
+        by_state: OF_STATES,
+    }
+)
+"""Maps an advantage function to the inputs that it reads; advantage functions that are not listed
+read only "groups"."""
 Correction = Literal[
     "none",
     "token_truncate",
@@ -84,7 +132,7 @@ def extended(
     return replace(objective, **changes)
 
 
-def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
+def find_algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
     """Return a callable that builds the objective of the named algorithm.
 
     The callable's parameters are the algorithm's own options and the shared options. For the
@@ -92,20 +140,24 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
     combine. The options of the combined functions are parameters of the callable too.
     """
     if name == COMPOSED:
-        own = composer(pieces or {})
-    elif is_import_path(name):
-        own = _users(name, import_callable(name, "objective.name"))
-    elif name in ALGORITHMS:
-        return _with_extensions_once(name, ALGORITHMS[name])
-    else:
+        return _with_shared(name, *_composed(pieces or {}))
+    if is_import_path(name):
+        return _with_shared(name, *_users(name, import_callable(name, "objective.name")))
+    if name not in ALGORITHMS:
         hint = nearest(name, [*ALGORITHMS, COMPOSED])
         raise ConfigError(f"config: objective.name = {name!r} is not a known algorithm{hint}")
-    return _with_extensions(name, own)
+    return _of_registry(name)
+
+
+@cache
+def _of_registry(name: str) -> Callable[..., Objective]:
+    function = ALGORITHMS[name]
+    return _with_shared(name, function, options_of(function), hints_of(function))
 
 
 def build(name: str, **options: Any) -> Objective:
     """Build an objective; an unknown option raises an error that lists the known options."""
-    function = algorithm(name, options)
+    function = find_algorithm(name, options)
     parameters = inspect.signature(function).parameters
     for key in options:
         if key not in parameters:
@@ -117,7 +169,48 @@ def build(name: str, **options: Any) -> Objective:
     return function(**options)
 
 
-def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
+Own = tuple[Callable[..., Objective], dict[str, inspect.Parameter], dict[str, Any]]
+"""An algorithm's function, and the parameters and types of its options."""
+
+
+def _composed(given: Mapping[str, Any]) -> Own:
+    names: dict[str, Any] = {
+        "advantage": "standardized",
+        "ratio": "token",
+        "surrogate": "clipped",
+        "weights": "token_mean",
+    }
+    names |= {kind: given[kind] for kind in names if kind in given}
+    for kind, name in names.items():
+        if not isinstance(name, str) or name not in PIECES[kind]:
+            hint = nearest(str(name), PIECES[kind])
+            if is_import_path(str(name)):
+                hint = (
+                    "; a function of your own is an algorithm: set objective.name = "
+                    f"'MODULE:FUNCTION' to a function that returns an Objective with your {kind}"
+                )
+            raise ConfigError(f"config: objective.{kind} = {name!r} is not a known value{hint}")
+    pieces = {kind: PIECES[kind][name] for kind, name in names.items()}
+
+    def composed(*, beta: float = 0.0, kl: Kl = "k3", **options: Any) -> Objective:
+        """Combine the chosen advantage, ratio, surrogate and weights."""
+        made: dict[str, Any] = {}
+        for kind, piece in pieces.items():
+            mine = {key: options[key] for key in options_of(piece)}
+            made[kind] = partial(piece, **mine) if mine else piece
+        reads = READS.get(pieces["advantage"], frozenset({"groups"}))
+        return Objective(**made, beta=beta, penalty=PENALTIES[kl], reads=reads)
+
+    place = inspect.Parameter.KEYWORD_ONLY
+    parameters = {k: inspect.Parameter(k, place, default=name) for k, name in names.items()}
+    hints: dict[str, Any] = dict.fromkeys(names, str)
+    for function in (*pieces.values(), composed):
+        parameters |= options_of(function)
+        hints |= hints_of(function)
+    return composed, parameters, hints
+
+
+def _users(name: str, function: Callable[..., Any]) -> Own:
     """Wrap a user's function, so that an exception becomes a one-line error message."""
     parameters = dict(inspect.signature(function).parameters)
     for key, parameter in parameters.items():
@@ -144,15 +237,19 @@ def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
         return objective
 
     own.__doc__ = function.__doc__
-    return signed(own, parameters, hints_of(function, parameters))
+    return own, parameters, hints_of(function, parameters)
 
 
-def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., Objective]:
+def _with_shared(
+    name: str,
+    own: Callable[..., Objective],
+    mine: dict[str, inspect.Parameter],
+    hints: dict[str, Any],
+) -> Callable[..., Objective]:
     """Return a function that accepts an algorithm's options and the options of `extended`."""
-    mine = inspect.signature(own).parameters
     more = {k: p for k, p in options_of(extended).items() if k not in mine}
     parameters = {**mine, **more}
-    hints = {**hints_of(extended), **hints_of(own)}
+    hints = {**hints_of(extended), **hints}
 
     def whole(**options: Any) -> Objective:
         check_types(name, options, hints)
@@ -162,10 +259,9 @@ def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., 
         return _checked(name, extended(objective, **{k: given[k] for k in more}))
 
     whole.__name__, whole.__doc__ = getattr(own, "__name__", name), own.__doc__
-    return signed(whole, parameters, hints)
-
-
-_with_extensions_once = cache(_with_extensions)
+    whole.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    whole.__annotations__ = hints
+    return whole
 
 
 def _checked(name: str, objective: Objective) -> Objective:

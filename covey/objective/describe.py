@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from covey.docstrings import described_arguments
 from covey.objective.algorithms import ALGORITHMS
-from covey.objective.build import algorithm, build, extended
-from covey.objective.compose import PIECES, function_of, options_of
+from covey.objective.build import PIECES, build, extended, find_algorithm
 from covey.objective.loss import Need, Objective
-from covey.objective.options import OPTIONS
+from covey.objective.options import OPTIONS, function_of, options_of
 from covey.objective.penalty import PENALTIES
 
 
@@ -35,7 +34,7 @@ class Description(NamedTuple):
     name: str
     title: str
     text: str
-    """The docstring of the algorithm without its first line; formulas are indented."""
+    """The docstring of the algorithm, without its title; formulas are indented."""
     own: list[OptionLine]
     pieces: dict[str, str]
     """The names of the objective's advantage, ratio, surrogate and weights functions."""
@@ -46,13 +45,17 @@ class Description(NamedTuple):
 
 def describe(name: str) -> Description:
     """Describe an algorithm."""
-    function = algorithm(name)
+    function = find_algorithm(name)
     shared = {} if name in ALGORITHMS else options_of(extended)
     own = {k: p for k, p in options_of(ALGORITHMS.get(name, function)).items() if k not in shared}
     required = {k: 1 for k, p in own.items() if p.default is p.empty}
     objective = build(name, **required)
     documented = {} if name in ALGORITHMS else described_arguments(inspect.getdoc(function) or "")
-    title, _, text = (inspect.getdoc(function) or name).partition("\n")
+    text = inspect.getdoc(function) or name
+    if name in ALGORITHMS:
+        title = f"{vars(ALGORITHMS[name])['title']}."
+    else:
+        title, _, text = text.partition("\n")
     return Description(
         name=name,
         title=title,

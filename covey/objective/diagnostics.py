@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from covey.objective.distill import LEAST_LOGP, teacher_gap
+from covey.objective.algorithms.distillation import LEAST_LOGP, teacher_gap
 from covey.objective.loss import CriticLoss, Objective, PolicyLoss
 from covey.objective.masked import MAX_LOG_RATIO, bounded, difference, joined, row_mean, row_sum
 from covey.types import Batch

@@ -134,12 +134,10 @@ class Objective:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether a KL penalty is subtracted from the reward."""
         return self.beta != 0.0 and self.kl_in == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether a KL penalty is a term of the loss."""
         return self.beta != 0.0 and self.kl_in == "loss"
 
     @property
@@ -204,7 +202,14 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
         batch = replace(batch, token_penalty=rollouts.split(penalty))
     if objective.targets is not None:
         batch = replace(batch, targets=rollouts.split(objective.targets(whole)))
-    advantage = _of_shape(whole.mask, objective.advantage(whole))
+    advantage = objective.advantage(whole)
+    if not isinstance(advantage, torch.Tensor) or advantage.shape != whole.mask.shape:
+        kind = type(advantage).__name__
+        found = list(advantage.shape) if isinstance(advantage, torch.Tensor) else kind
+        raise ConfigError(
+            f"objective: the advantage function returned {found}; it must return a tensor of shape "
+            f"{list(whole.mask.shape)}, with one value for each token of each completion"
+        )
     if objective.top_entropy < 1.0:
         selected = _uncertain(whole, objective.top_entropy)
         advantage = advantage.where(selected, 0.0)
@@ -219,18 +224,6 @@ def counted_rows(objective: Objective, batch: Batch) -> torch.Tensor:
     """
     scored = ~batch.rewards.isnan()
     return torch.ones_like(scored) if "teacher" in objective.reads else scored
-
-
-def _of_shape(mask: torch.Tensor, advantage: object) -> torch.Tensor:
-    """Return the advantages if they are a tensor with the shape of `mask`, else raise an error."""
-    if isinstance(advantage, torch.Tensor) and advantage.shape == mask.shape:
-        return advantage
-    kind = type(advantage).__name__
-    found = list(advantage.shape) if isinstance(advantage, torch.Tensor) else kind
-    raise ConfigError(
-        f"objective: the advantage function returned {found}; it must return a tensor of shape "
-        f"{list(mask.shape)}, with one value for each token of each completion"
-    )
 
 
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
@@ -318,8 +311,10 @@ def policy_loss(
         correction = _correction(objective, replace(batch, old_logp=old_logp))
     if correction is not None:
         value = value * correction
-    kept = _kept(objective, batch, tokens)
-    if kept is not None:
+    kept = None
+    if objective.off_policy_limit:  # DeepSeek-V3.2, equation 9
+        fallen = row_mean(difference(batch.sampler_logp, logp.detach(), mask), mask)
+        kept = ~((tokens.advantage < 0) & (fallen > objective.off_policy_limit))
         value = value.where(kept, 0.0)
     if objective.kl_in_loss:
         assert batch.ref_logp is not None, "a penalty needs a reference"
@@ -365,17 +360,6 @@ def _gain(
             f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
         )
     return tokens, gain
-
-
-def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
-    """Return a mask [B, T] of the tokens that `off_policy_limit` keeps; None if the limit is 0.
-
-    DeepSeek-V3.2, equation 9.
-    """
-    if not objective.off_policy_limit:
-        return None
-    fallen = row_mean(difference(batch.sampler_logp, tokens.logp.detach(), batch.mask), batch.mask)
-    return ~((tokens.advantage < 0) & (fallen > objective.off_policy_limit))
 
 
 class CriticLoss(NamedTuple):

@@ -1,4 +1,4 @@
-"""The meaning and the bounds of algorithm options, and checks of configured values.
+"""What is known about algorithms and their options: papers, meanings, types, bounds, checks.
 
 An option has the same meaning in every algorithm and in every component function. The signature of
 an algorithm's function lists the options of the algorithm.
@@ -6,14 +6,64 @@ an algorithm's function lists the options of the algorithm.
 
 from __future__ import annotations
 
+import inspect
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from numbers import Integral, Real
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from covey.errors import ConfigError, nearest
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def algorithm(*, title: str, source: str, pairs: bool = False) -> Callable[[Function], Function]:
+    """Attach a title and a paper to an algorithm's function as its attribute `title`.
+
+    `pairs` says that the algorithm trains on preference pairs. `covey.config.algorithm_names` reads
+    these arguments from the source code, so they must be literals.
+    """
+
+    def attach(function: Function) -> Function:
+        function.title = f"{title}, {source}"  # type: ignore[attr-defined]
+        return function
+
+    return attach
+
+
+def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside a `partial`; return any other function unchanged."""
+    return piece.func if isinstance(piece, partial) else piece
+
+
+def option(piece: Callable[..., Any], name: str) -> Any:
+    """Return the value of a function's option; None if the function has no such option."""
+    parameter = options_of(piece).get(name)
+    return None if parameter is None else parameter.default
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the options of a function: its keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.items()
+    return {k: p for k, p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def hints_of(
+    function: Callable[..., Any], options: Mapping[str, inspect.Parameter] | None = None
+) -> dict[str, Any]:
+    """Return the type of each option; by default, all keyword-only parameters are options."""
+    options = options_of(function) if options is None else options
+    # Other annotations name types of torch, which `covey plan` does not import.
+    written = getattr(function, "__annotations__", {})
+    of_options = SimpleNamespace(__annotations__={k: written[k] for k in written if k in options})
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    try:
+        return typing.get_type_hints(of_options, names)
+    except (NameError, TypeError):  # a user's annotations may exist for type checkers only
+        return {}
 
 
 class Option(NamedTuple):

@@ -30,9 +30,7 @@ def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean log-ratio of the completion, but with the gradient of the token's own logp.
 
-    The GSPO paper calls this ratio GSPO-token. The gradient of `sequence_token` equals the gradient
-    of `sequence` if all tokens of a completion have the same advantage. With `sequence_token`, the
-    tokens of a completion may have different advantages.
+    The GSPO paper calls this ratio GSPO-token.
     """
     return sequence(x.detach(), mask) + (x - x.detach())
 

@@ -102,11 +102,7 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
 
 
 def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Gain:
-    """The surrogate of GMPO: advantage times exp(mean of clipped token log-ratios).
-
-    arXiv 2507.20673. Log-ratios are clipped on one side: at most clip_high if the advantage is
-    positive, at least -clip_low otherwise. A bound of 0.4 allows ratios from 0.67 to 1.49.
-    """
+    """The surrogate of GMPO: advantage times exp(mean of clipped token log-ratios)."""
     x, advantage = tokens.log_ratio, tokens.advantage
     held = x.clamp(-clip_low, clip_high)
     z = torch.where(advantage > 0, torch.minimum(x, held), torch.maximum(x, held))
@@ -118,11 +114,7 @@ def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float
 
 
 def soft_gate(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Gain:
-    """The surrogate f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
-
-    SAPO, arXiv 2511.20347. The slope of f is 1 at r = 1 and falls off smoothly on both sides. The
-    slope of f falls faster for tokens with A <= 0 than for tokens with A > 0.
-    """
+    """The surrogate f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1))."""
     tau = _either(tokens.advantage > 0, tau_pos, tau_neg, tokens)
     gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau
     return unbounded(gate * tokens.advantage, tokens)
@@ -138,13 +130,12 @@ def gamma_weight(
 ) -> Gain:
     """The surrogate phi(r) A logp with the weight phi(r) = r^power exp(rate (1 - r)).
 
-    VESPO, arXiv 2602.10693. The weight phi is 1 at r = 1, and goes to 0 for ratios near 0 and far
-    above 1. No gradient flows through phi. The ratio r is clamped to at least 1e-8, because the
-    ratio of a whole completion may be tiny.
+    VESPO, arXiv 2602.10693. No gradient flows through phi.
     """
     good = tokens.advantage >= 0
     power = _either(good, power_pos, power_neg, tokens)
     rate = _either(good, rate_pos, rate_neg, tokens)
+    # The ratio of a whole completion may be tiny.
     log_ratio = tokens.log_ratio.detach().clamp(min=math.log(1e-8))
     phi = (power * log_ratio - rate * torch.expm1(log_ratio)).exp()
     return unbounded(phi * tokens.advantage * tokens.logp, tokens)
@@ -153,13 +144,7 @@ def gamma_weight(
 def trust_mask(
     tokens: Tokens, *, clip_low: float = 0.15, clip_high: float = 0.15, max_weight: float = 20.0
 ) -> Gain:
-    """The surrogate min(r, max_weight) A logp, or 0 if the token's probability changed too much.
-
-    DPPO with total variation, arXiv 2602.04879. A token with A > 0 is trained if p - p_old <=
-    clip_high, and any other token is trained if p - p_old >= -clip_low. The bounds clip_low and
-    clip_high limit the change of a token's probability p, not the ratio r. The bounds allow the
-    probability of a rare token to double.
-    """
+    """The surrogate min(r, max_weight) A logp, or 0 if the token's probability changed too much."""
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0
     outside_high = good & (moved > clip_high)

@@ -49,10 +49,7 @@ def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -
 
 
 def token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
-    """Weights 1 / T: the mean over all tokens of the step.
-
-    The released code of DAPO (arXiv 2503.14476) uses the weights 1 / T.
-    """
+    """Weights 1 / T: the mean over all tokens of the step."""
     return batch.mask.double() / max(1, totals.tokens)
 
 

@@ -24,7 +24,7 @@ from covey.errors import ConfigError, RunError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import predicting_hidden
 from covey.objective import Objective, value_loss
-from covey.objective.critic import explained_variance
+from covey.objective.algorithms.ppo import explained_variance
 from covey.objective.diagnostics import Meter, observe_values
 from covey.parallel.gradients import GradientSums
 from covey.parallel.passes import rank_passes

@@ -9,8 +9,8 @@ import torch
 
 from covey.objective import build, policy_loss, with_advantage, with_weight
 from covey.objective.advantage import group_standardized
+from covey.objective.algorithms.turns import by_state, by_turn, turn_table
 from covey.objective.masked import joined
-from covey.objective.turns import by_state, by_turn, turn_table
 from covey.types import Batch
 
 LENGTHS = [5, 3, 4, 3, 5, 4, 5, 2]

@@ -19,11 +19,10 @@ from covey.config.algorithm_names import PAIRED
 from covey.config.resolve import objective_of, resolve
 from covey.errors import ConfigError
 from covey.functional import LossOutput, loss
-from covey.objective import ALGORITHMS, Objective, algorithm, build
-from covey.objective.build import Correction, extended
-from covey.objective.compose import PIECES, hints_of, options_of
+from covey.objective import ALGORITHMS, Objective, build, find_algorithm
+from covey.objective.build import PIECES, Correction, extended
 from covey.objective.correction import CORRECTIONS
-from covey.objective.options import OPTIONS
+from covey.objective.options import OPTIONS, hints_of, options_of
 from covey.objective.penalty import PENALTIES, Kl
 from tests.objective.laws import NO_KL_IN_REWARD, OF_PAIRS
 
@@ -310,9 +309,10 @@ def test_print_config_shows_the_length(capsys: pytest.CaptureFixture[str]) -> No
 OWN = '''
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from covey.objective import advantage, build, surrogate, takes, weights
+from covey.objective import advantage, build, surrogate, weights
 from covey.objective import Objective as Made
 
 if TYPE_CHECKING:
@@ -324,11 +324,13 @@ def scaled(rewards, group, *, strength: float = 1.0):
     return strength * advantage.standardized(rewards, group)
 
 
-@takes("strength", "clip_low", "clip_high", "beta", "kl")
-def taking():
-    """Take options of its functions."""
+def whole(*, strength: float = 1.0, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0):
+    """An objective of its own functions."""
     return Made(
-        advantage=scaled, surrogate=surrogate.clipped, weights=weights.sequence_mean_token_mean
+        advantage=partial(scaled, strength=strength),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        weights=weights.sequence_mean_token_mean,
+        beta=beta,
     )
 
 
@@ -406,12 +408,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             del sys.modules[name]
 
 
-def test_a_function_in_the_working_folder_takes_the_options_that_it_names(own: Path) -> None:
-    out, gradient = descend("own_module:taking", strength=3.0, clip_high=0.1)
+def test_a_function_in_the_working_folder_makes_an_objective_of_own_functions(own: Path) -> None:
+    out, gradient = descend("own_module:whole", strength=3.0, clip_high=0.1)
     expected, same = descend("grpo", beta=0.0, clip_high=0.1)
     assert torch.allclose(out.loss, 3 * expected.loss)
     assert torch.allclose(gradient, 3 * same)
-    config = from_toml(own, '[objective]\nname = "own_module:taking"\nstrength = 3\nbeta = 0.1\n')
+    config = from_toml(own, '[objective]\nname = "own_module:whole"\nstrength = 3\nbeta = 0.1\n')
     objective = objective_of(config)
     assert objective.advantage.keywords == {"strength": 3.0}
     assert objective.beta == 0.1
@@ -471,7 +473,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_missing:f", "objective.name = 'own_missing:f': cannot import 'own_missing': No module named 'no_such_package'"),
         ("own_key:f", "objective.name = 'own_key:f': cannot import 'own_key': KeyError: 'k' (FOLDER/own_key.py, line 1)"),
         ("own_module:nothing", "objective.name = 'own_module:nothing' returned str; it must return a covey.objective.Objective"),
-        ("own_module:fails", "objective.name = 'own_module:fails' raised an error: RuntimeError: first line second line (FOLDER/own_module.py, line 56)"),
+        ("own_module:fails", "objective.name = 'own_module:fails' raised an error: RuntimeError: first line second line (FOLDER/own_module.py, line 59)"),
         ("own_module:careless", "grpo: objective.clip_low = -1.0 must be at least 0"),
         ("own_module:open_ended", "objective.name = 'own_module:open_ended': the function cannot have the parameter '**options', because Covey passes every option by name"),
         ("own_module:positional", "objective.name = 'own_module:positional': the function cannot have the parameter 'strength', because Covey passes every option by name"),
@@ -536,7 +538,7 @@ def test_types_name_what_there_is() -> None:
 def bounded() -> list[tuple[str, str, float]]:
     cases = []
     for name in ALGORITHMS:
-        for key in inspect.signature(algorithm(name)).parameters:
+        for key in inspect.signature(find_algorithm(name)).parameters:
             clip_low, clip_high = OPTIONS[key].at_least, OPTIONS[key].at_most
             cases += [(name, key, clip_low)] if clip_low > -math.inf else []
             cases += [(name, key, clip_high)] if clip_high < math.inf else []
@@ -553,7 +555,7 @@ WITH = {
 
 @pytest.mark.parametrize(("name", "key", "bound"), bounded())
 def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
-    kind = hints_of(algorithm(name))[key]
+    kind = hints_of(find_algorithm(name))[key]
     lowest = bound == OPTIONS[key].at_least
     beyond = kind(bound + (-1 if lowest else 1) * (1 if kind is int else max(1e-3, bound)))
     needed = {**NEEDED.get(name, {}), "beta": 0.1}

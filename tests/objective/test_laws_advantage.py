@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from covey.objective import with_advantage
 from covey.objective.advantage import group_sum
-from covey.objective.shaping import polarity
+from covey.objective.algorithms.entropy import polarity
 from covey.types import Batch
 from tests.objective.laws import CASES, close, has_option, make_step, objective_of, of_answer, seeds
 

@@ -21,7 +21,7 @@ import torch
 
 import covey.functional
 from covey.embedded import CHECKPOINT
-from covey.objective.critic import gae
+from covey.objective.algorithms.ppo import gae
 
 trl = pytest.importorskip("trl")
 PAIRS = [

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from covey.objective import with_advantage, with_marks
-from covey.objective.marks import covariance
+from covey.objective.algorithms.marked import covariance
 from covey.types import Batch
 from tests.objective.laws import Step, close, make_step, objective_of, outcome, rows_of, seeds
 

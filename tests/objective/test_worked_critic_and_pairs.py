@@ -10,7 +10,7 @@ import torch
 from covey import functional
 from covey.objective import build, with_advantage, with_marks, with_weight
 from covey.objective.advantage import whitened
-from covey.objective.critic import explained_variance, gae, length_lambda
+from covey.objective.algorithms.ppo import explained_variance, gae, length_lambda
 from covey.types import Batch
 from tests.objective.worked import Worked
 

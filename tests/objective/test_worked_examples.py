@@ -37,8 +37,10 @@ from covey.objective.advantage import (
     whitened,
     zero_variance,
 )
+from covey.objective.algorithms.entropy import polarity
+from covey.objective.algorithms.marked import covariance
+from covey.objective.algorithms.ppo import clipped_value_loss, gae
 from covey.objective.correction import CORRECTIONS, no_veto
-from covey.objective.critic import clipped_value_loss, gae
 from covey.objective.diagnostics import (
     Meter,
     observe,
@@ -46,11 +48,9 @@ from covey.objective.diagnostics import (
     observe_sampler,
     summary,
 )
-from covey.objective.marks import covariance
 from covey.objective.masked import difference, row_mean
 from covey.objective.penalty import PENALTIES
 from covey.objective.ratio import RATIOS
-from covey.objective.shaping import polarity
 from covey.rewards.length import Soft
 from covey.rollout.filter import select, without_truncated
 from covey.types import Batch, Group, Prompt, Rollout, Totals

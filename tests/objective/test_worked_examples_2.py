@@ -15,7 +15,7 @@ import torch
 from covey import functional
 from covey.objective import build, with_advantage, with_marks, with_weight
 from covey.objective.advantage import best_of, kept_rows, standardized, subset_gains
-from covey.objective.marks import positive_share, positive_value_share
+from covey.objective.algorithms.marked import positive_share, positive_value_share
 from covey.types import Batch
 from tests.objective.worked import Worked
 

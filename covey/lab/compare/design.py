@@ -24,7 +24,7 @@ from covey.errors import ConfigError
 from covey.lab.compare.comparison import Arm, BudgetKind
 from covey.lab.compare.comparison_folder import Design
 from covey.notices import notice
-from covey.objective import algorithm
+from covey.objective import find_algorithm
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change. To train with different seeds than the other arms, an arm can
@@ -168,7 +168,7 @@ def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
-    options = inspect.signature(algorithm(name)).parameters
+    options = inspect.signature(find_algorithm(name)).parameters
     kept = {k: v for k, v in _shared_options(given, name).items() if k in options}
     settings = [f"objective.{key}={toml_value(value)}" for key, value in kept.items()]
     return Arm(name=label, settings=(f"objective.name={toml_value(name)}", *settings))
@@ -201,8 +201,8 @@ def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
     if name == common or arm.settings != algorithm_arm(design.given, name).settings:
         return {}  # a user's arm keeps no options of another algorithm
     given = design.given.get("objective", {})
-    own = inspect.signature(algorithm(name)).parameters
-    other = inspect.signature(algorithm(common, given)).parameters
+    own = inspect.signature(find_algorithm(name)).parameters
+    other = inspect.signature(find_algorithm(common, given)).parameters
     return {
         key: (value, own[key].default)
         for key, value in _shared_options(design.given, name).items()

@@ -23,7 +23,7 @@ from covey.errors import ConfigError
 from covey.lab.explain.effect import Effect, parameter_gradients, whole_effect
 from covey.lab.explain.recorded import Origin, Recorded, Trainee, check_trained, relearn
 from covey.models.logp import LogProbs
-from covey.objective import ALGORITHMS, Objective, algorithm
+from covey.objective import ALGORITHMS, Objective, find_algorithm
 from covey.objective.loss import Need
 from covey.parallel.passes import whole_batch
 from covey.policy.policy import Policy
@@ -95,7 +95,7 @@ def objectives(
     built = {}
     for name in names:
         pieces = config.objective.options if name == own else None
-        has = inspect.signature(algorithm(name, pieces)).parameters
+        has = inspect.signature(find_algorithm(name, pieces)).parameters
         given = [f"objective.{o}" for o, key in zip(options, keys, strict=True) if key in has]
         used |= {key for key in keys if key in has}
         changed = load_config(str(run.config_file), [f"objective.name={name}", *given])

@@ -18,7 +18,7 @@ import torch
 from covey.errors import ConfigError, CoveyError
 from covey.lab.explain.effect import CLIPPED, whole_effect
 from covey.models.logp import LogProbs
-from covey.objective import ALGORITHMS, algorithm, build, with_advantage
+from covey.objective import ALGORITHMS, build, find_algorithm, with_advantage
 from covey.records.files import finite
 from covey.types import Batch
 
@@ -47,7 +47,7 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, float] = {
         key: float(question[key]) for key in OPTIONS if key in question and key in defaults
     }
-    if "length" in inspect.signature(algorithm(name)).parameters:
+    if "length" in inspect.signature(find_algorithm(name)).parameters:
         options["length"] = LENGTH
     objective = build(name, **options)
     batch, now = small_batch(rewards, [int(n) for n in lengths], float(question.get("drift", 0)))
@@ -105,7 +105,7 @@ def small_batch(
 
 def option_defaults(name: str) -> dict[str, float]:
     """Return the defaults of the algorithm options that have a slider."""
-    parameters = inspect.signature(algorithm(name)).parameters
+    parameters = inspect.signature(find_algorithm(name)).parameters
     return {
         key: float(parameters[key].default)
         for key in OPTIONS

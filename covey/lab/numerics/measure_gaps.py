@@ -37,7 +37,7 @@ from covey.lab.numerics.logp_variants import (
     trainer_logp,
     wide_logp,
 )
-from covey.objective.compose import function_of
+from covey.objective.options import function_of
 from covey.objective.ratio import one, token
 from covey.objective.surrogate import geometric_clipped, trust_mask
 from covey.records.trackers import Tracker

@@ -18,11 +18,19 @@ from typing import Any, NamedTuple
 from covey.config import Config
 from covey.errors import ConfigError
 from covey.lab.plan.finding import Setup
-from covey.objective import ALGORITHMS, Objective, advantage, algorithm, penalty, ratio, weights
+from covey.objective import (
+    ALGORITHMS,
+    Objective,
+    advantage,
+    find_algorithm,
+    penalty,
+    ratio,
+    weights,
+)
 from covey.objective import surrogate as surrogates
-from covey.objective.compose import function_of, options_of
-from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
-from covey.objective.turns import by_state
+from covey.objective.algorithms.entropy import entropy_shaped_sequences, entropy_shaped_tokens
+from covey.objective.algorithms.turns import by_state
+from covey.objective.options import function_of, options_of
 
 ONE_PER_COMPLETION = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}
@@ -256,7 +264,7 @@ def equivalent_algorithms(setup: Setup) -> list[str]:
     for other in ALGORITHMS:
         if other == name:
             continue
-        function = algorithm(other)
+        function = find_algorithm(other)
         known = inspect.signature(function).parameters
         given = {"length": setup.config.rollout.max_tokens, **setup.config.objective.options}
         try:

@@ -11,7 +11,7 @@ from covey.config.resolve import objective_of, truncates_unseen
 from covey.lab.exact_logp import expected_exact_logp
 from covey.lab.plan.task_facts import TaskFacts
 from covey.objective import Objective
-from covey.objective.compose import function_of
+from covey.objective.options import function_of
 
 Kind = Literal["same", "idle", "risk"]
 PAGE = "docs/plan.md"

@@ -18,7 +18,7 @@ from covey.lab.plan.equivalence import (
 )
 from covey.lab.plan.finding import Said, Setup, rule
 from covey.lab.plan.summary import most_steps
-from covey.objective import advantage, algorithm, ratio
+from covey.objective import advantage, find_algorithm, ratio
 from covey.objective import surrogate as surrogates
 from covey.objective.penalty import MAX_ADAPTATION
 from covey.rewards.length import Soft
@@ -48,7 +48,7 @@ def changed(section: Section, *names: str) -> dict[str, str]:
 def changed_options(setup: Setup, *names: str) -> dict[str, str]:
     """Return the text `name = value` for each objective option that differs from its default."""
     options = setup.config.objective.options
-    parameters = inspect.signature(algorithm(setup.config.objective.name, options)).parameters
+    parameters = inspect.signature(find_algorithm(setup.config.objective.name, options)).parameters
     return {
         f"objective.{name}": f"objective.{name} = {options[name]!r}"
         for name in names

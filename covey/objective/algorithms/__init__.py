@@ -1,10 +1,10 @@
 """The registry of algorithms: each algorithm is a function that returns an objective.
 
-The docstring of an algorithm gives the paper, the loss formula, and Covey's departures from the
-paper. The decorator `takes` names the algorithm's options. To add an algorithm, write its function,
-add the function to this registry, and add its title to `covey/config/algorithm_names.py`. Add a
-test under tests/objective that compares the algorithm's loss with a number worked out by hand. Run
-`make docs` to write the algorithm's page.
+The keyword arguments of an algorithm are its options, with their defaults. The decorator
+`algorithm` names the paper; the docstring gives the loss formula, and Covey's departures from the
+paper. To add an algorithm, write its function and name it in the dict `FAMILY` at the end of its
+file. Add a test under tests/objective that compares the algorithm's loss with a number worked out
+by hand. Run `make docs` to write the algorithm's page.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,56 +14,28 @@ from covey.objective.algorithms import (
     clipped,
     distillation,
     dpo,
+    entropy,
     grouped,
-    off_policy,
+    marked,
     ppo,
     sequence,
-    token,
+    turns,
     weighted,
 )
 from covey.objective.loss import Objective
 
 ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
     {
-        function.__name__: function
-        for function in (
-            clipped.grpo,
-            clipped.dr_grpo,
-            clipped.dapo,
-            sequence.gspo,
-            sequence.gspo_token,
-            token.gtpo,
-            sequence.grpo_s,
-            token.gtpo_trajectory,
-            sequence.rloo,
-            clipped.reinforce_pp,
-            clipped.reinforce_pp_baseline,
-            clipped.lite_ppo,
-            clipped.opo,
-            weighted.gpg,
-            weighted.cispo,
-            sequence.gmpo,
-            weighted.sapo,
-            token.clip_cov,
-            token.kl_cov,
-            sequence.luspo,
-            weighted.vespo,
-            weighted.dppo,
-            grouped.gdpo,
-            grouped.maxrl,
-            grouped.pkpo,
-            grouped.gfpo,
-            grouped.scalerl,
-            off_policy.bapo,
-            off_policy.m2po,
-            off_policy.decoupled_ppo,
-            distillation.opd,
-            distillation.sdpo,
-            grouped.gigpo,
-            ppo.ppo,
-            dpo.dpo,
-            dpo.ipo,
-        )
+        **clipped.FAMILY,
+        **distillation.FAMILY,
+        **dpo.FAMILY,
+        **entropy.FAMILY,
+        **grouped.FAMILY,
+        **marked.FAMILY,
+        **ppo.FAMILY,
+        **sequence.FAMILY,
+        **turns.FAMILY,
+        **weighted.FAMILY,
     }
 )
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from covey.objective import advantage, penalty, surrogate, weights
-from covey.objective.compose import takes
+from covey.objective import advantage, surrogate, weights
+from covey.objective.correction import CORRECTIONS
 from covey.objective.loss import Objective
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 
 
-@takes("clip_low", "clip_high", "dual", "beta", "kl", "ddof", "eps")
-def grpo() -> Objective:
-    """Group Relative Policy Optimization, arXiv 2402.03300.
-
+@algorithm(title="Group Relative Policy Optimization", source="arXiv 2402.03300")
+def grpo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0, beta: float = 0.04,
+    kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/N sum_i 1/T_i sum_t [ min(r A, clip(r, 1-clip_low, 1+clip_high) A) - beta k3 ]
         r    = exp(logp - old_logp),  k3 = exp(-d) - 1 + d,  d = logp - ref_logp
@@ -31,17 +36,20 @@ def grpo() -> Objective:
     optimizer step per rollout batch, every ratio is 1 and the clip has no effect.
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=surrogate.clipped,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=weights.sequence_mean_token_mean,
-        beta=0.04,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("length", "clip_low", "clip_high", "dual", "beta", "kl")
-def dr_grpo() -> Objective:
-    """GRPO Done Right, arXiv 2503.20783.
-
+@algorithm(title="GRPO Done Right", source="arXiv 2503.20783")
+def dr_grpo(
+    *, length: int, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0,
+    beta: float = 0.0, kl: Kl = "k3",
+) -> Objective:  # fmt: skip
+    """
         A_i  = R_i - mean_g R
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
@@ -56,17 +64,23 @@ def dr_grpo() -> Objective:
     """
     return Objective(
         advantage=advantage.group_centered,
-        surrogate=surrogate.clipped,
-        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
+        weights=partial(weights.sequence_mean_token_sum_norm, length=length),
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("clip_low", "clip_high", "dual", "aggregation", "beta", "kl", "ddof", "eps")
+@algorithm(
+    title="Decoupled Clip and Dynamic Sampling Policy Optimization",
+    source="arXiv 2503.14476",
+)
 def dapo(
-    *, aggregation: Literal["token_mean", "group_mean_token_mean"] = "token_mean"
-) -> Objective:
-    """Decoupled Clip and Dynamic Sampling Policy Optimization, arXiv 2503.14476.
-
+    *, clip_low: float = 0.2, clip_high: float = 0.28, dual: float = 0.0,
+    aggregation: Literal["token_mean", "group_mean_token_mean"] = "token_mean", beta: float = 0.0,
+    kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
@@ -80,15 +94,20 @@ def dapo(
     "group_mean_token_mean"`).
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=partial(surrogate.clipped, clip_high=0.28),
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=weights.WEIGHTS[aggregation],
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
-def lite_ppo() -> Objective:
-    """Lite PPO, arXiv 2508.08221: group mean as baseline, standard deviation over the batch.
+@algorithm(title="Lite PPO", source="arXiv 2508.08221")
+def lite_ppo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Group mean as baseline, standard deviation over the batch.
 
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
@@ -97,16 +116,19 @@ def lite_ppo() -> Objective:
     several optimizer steps.
     """
     return Objective(
-        advantage=advantage.standardized_by_batch,
-        surrogate=surrogate.clipped,
+        advantage=partial(advantage.standardized_by_batch, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("clip_low", "clip_high", "beta", "kl")
-def opo() -> Objective:
-    """On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
-
+@algorithm(title="On-Policy RL with Optimal Reward Baseline", source="arXiv 2505.23585")
+def opo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3"
+) -> Objective:
+    """
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
@@ -119,14 +141,19 @@ def opo() -> Objective:
     """
     return Objective(
         advantage=advantage.length_weighted,
-        surrogate=surrogate.clipped,
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("clip_low", "clip_high", "beta", "kl", "kl_in", "gamma", "eps")
-def reinforce_pp() -> Objective:
-    """REINFORCE++, arXiv 2501.03262: the baseline is the mean of the batch, not of the group.
+@algorithm(title="REINFORCE++", source="arXiv 2501.03262")
+def reinforce_pp(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.01, kl: Kl = "k1",
+    kl_in: Literal["loss", "reward"] = "reward", gamma: float = 1.0, eps: float = 1e-8,
+) -> Objective:  # fmt: skip
+    """The baseline is the mean of the batch, not of the group.
 
         r_t  = -beta k1_t, and + R_i at the last token;  U_t = sum_{u>=t} gamma^(u-t) r_u
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
@@ -137,20 +164,22 @@ def reinforce_pp() -> Objective:
     each group instead.
     """
     return Objective(
-        advantage=advantage.returns_whitened,
-        surrogate=surrogate.clipped,
+        advantage=partial(advantage.returns_whitened, gamma=gamma, eps=eps),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
-        penalty=penalty.k1,
-        beta=0.01,
-        kl_in="reward",
+        beta=beta,
+        penalty=PENALTIES[kl],
+        kl_in=kl_in,
         reads=frozenset(),
     )
 
 
-@takes("clip_low", "clip_high", "beta", "kl", "weighting", "eps")
-def reinforce_pp_baseline() -> Objective:
-    """REINFORCE++ with the group's mean as baseline, arXiv 2501.03262.
-
+@algorithm(title="REINFORCE++ with the group's mean as baseline", source="arXiv 2501.03262")
+def reinforce_pp_baseline(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k2",
+    weighting: Literal['sequence', 'token'] = "sequence", eps: float = 1e-8,
+) -> Objective:  # fmt: skip
+    """
         C_i  = R_i - mean_g R;   A_i = C_i / (std_batch C + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
@@ -161,8 +190,52 @@ def reinforce_pp_baseline() -> Objective:
     recommends.
     """
     return Objective(
-        advantage=advantage.group_whitened,
-        surrogate=surrogate.clipped,
+        advantage=partial(advantage.group_whitened, weighting=weighting, eps=eps),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
-        penalty=penalty.k2,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
+
+
+@algorithm(title="Decoupled PPO", source="arXiv 2110.00641; AReaL, arXiv 2505.24298")
+def decoupled_ppo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0, cap: float = 5.0,
+    beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Corrects for stale tokens.
+
+        loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+        r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
+
+    The behaviour policy of a token is the version of the policy that sampled the token. The
+    proximal policy is the trainer's policy at the start of the batch, and is the same for every
+    token. The clip range is centred on the proximal policy, and the importance weight w corrects
+    for tokens that an older policy sampled. With one optimizer step per batch, the ratio r is 1,
+    and only the importance weight w has an effect.
+
+    Choice: tokens whose importance weight exceeds `cap` are dropped, as in AReaL's paper. AReaL's
+    code no longer uses the importance weight by default. For another off-policy correction, set the
+    option `objective.correction`, which takes the place of w. Covey's default correction for stale
+    rollouts is not added to w.
+    """
+    return Objective(
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
+        weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
+        correction=partial(CORRECTIONS["token_mask"], low=0.0, high=cap),
+    )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "lite_ppo": lite_ppo,
+    "opo": opo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "decoupled_ppo": decoupled_ppo,
+}

@@ -1,17 +1,62 @@
-"""Algorithms that learn from a teacher's log-probabilities on the student's own samples."""
+"""Algorithms that learn from a teacher, on the student's own samples: on-policy distillation.
+
+    d_t = old_logp_t - teacher_logp_t
+    A_t = task A_i - scale sum_{u >= t} discount^(u-t) d_u        over trained tokens
+
+Only the KL estimator k1 can serve as a reward, because k3 would give the gradient of another
+divergence. The advantage is not normalized, so it keeps the scale of the KL.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from covey.objective import distill, surrogate, weights
-from covey.objective.compose import takes
-from covey.objective.loss import Objective
+import torch
+
+from covey.objective import surrogate, weights
+from covey.objective.advantage import group_standardized, returns
+from covey.objective.loss import Need, Objective
+from covey.objective.masked import difference
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
+from covey.types import Batch
+
+READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
+LEAST_LOGP = -20.0
+"""Lower bound to which smaller teacher log-probabilities are clamped."""
 
 
-@takes("discount", "scale", "task", "beta", "kl", "ddof", "eps")
-def opd(*, task: float = 0.0) -> Objective:
-    """On-policy distillation, arXiv 2306.13649: reverse KL to a teacher, token by token.
+def towards_teacher(
+    batch: Batch,
+    *,
+    discount: float = 0.0,
+    scale: float = 1.0,
+    task: float = 0.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Advantages from the reverse KL to the teacher, plus `task` times GRPO's advantage."""
+    advantage = scale * returns(teacher_gap(batch), batch.mask, gamma=discount)
+    if task:
+        advantage = advantage + task * group_standardized(batch, ddof=ddof, eps=eps)
+    return advantage
+
+
+def teacher_gap(batch: Batch) -> torch.Tensor:
+    """Return max(teacher_logp, floor) - old_logp [B, T], and 0 for tokens that are not trained."""
+    assert batch.teacher_logp is not None, "distillation needs a teacher"
+    assert batch.old_logp is not None, "distillation needs old_logp"
+    teacher = batch.teacher_logp.double().clamp(min=LEAST_LOGP)
+    return difference(teacher, batch.old_logp.double(), batch.mask)
+
+
+@algorithm(title="On-policy distillation", source="arXiv 2306.13649")
+def opd(
+    *, discount: float = 0.0, scale: float = 1.0, task: float = 0.0, beta: float = 0.0,
+    kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Reverse KL to a teacher, token by token.
 
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
@@ -35,16 +80,23 @@ def opd(*, task: float = 0.0) -> Objective:
     current policy.
     """
     return Objective(
-        advantage=distill.towards_teacher,
+        advantage=partial(
+            towards_teacher, discount=discount, scale=scale, task=task, ddof=ddof, eps=eps
+        ),
         surrogate=surrogate.unclipped,
         weights=weights.token_mean,
-        reads=distill.READS | ({"groups"} if task else set()),
+        beta=beta,
+        penalty=PENALTIES[kl],
+        reads=READS | ({"groups"} if task else set()),
     )
 
 
-@takes("discount", "scale", "task", "max_weight", "beta", "kl", "ddof", "eps")
-def sdpo(*, task: float = 0.0) -> Objective:
-    """Self-Distillation Policy Optimization, arXiv 2601.20802: the policy is its own teacher.
+@algorithm(title="Self-Distillation Policy Optimization", source="arXiv 2601.20802")
+def sdpo(
+    *, discount: float = 0.0, scale: float = 1.0, task: float = 0.0, max_weight: float = 2.0,
+    beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """The policy is its own teacher.
 
         teacher_logp = log pi(y_t | prompt with privileged text, y_<t)
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
@@ -65,8 +117,18 @@ def sdpo(*, task: float = 0.0) -> Objective:
     and in TRL's SDPO.
     """
     return Objective(
-        advantage=distill.towards_teacher,
-        surrogate=partial(surrogate.truncated_weight, max_weight=2.0),
+        advantage=partial(
+            towards_teacher, discount=discount, scale=scale, task=task, ddof=ddof, eps=eps
+        ),
+        surrogate=partial(surrogate.truncated_weight, max_weight=max_weight),
         weights=weights.token_mean,
-        reads=distill.READS | ({"privileged", "groups"} if task else {"privileged"}),
+        beta=beta,
+        penalty=PENALTIES[kl],
+        reads=READS | ({"privileged", "groups"} if task else {"privileged"}),
     )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "opd": opd,
+    "sdpo": sdpo,
+}

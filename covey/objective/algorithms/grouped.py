@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from covey.objective import advantage, surrogate, turns, weights
-from covey.objective.compose import takes
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
+
+from covey.objective import advantage, surrogate, weights
 from covey.objective.loss import Objective
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 
 
-@takes(
-    "parts", "part_weights", "gate", "gate_at", "clip_low", "clip_high", "dual", "beta", "kl",
-    "ddof", "eps",
-)  # fmt: skip
-def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
-    """Group reward-Decoupled normalization Policy Optimization, arXiv 2601.05242.
-
+@algorithm(
+    title="Group reward-Decoupled normalization Policy Optimization",
+    source="arXiv 2601.05242",
+)
+def gdpo(
+    *, parts: tuple[str, ...] = (), part_weights: tuple[float, ...] = (), gate: int = -1,
+    gate_at: float = 1.0, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0,
+    beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         a_k[i] = (R_k[i] - mean_g R_k) / (std_g R_k + eps)        for each part k of the reward
         a[i]   = sum_k part_weights[k] a_k[i]
         A_i    = (a[i] - mean a) / (std a + eps)                  over the completions of the step
@@ -38,17 +46,29 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     the loss.
     """
     return Objective(
-        advantage=advantage.parts_standardized,
-        surrogate=surrogate.clipped,
+        advantage=partial(
+            advantage.parts_standardized,
+            part_weights=part_weights,
+            gate=gate,
+            gate_at=gate_at,
+            ddof=ddof,
+            eps=eps,
+        ),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
         parts=tuple(parts),
         reads=frozenset({"groups", "parts"}),
     )
 
 
-@takes("length", "all_wrong", "clip_low", "clip_high", "beta", "kl")
-def maxrl() -> Objective:
-    """Maximum likelihood RL, arXiv 2602.02710: prompts with a low pass rate count more.
+@algorithm(title="Maximum likelihood RL", source="arXiv 2602.02710")
+def maxrl(
+    *, length: int, all_wrong: Literal['zero', 'minus_one'] = "zero", clip_low: float = 0.2,
+    clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3",
+) -> Objective:  # fmt: skip
+    """Prompts with a low pass rate count more.
 
         A_i  = (R_i - mean_g R) / mean_g R,  and 0 where every reward is 0
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
@@ -66,15 +86,20 @@ def maxrl() -> Objective:
     Worth knowing: with binary rewards and groups of two completions, `maxrl` is RLOO.
     """
     return Objective(
-        advantage=advantage.divided_by_mean,
-        surrogate=surrogate.clipped,
-        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
+        advantage=partial(advantage.divided_by_mean, all_wrong=all_wrong),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        weights=partial(weights.sequence_mean_token_sum_norm, length=length),
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("length", "k", "baseline", "clip_low", "clip_high", "beta", "kl")
-def pkpo() -> Objective:
-    """Pass-at-k Policy Optimization, arXiv 2505.15201: trains for the best of k completions.
+@algorithm(title="Pass-at-k Policy Optimization", source="arXiv 2505.15201")
+def pkpo(
+    *, length: int, k: int = 4, baseline: advantage.Baseline = "loo1", clip_low: float = 0.2,
+    clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3",
+) -> Objective:  # fmt: skip
+    """Trains for the best of k completions.
 
         A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
@@ -96,15 +121,21 @@ def pkpo() -> Objective:
     prompts, lower k.
     """
     return Objective(
-        advantage=advantage.best_of_k,
-        surrogate=surrogate.clipped,
-        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
+        advantage=partial(advantage.best_of_k, k=k, baseline=baseline),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        weights=partial(weights.sequence_mean_token_sum_norm, length=length),
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("keep", "metric", "clip_low", "clip_high", "dual", "beta", "kl", "ddof", "eps")
-def gfpo() -> Objective:
-    """Group Filtered Policy Optimization, arXiv 2508.09726: sample more, train on the best k.
+@algorithm(title="Group Filtered Policy Optimization", source="arXiv 2508.09726")
+def gfpo(
+    *, keep: int = 4, metric: advantage.Metric = "length", clip_low: float = 0.2,
+    clip_high: float = 0.2, dual: float = 0.0, beta: float = 0.0, kl: Kl = "k3", ddof: int = 1,
+    eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Sample more, train on the best k.
 
         S    = the `keep` best completions of a group: the shortest, or most reward per token
         A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
@@ -121,15 +152,22 @@ def gfpo() -> Objective:
     equals `grpo` with a mean over tokens.
     """
     return Objective(
-        advantage=advantage.kept_standardized,
-        surrogate=surrogate.clipped,
+        advantage=partial(
+            advantage.kept_standardized, keep=keep, metric=metric, ddof=ddof, eps=eps
+        ),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("max_weight", "beta", "kl", "ddof", "eps")
-def scalerl() -> Objective:
-    """The loss of ScaleRL, arXiv 2510.13786: truncated importance weights, mean over prompts.
+@algorithm(title="The loss of ScaleRL", source="arXiv 2510.13786")
+def scalerl(
+    *, max_weight: float = 5.0, beta: float = 0.0, kl: Kl = "k3", ddof: int = 1,
+    eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Truncated importance weights, mean over prompts.
 
         A_i  = (R_i - mean_g R) / (std (R - mean_g R) + eps),  the std over mixed groups
         loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
@@ -145,36 +183,19 @@ def scalerl() -> Objective:
     the engine and in the trainer.
     """
     return Objective(
-        advantage=advantage.mixed_standardized,
-        surrogate=surrogate.truncated_weight,
+        advantage=partial(advantage.mixed_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.truncated_weight, max_weight=max_weight),
         weights=weights.group_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
         reads=frozenset({"groups", "sampler_as_old"}),
     )
 
 
-@takes(
-    "gamma", "step_weight", "normalize", "clip_low", "clip_high", "beta", "kl", "ddof", "eps"
-)  # fmt: skip
-def gigpo() -> Objective:
-    """Group-in-Group Policy Optimization, arXiv 2505.10978: also compares turns in equal states.
-
-        A_E  = (R_i - mean_g R) / (std_g R + eps)
-        U_k  = sum_{j>=k} gamma^(j-k) r_j,  r_last includes R minus the sum of turn rewards
-        A_S  = (U_k - mean U) / (std U + eps)  over the turns of the group in the same state
-        A    = A_E + step_weight A_S
-        loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
-
-    Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states
-    (in `covey.functional`, the arguments `turn`, `state` and `turn_reward`). A
-    state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
-    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation.
-    Covey takes the mean and standard deviation of the episode advantage A_E over the rollouts of a
-    group. The authors' code takes the mean and standard deviation of A_E over turns, so long
-    episodes count more.
-    """
-    return Objective(
-        advantage=turns.by_state,
-        surrogate=surrogate.clipped,
-        weights=weights.sequence_mean_token_mean,
-        reads=turns.OF_STATES,
-    )
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "gdpo": gdpo,
+    "maxrl": maxrl,
+    "pkpo": pkpo,
+    "gfpo": gfpo,
+    "scalerl": scalerl,
+}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from covey.objective import advantage, penalty, ratio, shaping, surrogate, weights
-from covey.objective.compose import takes
+from covey.objective import advantage, ratio, surrogate, weights
 from covey.objective.loss import Objective
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 
 
-@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
-def gspo() -> Objective:
-    """Group Sequence Policy Optimization, arXiv 2507.18071.
-
+@algorithm(title="Group Sequence Policy Optimization", source="arXiv 2507.18071")
+def gspo(
+    *, clip_low: float = 3e-4, clip_high: float = 4e-4, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         s_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
@@ -25,16 +29,21 @@ def gspo() -> Objective:
     over tokens, which gives the loss of `luspo` times a constant.
     """
     return Objective(
-        advantage=advantage.group_standardized,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.sequence,
-        surrogate=partial(surrogate.clipped, clip_low=3e-4, clip_high=4e-4),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
-def gspo_token() -> Objective:
-    """GSPO-token, arXiv 2507.18071 equations 13 to 18: a form of GSPO with a gradient per token.
+@algorithm(title="GSPO-token", source="arXiv 2507.18071 equations 13 to 18")
+def gspo_token(
+    *, clip_low: float = 3e-4, clip_high: float = 4e-4, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """A form of GSPO with a gradient per token.
 
         s_t  = sg(s_i) exp(logp - sg(logp)),  sg: no gradient
         loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-clip_low, 1+clip_high) A)
@@ -44,16 +53,21 @@ def gspo_token() -> Objective:
     advantages, for example with the option `top_entropy`.
     """
     return Objective(
-        advantage=advantage.group_standardized,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.sequence_token,
-        surrogate=partial(surrogate.clipped, clip_low=3e-4, clip_high=4e-4),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
-def luspo() -> Objective:
-    """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: length-weighted GSPO.
+@algorithm(title="Length-Unbiased Sequence Policy Optimization", source="arXiv 2602.05261")
+def luspo(
+    *, clip_low: float = 2e-3, clip_high: float = 2.5e-3, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Length-weighted GSPO.
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
@@ -61,17 +75,21 @@ def luspo() -> Objective:
     not divide by the completion's length.
     """
     return Objective(
-        advantage=advantage.group_standardized,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.sequence,
-        surrogate=partial(surrogate.clipped, clip_low=2e-3, clip_high=2.5e-3),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_sum,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
-def gmpo() -> Objective:
-    """Geometric-Mean Policy Optimization, arXiv 2507.20673.
-
+@algorithm(title="Geometric-Mean Policy Optimization", source="arXiv 2507.20673")
+def gmpo(
+    *, clip_low: float = 0.4, clip_high: float = 0.4, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         z_t  = min(x, clip(x, -clip_low, clip_high)) if A > 0 else max(...),  x = logp - old_logp
         loss = - 1/N sum_i A_i exp( 1/T_i sum_t z_t )
 
@@ -79,16 +97,20 @@ def gmpo() -> Objective:
     exp(-0.4) = 0.67 to exp(0.4) = 1.49.
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=surrogate.geometric_clipped,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.geometric_clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("clip_low", "clip_high", "beta", "kl", "kl_in")
-def rloo() -> Objective:
-    """REINFORCE Leave-One-Out, arXiv 2402.14740.
-
+@algorithm(title="REINFORCE Leave-One-Out", source="arXiv 2402.14740")
+def rloo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.05, kl: Kl = "k1",
+    kl_in: Literal["loss", "reward"] = "reward",
+) -> Objective:  # fmt: skip
+    """
         R_i  := R_i - beta sum_t (old_logp - ref_logp)
         A_i  = R_i - mean of the others of its group
         q_i  = exp( sum_t (logp - old_logp) )
@@ -103,43 +125,18 @@ def rloo() -> Objective:
     return Objective(
         advantage=advantage.against_the_others,
         ratio=ratio.product,
-        surrogate=surrogate.clipped,
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
-        penalty=penalty.k1,
-        beta=0.05,
-        kl_in="reward",
+        beta=beta,
+        penalty=PENALTIES[kl],
+        kl_in=kl_in,
     )
 
 
-@takes(
-    "clip_low", "clip_high", "beta1", "beta2", "mean", "scope", "beta", "kl", "ddof", "eps",
-    "entropy_floor",
-)  # fmt: skip
-def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objective:
-    """GRPO-S, arXiv 2508.04349 (v5): rewards shaped by the mean entropy H_i of each completion.
-
-        rs_i =  beta1 + beta2 n H_i / sum_{k in O+} H_k            for the n correct completions, O+
-        rs_j = -beta1 - beta2 m (1/H_j) / sum_{k in O-} 1/H_k      for the m wrong ones, O-
-        A_i  = (rs_i - mean_g rs) / (std_g rs + eps)
-        w_i  = exp( 1/T_i sum_t (logp - old_logp) )
-        loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
-
-    Choices: the paper defines the ratio w of a completion in two ways. Algorithm 1 of the paper
-    takes the geometric mean of token ratios, which is Covey's default. Equation 8 of the paper
-    takes the arithmetic mean (`mean = "arithmetic"`). Clip bounds of 0.2 and 0.28 have practically
-    no effect on the geometric mean. Entropies are summed over the group, as in the paper's
-    equations. The paper's runs sum entropies over the batch (`scope = "batch"`). In the factor 1/H,
-    an entropy H below `entropy_floor` is replaced by `entropy_floor`. A completion is correct if
-    the reward function calls it a success.
-
-    Departure: if all completions of a group are correct, or all are wrong, their advantages are 0.
-    In the paper's runs, dynamic sampling drops a group if its completions are all correct or all
-    wrong.
-    """
-    return Objective(
-        advantage=shaping.entropy_shaped_sequences,
-        ratio=ratio.sequence if mean == "geometric" else ratio.arithmetic,
-        surrogate=partial(surrogate.clipped, clip_high=0.28),
-        weights=weights.sequence_mean_token_mean,
-        reads=shaping.SHAPED_BY_ENTROPY,
-    )
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "luspo": luspo,
+    "gmpo": gmpo,
+    "rloo": rloo,
+}

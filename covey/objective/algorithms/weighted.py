@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 from covey.objective import advantage, ratio, surrogate, weights
-from covey.objective.compose import takes
 from covey.objective.loss import Objective
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 
 
-@takes("max_weight", "min_weight", "beta", "kl", "ddof", "eps")
-def cispo() -> Objective:
-    """Clipped IS-weight Policy Optimization, arXiv 2506.13585.
-
+@algorithm(title="Clipped IS-weight Policy Optimization", source="arXiv 2506.13585")
+def cispo(
+    *, max_weight: float = 5.0, min_weight: float = 0.0, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
 
     Every token keeps its gradient, but its importance weight is bounded. The bounds `min_weight`
@@ -22,16 +27,20 @@ def cispo() -> Objective:
     importance weight has no lower bound.
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=surrogate.truncated_weight,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.truncated_weight, max_weight=max_weight, min_weight=min_weight),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("tau_pos", "tau_neg", "beta", "kl", "ddof", "eps")
-def sapo() -> Objective:
-    """Soft Adaptive Policy Optimization, arXiv 2511.20347.
-
+@algorithm(title="Soft Adaptive Policy Optimization", source="arXiv 2511.20347")
+def sapo(
+    *, tau_pos: float = 1.0, tau_neg: float = 1.05, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         loss = - 1/N sum_i 1/T_i sum_t f(r) A,  f(r) = 4/tau sigmoid(tau (r - 1))
         tau  = tau_pos if A > 0 else tau_neg
 
@@ -39,18 +48,20 @@ def sapo() -> Objective:
     negative advantage, the slope of the gate falls faster.
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=surrogate.soft_gate,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.soft_gate, tau_pos=tau_pos, tau_neg=tau_neg),
         weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("aggregation", "beta", "kl")
+@algorithm(title="Group Policy Gradient", source="arXiv 2504.02546")
 def gpg(
-    *, aggregation: Literal["token_mean", "sequence_mean_token_mean"] = "token_mean"
-) -> Objective:
-    """Group Policy Gradient, arXiv 2504.02546.
-
+    *, aggregation: Literal["token_mean", "sequence_mean_token_mean"] = "token_mean",
+    beta: float = 0.0, kl: Kl = "k3",
+) -> Objective:  # fmt: skip
+    """
         A_i  = alpha (R_i - mean_g R),  alpha = N / completions in groups with variance
         loss = - 1/T sum_i sum_t A logp
 
@@ -64,13 +75,17 @@ def gpg(
         advantage=advantage.scaled_up,
         surrogate=surrogate.log_likelihood,
         weights=weights.WEIGHTS[aggregation],
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("power_pos", "rate_pos", "power_neg", "rate_neg", "beta", "kl", "ddof", "eps")
-def vespo() -> Objective:
-    """Variational sequence-level soft policy optimization, arXiv 2602.10693.
-
+@algorithm(title="Variational sequence-level soft policy optimization", source="arXiv 2602.10693")
+def vespo(
+    *, power_pos: float = 2.0, rate_pos: float = 3.0, power_neg: float = 3.0,
+    rate_neg: float = 2.0, beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         q_i  = exp( sum_t (logp - old_logp) )
         loss = - 1/T sum_i sum_t sg(phi(q)) A logp,  phi(w) = w^power exp(rate (1 - w))
 
@@ -80,17 +95,28 @@ def vespo() -> Objective:
     factor, not part of the ratio q.
     """
     return Objective(
-        advantage=advantage.group_standardized,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.product,
-        surrogate=surrogate.gamma_weight,
+        surrogate=partial(
+            surrogate.gamma_weight,
+            power_pos=power_pos,
+            rate_pos=rate_pos,
+            power_neg=power_neg,
+            rate_neg=rate_neg,
+        ),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
     )
 
 
-@takes("anchor", "clip_low", "clip_high", "max_weight", "beta", "kl", "ddof", "eps")
-def dppo(*, anchor: Literal["sampler_logp", "old_logp"] = "sampler_logp") -> Objective:
-    """Divergence PPO with total variation, arXiv 2602.04879.
-
+@algorithm(title="Divergence PPO with total variation", source="arXiv 2602.04879")
+def dppo(
+    *, anchor: Literal["sampler_logp", "old_logp"] = "sampler_logp", clip_low: float = 0.15,
+    clip_high: float = 0.15, max_weight: float = 20.0, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
         keep = p - p_0 <= clip_high if A > 0 else p - p_0 >= -clip_low,  p = exp(logp)
         r    = p / p_0,  p_0 = exp(sampler_logp)
@@ -115,8 +141,21 @@ def dppo(*, anchor: Literal["sampler_logp", "old_logp"] = "sampler_logp") -> Obj
     rollouts need `objective.correction`, which is set by default.
     """
     return Objective(
-        advantage=advantage.group_standardized,
-        surrogate=surrogate.trust_mask,
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(
+            surrogate.trust_mask, clip_low=clip_low, clip_high=clip_high, max_weight=max_weight
+        ),
         weights=weights.token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
         reads=frozenset({"groups", "sampler_as_old"} if anchor == "sampler_logp" else {"groups"}),
     )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "cispo": cispo,
+    "sapo": sapo,
+    "gpg": gpg,
+    "vespo": vespo,
+    "dppo": dppo,
+}

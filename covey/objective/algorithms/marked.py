@@ -1,4 +1,4 @@
-"""Selects tokens or clip bounds from the log-probabilities of a whole optimizer step.
+"""Algorithms that select tokens or clip bounds from the log-probabilities of a whole step.
 
 Clip-Cov and KL-Cov select tokens by the covariance of log-probability and advantage, because a few
 tokens with a large covariance make the policy's entropy collapse (arXiv 2505.22617).
@@ -16,11 +16,17 @@ log-probabilities of the whole step at once, which takes one more forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import torch
 
+from covey.objective import advantage, surrogate, weights
+from covey.objective.loss import Objective
 from covey.objective.masked import bounded, difference, scored_tokens
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 from covey.types import Batch
 
 
@@ -180,3 +186,144 @@ def _log_ratio(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
 def _advantage(batch: Batch) -> torch.Tensor:
     assert batch.advantage is not None, "with_advantage comes first"
     return batch.advantage
+
+
+@algorithm(title="Clip-Cov", source="arXiv 2505.22617")
+def clip_cov(
+    *, clip_low: float = 1.0, clip_high: float = 1.0, share: float = 2e-4, cov_low: float = 1.0,
+    cov_high: float = 5.0, beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """No gradient for the few tokens that would collapse the entropy.
+
+        cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
+               max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
+
+    Choices: the covariance cov is computed over the whole optimizer step instead of per
+    micro-batch, at the cost of one more forward pass. The random choice of tokens uses a hash of
+    the engine's log-probs, so the choice does not depend on the order of completions or on the
+    micro-batches.
+    """
+    return Objective(
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.clipped_without_marked, clip_low=clip_low, clip_high=clip_high),
+        weights=weights.token_mean,
+        marks=partial(
+            random_within_bounds,
+            share=share,
+            cov_low=cov_low,
+            cov_high=cov_high,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        ),
+        beta=beta,
+        penalty=PENALTIES[kl],
+    )
+
+
+@algorithm(title="KL-Cov", source="arXiv 2505.22617")
+def kl_cov(
+    *, share: float = 2e-4, coefficient: float = 1.0, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """A KL penalty on the few tokens that lower the entropy most.
+
+        cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
+        loss = - 1/T sum_i sum_t [ r A - coefficient |logp - old_logp| on the max(1, share T)
+               tokens with the largest cov ]
+
+    `kl_cov` does not clip ratios, and penalizes only tokens with a positive covariance. Covey
+    computes the covariance over a whole optimizer step instead of per micro-batch, at the cost of
+    one more forward pass.
+    """
+    return Objective(
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=partial(surrogate.penalized_where_marked, coefficient=coefficient),
+        weights=weights.token_mean,
+        marks=partial(largest, share=share),
+        beta=beta,
+        penalty=PENALTIES[kl],
+    )
+
+
+@algorithm(title="Balanced Policy Optimization with adaptive clipping", source="arXiv 2510.18927")
+def bapo(
+    *, target: float = 0.4, low_start: float = 0.6, low_end: float = 0.9, low_step: float = 0.02,
+    high_start: float = 1.2, high_end: float = 3.0, high_step: float = 0.05,
+    measure: Literal['gradient', 'value'] = "gradient", beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """
+        while share < target and c_low can rise: raise c_high, and c_low once c_high is at its end
+        share = S+ / (S+ + S-),  S+ = sum of r A with A > 0, r < c_high,  S- of r |A| with r > c_low
+        loss  = - 1/T sum_i sum_t min(r A, clip(r, c_low, c_high) A),  r = exp(logp - sampler_logp)
+
+    In a stale batch, tokens with a negative advantage dominate the surrogate. BAPO raises the clip
+    bounds c_low and c_high until tokens with a positive advantage make up the fraction `target` of
+    the step's surrogate. Covey computes the clip bounds once per optimizer step, over all
+    micro-batches and ranks, at the cost of one more forward pass.
+
+    Choices: the fraction `share` leaves out clipped tokens, because clipped tokens have no
+    gradient. With `measure = "value"`, `share` follows equation 8 as printed in the paper, in which
+    the clip bound replaces the ratio of a clipped token. With `measure = "value"`, raising c_low
+    lowers the share of tokens with a positive advantage, although the paper's text says the
+    opposite. The authors' code raises c_low first, and computes both clip bounds per micro-batch.
+
+    Worth knowing: on policy, no token is clipped, and `bapo` equals `grpo` with a mean over tokens.
+    """
+    return Objective(
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=surrogate.clipped_at_marks,
+        weights=weights.token_mean,
+        marks=partial(
+            balanced_bounds,
+            target=target,
+            low_start=low_start,
+            low_end=low_end,
+            low_step=low_step,
+            high_start=high_start,
+            high_end=high_end,
+            high_step=high_step,
+            measure=measure,
+        ),
+        beta=beta,
+        penalty=PENALTIES[kl],
+        reads=frozenset({"groups", "sampler_as_old"}),
+    )
+
+
+@algorithm(title="Second-Moment trust Policy Optimization", source="arXiv 2510.01161")
+def m2po(
+    *, tau: float = 0.04, beta: float = 0.0, kl: Kl = "k3", ddof: int = 1, eps: float = 1e-6
+) -> Objective:
+    """Bounds the mean of (log r)^2.
+
+        H    = tokens with A > 0 and r > 1, or A < 0 and r < 1
+        drop the largest (log r)^2 of H until the mean of the rest is at most tau
+        loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
+
+    `m2po` drops a few outlier tokens, which still count in the token count T. Tokens that are not
+    dropped get unclipped importance weights. Covey chooses the outliers over a whole optimizer
+    step, at the cost of one more forward pass. The authors' code chooses outliers per micro-batch,
+    clips ratios, and bounds a different mean than Covey.
+
+    Worth knowing: on policy, no token is dropped, and `m2po` equals `grpo` with a mean over tokens
+    and without a clip.
+    """
+    return Objective(
+        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        surrogate=surrogate.unclipped_without_marked,
+        weights=weights.token_mean,
+        marks=partial(beyond_second_moment, tau=tau),
+        beta=beta,
+        penalty=PENALTIES[kl],
+        reads=frozenset({"groups", "sampler_as_old"}),
+    )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "bapo": bapo,
+    "m2po": m2po,
+}

@@ -1,4 +1,4 @@
-"""Advantages for the turns of multi-turn rollouts.
+"""Advantages for the turns of multi-turn rollouts, and algorithms with such advantages.
 
 An environment may give a reward to each turn of a rollout. If the turn rewards do not sum to the
 rollout's reward R, the difference is added to the reward of the last turn. In the formulas, r_k is
@@ -13,17 +13,18 @@ tokens per row, and K is the largest number of turns in a rollout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from covey.objective import surrogate, weights
 from covey.objective.advantage import centered, per_token, returns, rollout_rewards, standardized
+from covey.objective.loss import Need, Objective
+from covey.objective.options import algorithm
+from covey.objective.penalty import PENALTIES, Kl
 from covey.types import Batch
-
-if TYPE_CHECKING:
-    from covey.objective.loss import Need
 
 OF_TURNS: frozenset[Need] = frozenset({"groups", "turns"})
 OF_STATES: frozenset[Need] = frozenset({"groups", "turns", "states"})
@@ -92,8 +93,7 @@ def by_turn(
     """The return of each turn, standardized over the turns of its group.
 
     With `compare = "turn"`, a turn is compared only with turns of the same index. The k-th turns of
-    two rollouts may start from different states. The algorithm `gigpo` compares only turns in equal
-    states.
+    two rollouts may start from different states.
     """
     table = turn_table(batch, gamma)
     turns = torch.arange(table.present.shape[1], device=batch.group.device)
@@ -124,3 +124,47 @@ def by_state(
     pairs = torch.stack([batch.group[:, None].expand_as(table.state), table.state], dim=-1)
     cell = pairs.view(-1, 2).unique(dim=0, return_inverse=True)[1].view_as(table.state)
     return whole + step_weight * table.tokens(_compared(table, cell, rule), batch.mask)
+
+
+@algorithm(title="Group-in-Group Policy Optimization", source="arXiv 2505.10978")
+def gigpo(
+    *, gamma: float = 0.95, step_weight: float = 1.0, normalize: Literal['std', 'mean'] = "std",
+    clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3",
+    ddof: int = 1, eps: float = 1e-6,
+) -> Objective:  # fmt: skip
+    """Also compares turns in equal states.
+
+        A_E  = (R_i - mean_g R) / (std_g R + eps)
+        U_k  = sum_{j>=k} gamma^(j-k) r_j,  r_last includes R minus the sum of turn rewards
+        A_S  = (U_k - mean U) / (std U + eps)  over the turns of the group in the same state
+        A    = A_E + step_weight A_S
+        loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+
+    Worth knowing: `gigpo` is for multi-turn rollouts with an environment that reports its states
+    (in `covey.functional`, the arguments `turn`, `state` and `turn_reward`). A
+    state that occurs only once does not change the advantage, so `gigpo` equals GRPO if no state
+    occurs twice. With `normalize = "mean"`, advantages are not divided by a standard deviation.
+    Covey takes the mean and standard deviation of the episode advantage A_E over the rollouts of a
+    group. The authors' code takes the mean and standard deviation of A_E over turns, so long
+    episodes count more.
+    """
+    return Objective(
+        advantage=partial(
+            by_state,
+            gamma=gamma,
+            step_weight=step_weight,
+            normalize=normalize,
+            ddof=ddof,
+            eps=eps,
+        ),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        weights=weights.sequence_mean_token_mean,
+        beta=beta,
+        penalty=PENALTIES[kl],
+        reads=OF_STATES,
+    )
+
+
+FAMILY: Mapping[str, Callable[..., Objective]] = {
+    "gigpo": gigpo,
+}
