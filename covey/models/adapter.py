@@ -30,8 +30,7 @@ from covey.accel.fused_parameters import fuse_adapters
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError, CoveyError, ModelError, nearest
 from covey.escape import printable_line
-from covey.models.four_bit import check_peft
-from covey.models.model_path import ADAPTER_CONFIG
+from covey.models.model_path import ADAPTER_CONFIG, check_peft
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel

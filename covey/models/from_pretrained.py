@@ -10,8 +10,7 @@ import transformers
 
 from covey.errors import ConfigError, ModelError
 from covey.escape import printable_line
-from covey.models.four_bit import check_four_bit
-from covey.models.model_path import ADAPTER_CONFIG, check_index
+from covey.models.model_path import ADAPTER_CONFIG, check_four_bit, check_index
 
 NO_CODE = {"trust_remote_code": False}
 """Arguments that keep transformers from running Python code that comes with a model."""

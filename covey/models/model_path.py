@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from covey.embedded import MODELS
-from covey.errors import ModelError, closest
+from covey.errors import ConfigError, ModelError, closest
 from covey.escape import printable_line
 from covey.hub_access import in_hub_cache, offline_if_unreachable
 
@@ -187,3 +187,24 @@ def _hint(missing: Path) -> str:
     except OSError:  # no folder, or not readable
         found = None
     return "" if found is None else f"; did you mean {str(missing.with_name(found))!r}?"
+
+
+# Check that the packages for 4-bit base weights are installed, without importing torch.
+
+
+PACKAGES = ("bitsandbytes", "accelerate")
+
+
+def check_peft() -> None:
+    """Raise ConfigError if the package for adapters is missing."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("config: [adapter] needs peft: pip install 'covey[lora]'")
+
+
+def check_four_bit() -> None:
+    """Raise ConfigError if a package for 4-bit weights is missing."""
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"config: adapter.load_in_4bit needs {package}: pip install {' '.join(PACKAGES)}"
+            )
