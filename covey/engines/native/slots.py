@@ -15,7 +15,7 @@ from covey.engines.draw import Distribution, log_distribution, pick_from, pick_t
 from covey.engines.native.kv_cache import KVCache
 from covey.engines.protocol import Completion, Request, Sampling
 from covey.errors import ModelError
-from covey.models.detokenize import Pieces, joined_bytes
+from covey.models.language_model import Pieces, joined_bytes
 from covey.types import VersionSpan
 
 
