@@ -24,7 +24,7 @@ from covey.loop import train
 from covey.models.chat_template import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
-from covey.models.micro_batches import micro_batches
+from covey.parallel.passes import micro_batches
 from covey.policy.optimizer import MasterAdamW, Stepped
 from covey.policy.policy import Policy
 from covey.policy.schedule import Schedule

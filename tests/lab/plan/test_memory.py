@@ -32,7 +32,7 @@ from covey.models.adapter import add_adapter, save_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model, wrap
 from covey.models.logp import batch_logp
-from covey.models.micro_batches import micro_batches
+from covey.parallel.passes import micro_batches
 from covey.rollout.episode import EncodedPrompt
 from covey.training.resolve import resolve, sampling_of
 from covey.types import Batch, HostRows, Prompt

@@ -27,7 +27,7 @@ from covey.lab.plan.memory import forecast
 from covey.lab.plan.model_shape import measure
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.models.language_model import LanguageModel
-from covey.models.micro_batches import balanced_parts
+from covey.parallel.passes import balanced_parts
 from covey.training.resolve import resolve, sampling_of
 from tests.conftest import build
 from tests.lab.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
