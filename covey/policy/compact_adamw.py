@@ -35,7 +35,7 @@ from covey.accel.fused_parameters import (
     grad_holder,
 )
 from covey.errors import ConfigError
-from covey.models.sharded_tensors import first_element, local_part, sharded_like, total_norm
+from covey.parallel.shard import first_element, local_part, sharded_like, total_norm
 from covey.policy.optimizer import AdamWSettings, Stepped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from covey.accel.fused_parameters import attach_grad_sinks, set_grad_hook
-from covey.models.sharded_tensors import local_part, sharded_like, total_norm
+from covey.parallel.shard import local_part, sharded_like, total_norm
 
 
 class AdamWSettings(TypedDict):

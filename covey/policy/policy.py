@@ -11,9 +11,8 @@ from covey.accel.packing import host_rows
 from covey.accel.train_graph import TrainGraphs, train_graphs_for
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
-from covey.models.sharded_tensors import whole_tensor
 from covey.parallel.gradients import GradientSums
-from covey.parallel.shard import GatheredSteps
+from covey.parallel.shard import GatheredSteps, whole_tensor
 from covey.policy.optimizer import Optimizer, Stepped
 from covey.types import Batch
 

@@ -16,9 +16,9 @@ from covey.config.algorithm_names import PAIRED
 from covey.config.schema import Parallel
 from covey.engines.native.engine import NativeEngine
 from covey.models.language_model import LanguageModel
-from covey.models.sharded_tensors import local_part, placed_like, total_norm, whole_tensor
 from covey.objective import ALGORITHMS
 from covey.parallel.join import joined_world
+from covey.parallel.shard import local_part, placed_like, total_norm, whole_tensor
 from covey.parallel.world import World
 from covey.policy.critic import critic_of
 from covey.policy.models import load_model, policy_of
