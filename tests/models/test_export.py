@@ -13,6 +13,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from covey.cli.export import Push
 from covey.cli.main import run
 from covey.config import parse_config
 from covey.engines.draw import Distribution
@@ -21,7 +22,6 @@ from covey.engines.protocol import Sampling
 from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
-from covey.models.hub_push import Push
 from covey.models.load_model import load_language_model, wrap
 from covey.policy.models import load_model
 from covey.records.best import best_of
