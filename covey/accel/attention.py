@@ -23,9 +23,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from covey.accel.attention_kernels import flash_attention
+from covey.accel.attention_kernels import QKV, VarlenRows, flash_attention
 from covey.accel.sizes import SHORT
-from covey.accel.varlen_attention import QKV, VarlenRows
 
 NAME = "covey"
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.accel.activation_offload import ActivationOffload
 from covey.accel.attention import PaddedRows, attention
-from covey.accel.attention_kernels import Kept, flash_attention
+from covey.accel.attention_kernels import Kept, KeyIndex, VarlenRows, flash_attention
 from covey.accel.fused_parameters import GradSink, fused_view, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
@@ -34,7 +34,6 @@ from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.packing import plain_positions
 from covey.accel.parity import is_silu
 from covey.accel.skip_autograd import call
-from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 # Linear layers of the fused forward pass: one matrix product for several layers.
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from covey.accel.attention import PaddedRows
-from covey.accel.varlen_attention import Bounds, KeyIndex, VarlenRows
+from covey.accel.attention_kernels import Bounds, KeyIndex, VarlenRows
 from covey.types import Batch, HostRows
 
 # Check whether the GPU fast path supports a model's attention and position embeddings.

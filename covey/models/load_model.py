@@ -15,11 +15,11 @@ from torch import nn
 
 from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.attention import NAME
+from covey.accel.attention_kernels import HALF
 from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.head import Head
 from covey.accel.packing import pack
 from covey.accel.parity import attempt, first_layers, matches, parity_rows
-from covey.accel.varlen_attention import HALF
 from covey.embedded import MODELS
 from covey.errors import CoveyError, ModelError
 from covey.models.chat_template import Template, make_renderer, start_rendering

@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from covey.accel.attention_kernels import VarlenRows
 from covey.accel.kernels.running_softmax import online_softmax
-from covey.accel.varlen_attention import VarlenRows
 
 SIZES = (16, 32, 64, 128)
 """Head sizes that the kernels support."""

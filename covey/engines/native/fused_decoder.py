@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import embedding
 
+from covey.accel.attention_kernels import HALF
 from covey.accel.fused_forward import gain, rope_table
 from covey.accel.kernels.decode_attention import SMALLEST_HEAD, decode_attention
 from covey.accel.kernels.gated_linear import fuses_swiglu, gated_linear
@@ -30,7 +31,6 @@ from covey.accel.kernels.quantize import (
 from covey.accel.kernels.rms_norm import add_norm_in_place
 from covey.accel.kernels.swiglu import silu_mul
 from covey.accel.parity import is_silu
-from covey.accel.varlen_attention import HALF
 from covey.engines.native.llama_decoder import Block, Linear, LlamaDecoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel

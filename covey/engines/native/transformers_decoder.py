@@ -19,7 +19,7 @@ import torch
 from transformers import Cache
 
 from covey.accel.attention import NAME
-from covey.accel.varlen_attention import QKV
+from covey.accel.attention_kernels import QKV
 from covey.engines.native.kv_cache import SlotCache, attention_mask
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
