@@ -33,8 +33,7 @@ from torch.autograd.function import once_differentiable
 from covey.accel.attention_kernels import KERNELS, chosen_for, has_long_rows
 from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
-from covey.accel.packing import MaxLengths, PackedTables, varlen_tables
-from covey.accel.static_buffers import Size, StaticBuffers
+from covey.accel.packing import MaxLengths, PackedTables, Size, StaticBuffers, varlen_tables
 from covey.models.language_model import LanguageModel
 from covey.notices import notice
 from covey.types import HostRows

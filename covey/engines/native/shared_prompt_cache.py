@@ -18,8 +18,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from covey.accel.packing import PackedTables, prompt_tables, row_of_each, to_device
-from covey.accel.static_buffers import Size, StaticBuffers
+from covey.accel.packing import (
+    PackedTables,
+    Size,
+    StaticBuffers,
+    prompt_tables,
+    row_of_each,
+    to_device,
+)
 from covey.engines.native.kv_cache import KVCache, KVShape
 from covey.engines.native.sizes import PREFILL_FLOPS, page_for
 from covey.models.logp import packed_hidden
