@@ -28,8 +28,7 @@ from tests.conftest import build, rollouts_of
 pytest.importorskip("triton")
 
 from covey.engines.native import fused_decoder
-from covey.engines.native.decode_graph import GraphBackend
-from covey.engines.native.fused_decoder import FusedDecoder
+from covey.engines.native.decode_graph import FusedDecoder, GraphBackend
 from covey.engines.native.llama_decoder import UnsupportedModel
 
 

@@ -26,8 +26,12 @@ from tests.engines.native.test_llama_decoder import made as randomized
 
 pytest.importorskip("triton")
 
-from covey.engines.native.decode_graph import _small_cache
-from covey.engines.native.fused_decoder import FLOAT8_TOLERANCE, Float8Decoder, FusedDecoder
+from covey.engines.native.decode_graph import (
+    FLOAT8_TOLERANCE,
+    Float8Decoder,
+    FusedDecoder,
+    _small_cache,
+)
 
 FLOAT8 = Precision(products=True)
 BOUND = 0.2

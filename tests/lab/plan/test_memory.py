@@ -223,7 +223,7 @@ def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel) -> None:
 
 def test_the_float8_copies_are_those_of_the_decoder(embedded: LanguageModel) -> None:
     pytest.importorskip("triton")
-    from covey.engines.native.fused_decoder import Float8Decoder
+    from covey.engines.native.decode_graph import Float8Decoder
 
     products = [
         product.weight

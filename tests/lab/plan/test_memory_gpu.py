@@ -16,7 +16,7 @@ from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.packing import host_rows, pack
 from covey.config import Config, load_config
 from covey.engines.native import decode_graph as graph
-from covey.engines.native.fused_decoder import FusedDecoder
+from covey.engines.native.decode_graph import FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.protocol import Limits
 from covey.lab.plan import activations
