@@ -35,8 +35,7 @@ from covey.models.adapter import add_adapter
 from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.parallel.passes import micro_batches
-from covey.policy.compact_adamw import CompactAdamW
-from covey.policy.optimizer import MasterAdamW
+from covey.policy.optimizer import CompactAdamW, MasterAdamW
 from covey.policy.policy import Policy
 from covey.run import Run
 from covey.step import StepSettings, optimize

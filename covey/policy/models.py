@@ -19,8 +19,7 @@ from covey.parallel.gradients import sums_of
 from covey.parallel.ranks import Ranks
 from covey.parallel.shard import shard_model
 from covey.parallel.world import ALONE, World
-from covey.policy.compact_adamw import CompactAdamW
-from covey.policy.optimizer import AdamWSettings, MasterAdamW, Optimizer
+from covey.policy.optimizer import AdamWSettings, CompactAdamW, MasterAdamW, Optimizer
 from covey.policy.policy import Policy
 from covey.training.prompt_limit import with_prompt_limit
 from covey.training.resolve import template_of

@@ -30,8 +30,7 @@ from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
 from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
 from covey.parallel.passes import micro_batches
-from covey.policy.compact_adamw import CompactAdamW
-from covey.policy.optimizer import MasterAdamW
+from covey.policy.optimizer import CompactAdamW, MasterAdamW
 from covey.policy.policy import Policy
 from covey.run import Run
 from covey.step import StepSettings, optimize

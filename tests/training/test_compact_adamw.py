@@ -12,8 +12,10 @@ from covey.accel.fused_parameters import fuse_parameters
 from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 from covey.policy.checkpoint import load_policy, save_policy
-from covey.policy.compact_adamw import (
+from covey.policy.optimizer import (
     CompactAdamW,
+    MasterAdamW,
+    Optimizer,
     keys_of,
     numbers_of,
     random_bits,
@@ -21,8 +23,7 @@ from covey.policy.compact_adamw import (
     split,
     whole,
 )
-from covey.policy.compact_adamw import adamw as step_of
-from covey.policy.optimizer import MasterAdamW, Optimizer
+from covey.policy.optimizer import adamw as step_of
 from covey.policy.policy import Policy
 from covey.reference.moving import MovingReference
 from tests.conftest import build, make_batch

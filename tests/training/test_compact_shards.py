@@ -13,7 +13,7 @@ from covey.config.schema import Parallel
 from covey.parallel.join import joined_world
 from covey.parallel.shard import device_mesh, first_element, local_part, whole_tensor
 from covey.policy.checkpoint import load_state, save_state
-from covey.policy.compact_adamw import CompactAdamW
+from covey.policy.optimizer import CompactAdamW
 from tests.training.ranks import run_ranks
 
 CONFIG = load_config("arithmetic", ["model.device=cpu", "parallel.strategy=fsdp"])
