@@ -173,7 +173,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.engines.native.engine import NativeEngine
         from covey.evaluation import check_category
         from covey.evaluation.of_model import evaluate_engine
-        from covey.policy.models import load_model
+        from covey.policy.policy import load_model
         from covey.training.prompt_limit import fitting_prompts
         from covey.training.resolve import evaluation_config, held_out_of, resolve, task_of
         from covey.training.scorers import baselines_of, scorer_of

@@ -30,8 +30,8 @@ from covey.parallel.gradients import GradientSums
 from covey.parallel.passes import rank_passes
 from covey.parallel.ranks import Ranks
 from covey.parallel.world import ALONE, World
-from covey.policy.models import adamw_of, load_model, with_path
 from covey.policy.optimizer import Optimizer
+from covey.policy.policy import adamw_of, load_model, with_path
 from covey.reference.fingerprint import tokenizer_digest
 from covey.types import Batch, Totals
 

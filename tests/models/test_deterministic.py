@@ -20,7 +20,7 @@ from covey.config import load_config, parse_config
 from covey.errors import ModelError
 from covey.models.device import WORKSPACE, make_deterministic, skip_determinism_check
 from covey.models.load_model import load_language_model
-from covey.policy.models import load_model, policy_of
+from covey.policy.policy import load_model, policy_of
 
 SETTINGS = (
     "train.steps=3", "train.mini_batches=2", "rollout.prompts_per_step=4", "rollout.group_size=8",

@@ -23,7 +23,7 @@ from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
 from covey.models.load_model import load_language_model, wrap
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.records.best import best_of
 from covey.records.folder import RunFolder
 from covey.records.model_card import Exported, model_card

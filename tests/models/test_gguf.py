@@ -19,7 +19,7 @@ from covey.errors import DiskError, ModelError
 from covey.models import gguf as importing
 from covey.models.gguf import cache_folder, find_gguf, import_gguf
 from covey.models.load_model import load_language_model
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = ["t h", "Ċ Ċ", "Ġ Ġ"]

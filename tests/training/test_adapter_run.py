@@ -12,7 +12,7 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.training.start_checks import check_start
 from tests.training.test_resume import timeless
 

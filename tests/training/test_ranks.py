@@ -21,9 +21,8 @@ from covey.parallel.join import joined_world
 from covey.parallel.shard import local_part, placed_like, total_norm, whole_tensor
 from covey.parallel.world import World
 from covey.policy.critic import critic_of
-from covey.policy.models import load_model, policy_of
 from covey.policy.optimizer import Optimizer, Stepped
-from covey.policy.policy import Policy
+from covey.policy.policy import Policy, load_model, policy_of
 from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rollout.episode import encode_prompts, generate

@@ -16,7 +16,7 @@ from covey.engines.vllm.sync import AdapterSync, FileSync
 from covey.errors import EngineError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.training.resolve import resolve
 
 
