@@ -1,7 +1,7 @@
 """Attention kernels for packed rows: torch's flash attention, cuDNN, and Triton.
 
 Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
-all keys of the row (varlen_attention.py). Flash attention and the Triton kernels
+all keys of the row. Flash attention and the Triton kernels
 (kernels/packed_attention.py) process all rows in one call and support rows with fewer queries than
 keys. The Triton kernels are optimized for short rows.
 

@@ -3,7 +3,7 @@
 In a forward pass of a small model, Python takes several times longer to launch the thousands of
 short kernels than the GPU takes to run them. A CUDA graph launches all kernels at once. A graph is
 captured for a bucket, which is a size to which micro-batches are padded. All data that a graph
-reads or writes stays at fixed addresses: the packed micro-batch (accel/static_buffers.py), the
+reads or writes stays at fixed addresses: the packed micro-batch (accel/packing.py), the
 parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, because a capture does not pay off for a size that

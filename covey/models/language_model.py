@@ -107,7 +107,7 @@ class LanguageModel:
     """Maximum number of prompt tokens, or None for no limit. A longer prompt is cut at its
     beginning."""
     sharded: bool = False
-    """Whether the parameters are sharded over ranks (training/parallel/shard.py)."""
+    """Whether the parameters are sharded over ranks (parallel/shard.py)."""
 
     @property
     def backbone(self) -> nn.Module:

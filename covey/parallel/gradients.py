@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from covey.parallel.ranks import Ranks
 from covey.parallel.shard import GatheredSteps, gathered_steps
+from covey.parallel.world import Ranks
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel

@@ -22,8 +22,7 @@ from covey.parallel.lifeline import (
     connect,
     listen,
 )
-from covey.parallel.ranks import RankInfo, Ranks, rank_info
-from covey.parallel.world import ALONE, World
+from covey.parallel.world import ALONE, RankInfo, Ranks, World, rank_info
 from covey.records.settings import changed_settings
 
 Say = Callable[[str], None]

@@ -28,8 +28,7 @@ from covey.objective.critic import explained_variance
 from covey.objective.diagnostics import Meter, observe_values
 from covey.parallel.gradients import GradientSums
 from covey.parallel.passes import rank_passes
-from covey.parallel.ranks import Ranks
-from covey.parallel.world import ALONE, World
+from covey.parallel.world import ALONE, Ranks, World
 from covey.policy.optimizer import Optimizer
 from covey.policy.policy import adamw_of, load_model, with_path
 from covey.reference.fingerprint import tokenizer_digest

@@ -1,8 +1,5 @@
 """The AdamW optimizer, with float32 master weights and gradient clipping.
 
-This module contains MasterAdamW. CompactAdamW (compact_adamw.py) needs less memory than
-MasterAdamW.
-
 If the model computes in bfloat16, each of its parameters has a float32 copy, called its master.
 Gradients are summed in float32 as soon as they are computed, so accumulation over micro-batches
 loses no precision. An optimizer step updates the masters, and writes the rounded masters into the

@@ -21,9 +21,8 @@ from covey.models.load_model import load_language_model
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
 from covey.models.model_path import adapter_base
 from covey.parallel.gradients import GradientSums, sums_of
-from covey.parallel.ranks import Ranks
 from covey.parallel.shard import GatheredSteps, shard_model, whole_tensor
-from covey.parallel.world import ALONE, World
+from covey.parallel.world import ALONE, Ranks, World
 from covey.policy.optimizer import AdamWSettings, CompactAdamW, MasterAdamW, Optimizer, Stepped
 from covey.training.prompt_limit import with_prompt_limit
 from covey.training.resolve import template_of

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
 from covey.accel import head, sizes
-from covey.accel import static_buffers as static
+from covey.accel import packing as static
 from covey.accel import train_graph as graph
 from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.fused_parameters import attach_grad_sinks, fuse_parameters

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from covey.parallel.passes import micro_batches, rank_passes, without_weight
-from covey.parallel.ranks import RankInfo, Ranks
-from covey.parallel.world import World
+from covey.parallel.world import RankInfo, Ranks, World
 from covey.types import Batch
 from tests.conftest import make_batch
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covey.policy import compact_adamw as plain
+from covey.policy import optimizer as plain
 from covey.policy.optimizer import keys_of, numbers_of, split
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0}

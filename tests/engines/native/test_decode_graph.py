@@ -27,7 +27,7 @@ from tests.conftest import build, rollouts_of
 
 pytest.importorskip("triton")
 
-from covey.engines.native import fused_decoder
+from covey.engines.native import decode_graph as fused_decoder
 from covey.engines.native.decode_graph import FusedDecoder, GraphBackend
 from covey.engines.native.llama_decoder import UnsupportedModel
 

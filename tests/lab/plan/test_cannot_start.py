@@ -9,7 +9,7 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config
-from covey.models import four_bit
+from covey.models import model_path
 from covey.training import build, start_checks
 from covey.training.resolve import resolve
 
@@ -76,7 +76,7 @@ def test_a_plan_refuses_what_a_run_refuses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(four_bit, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(model_path, "PACKAGES", ("no_such_package",))
     rows = [{"prompt": f"1 + {n}", "target": f"{n + 1}"} for n in range(4)]
     Path("two.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = words(REFUSED[name])
