@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from covey.errors import ModelError
-from covey.models.from_pretrained import NO_CODE, read_pretrained, read_tokenizer
+from covey.models.load_model import NO_CODE, read_pretrained, read_tokenizer
 from covey.models.model_path import PACKAGED
 from covey.notices import is_quiet, notice
 from covey.records.files import whole_folder

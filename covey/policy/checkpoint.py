@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
 from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
-from covey.models.from_pretrained import read_pretrained
+from covey.models.load_model import read_pretrained
 from covey.parallel.shard import placed_like, whole_tensors
 from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy

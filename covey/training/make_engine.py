@@ -22,7 +22,7 @@ from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine, EngineInfo, RequestSource, WeightSource
 from covey.errors import ConfigError
 from covey.models.device import device_of
-from covey.models.from_pretrained import NO_CODE
+from covey.models.load_model import NO_CODE
 from covey.policy.policy import Policy, load_model
 from covey.training.ray_actors import actors_of_a_rank, ray_engine, settings_of_copy
 

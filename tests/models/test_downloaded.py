@@ -23,8 +23,7 @@ from covey.errors import ModelError
 from covey.models import chat_template as rendering
 from covey.models.adapter import add_adapter, load_adapter, save_adapter
 from covey.models.chat_template import Renderer, Template, chat_text, make_renderer
-from covey.models.from_pretrained import read_pretrained
-from covey.models.load_model import load_language_model
+from covey.models.load_model import load_language_model, read_pretrained
 from covey.subprocesses import module_command
 
 ASKED = {"role": "user", "content": "1+1?"}

@@ -88,7 +88,7 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
     plain = {"_raise_exceptions_for_missing_entries": False}
     if options or not cached_file(source, "tokenizer.json", **plain):
-        from covey.models.from_pretrained import read_tokenizer
+        from covey.models.load_model import read_tokenizer
 
         return read_tokenizer(source, **options)
     # AutoTokenizer imports transformers' model code, which takes two seconds.
