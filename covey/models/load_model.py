@@ -25,7 +25,6 @@ from covey.errors import ConfigError, CoveyError, ModelError
 from covey.escape import printable_line
 from covey.models.chat_template import Template, make_renderer, start_rendering
 from covey.models.device import device_of
-
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.models.model_path import (
     ADAPTER_CONFIG,
