@@ -24,7 +24,7 @@ from covey.environments.calls import CALL_FORMATS, format_in
 from covey.environments.registry import NONE
 from covey.errors import RunError
 from covey.evaluation.evaluate import Evaluation, evaluate
-from covey.models.conversation import Conversations
+from covey.models.chat import Conversations
 from covey.models.language_model import LanguageModel
 from covey.objective import Objective
 from covey.parallel.join import check_alike

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from covey.errors import ModelError
 from covey.models.adapter import NAME, adapted_layers, load_adapter
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.model_path import adapter_base

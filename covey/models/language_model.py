@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from covey.accel.head import Head
 from covey.accel.packing import PackedBatch
-from covey.models.chat_template import Renderer
+from covey.models.chat import Renderer
 from covey.types import Message
 
 # Fast detokenization of many completions, with a table that maps tokens to bytes.

@@ -23,7 +23,7 @@ from covey.accel.parity import attempt, first_layers, matches, parity_rows
 from covey.embedded import MODELS
 from covey.errors import ConfigError, CoveyError, ModelError
 from covey.escape import printable_line
-from covey.models.chat_template import Template, make_renderer, start_rendering
+from covey.models.chat import Template, make_renderer
 from covey.models.device import device_of
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.models.model_path import (
@@ -33,6 +33,7 @@ from covey.models.model_path import (
     check_model_path,
     missing_folder_note,
 )
+from covey.models.template_worker import RENDERER
 
 # Load models and tokenizers with transformers, with additional checks.
 
@@ -183,7 +184,7 @@ def load_language_model(
     try:
         tokenizer = _tokenizer(source)
         if tokenizer.chat_template and template.form in ("auto", "chat"):
-            start_rendering()
+            RENDERER.start()
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted, **more)
     except CoveyError:
         raise

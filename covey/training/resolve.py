@@ -18,7 +18,7 @@ from covey.config.resolve_options import choose, resolve_options
 from covey.config.schema import Named, Reward
 from covey.environments.registry import NONE, find_environment
 from covey.errors import ConfigError, DataError
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.records.best import check_metric
 from covey.records.health import check_names
 from covey.records.trackers.registry import check_trackers

@@ -17,7 +17,7 @@ from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError, ModelError
-from covey.models.chat_template import Renderer, Template, make_renderer
+from covey.models.chat import Renderer, Template, make_renderer
 from covey.models.load_model import load_language_model
 from covey.models.template_worker import render
 from covey.rewards.registry import make_reward

@@ -20,7 +20,7 @@ from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ModelError
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.export import export_model
 from covey.models.load_model import load_language_model, wrap
 from covey.policy.policy import load_model

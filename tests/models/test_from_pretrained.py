@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.export import export_model
 from covey.models.load_model import load_language_model
 from covey.policy.checkpoint import save_policy

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from covey.models.adapter import adapted_layers, add_adapter, load_adapter, save_adapter
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.export import merge_adapter, merged_state_dict
 from covey.models.load_model import load_language_model
 from tests.conftest import build

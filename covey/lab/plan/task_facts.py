@@ -16,7 +16,8 @@ from covey.config import Config
 from covey.environments.registry import NONE
 from covey.errors import CoveyError, DataError
 from covey.lab.plan.model_shape import first_line, source_of
-from covey.models.chat_template import Template, make_renderer, start_rendering
+from covey.models.chat import Template, make_renderer
+from covey.models.template_worker import RENDERER
 from covey.scoring import InlineScorer
 from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
 from covey.subprocesses import module_command
@@ -125,7 +126,7 @@ def measuring_elsewhere() -> Iterator[Measure]:
 
 def main() -> None:
     """Read a token-counting request from stdin, and write the token counts to stdout."""
-    start_rendering()
+    RENDERER.start()
     import transformers.utils.chat_template_utils
 
     transformers.utils.logging.set_verbosity_error()  # the plan itself reports long prompts

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.lab.plan.task_facts import measure, measuring_elsewhere, task_facts
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.training.resolve import resolve
 
 
