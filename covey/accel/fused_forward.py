@@ -518,7 +518,6 @@ def _active(module: Any) -> Any:
 
 
 def gain(module: Any) -> tuple[torch.Tensor, float]:
-    """Return the weight and epsilon of a norm."""
     module = _active(module)
     return module.weight, module.variance_epsilon
 

@@ -283,7 +283,6 @@ class _RowIndex:
         return _starts(self.queries) + np.where(self.home, self.prompt, 0)
 
     def ids(self, host: HostRows) -> Numbers:
-        """Return the token ids [N] of all packed tokens."""
         columns, width = np.arange(host.prompt_tokens.shape[1]), host.tokens.shape[1]
         in_prompt = (columns < self.prompt[:, None]) & self.home[:, None]
         in_completion = np.arange(width) < self.length[:, None]
@@ -387,7 +386,6 @@ class Size(NamedTuple):
         )
 
     def holds(self, other: Size) -> bool:
-        """Return whether a micro-batch of size `other` fits into this size."""
         return all(mine >= needed for mine, needed in zip(self, other, strict=True))
 
     def padded_to(self, tokens: int) -> Size:
@@ -409,7 +407,6 @@ class StaticBuffers:
     """Device buffers at fixed addresses for one packed micro-batch."""
 
     def __init__(self, size: Size, device: torch.device, *, shared: bool = True) -> None:
-        """Allocate the buffers; `shared` says whether rows may share a prompt."""
         self.size = size
         self._shapes: list[tuple[int, int, torch.dtype]] = []
         total = 0

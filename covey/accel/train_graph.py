@@ -275,7 +275,6 @@ class TrainGraphs:
         notice(f"training does not use CUDA graphs: {line}")
 
     def captured(self) -> list[_Pass]:
-        """Return the passes that have a captured graph."""
         passes = (bucket.ready for bucket in self.buckets.values())
         return [one for one in passes if one is not None and one.forward_graph is not None]
 

@@ -191,7 +191,6 @@ def _portable(path: str) -> str:
 
 
 def _inject(model: LanguageModel, config: Any) -> LanguageModel:
-    """Inject the adapter's layers into the model."""
     # peft handles this too, but with a warning.
     config.fan_in_fan_out = any(type(m).__name__ == CONV for m in model.model.modules())
     try:

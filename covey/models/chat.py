@@ -149,7 +149,6 @@ class Renderer:
 
 
 def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
-    """Combine a template with a tokenizer, and test which features the chat template supports."""
     has_chat = bool(tokenizer.chat_template)
     if template.form == "chat" and not has_chat:
         raise ModelError(f"model: {name} has no chat template; {ADVICE}")
@@ -238,7 +237,6 @@ def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int 
 
 
 def _fold_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """Move the system message into the first user message."""
     if len(messages) < 2 or messages[0]["role"] != "system":
         return messages
     system, first, *rest = messages
@@ -295,7 +293,6 @@ class Conversations:
     """Whether the chat template expects the arguments of a call as JSON text."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
-        """Return the prompt of the first turn as a `Context`."""
         return self._fresh(self._text(messages, tools))
 
     def following(
@@ -331,7 +328,6 @@ class Conversations:
         return Context(text, (*before.tokens, *sampled, *more), len(more), False)
 
     def _fresh(self, text: str) -> Context:
-        """Return the prompt of a new segment."""
         ids = self._tokens(text)
         tokens = tuple(ids) if self.renderer.chat else self.renderer.with_start(ids)
         return Context(text, tokens, len(tokens), True)
@@ -443,7 +439,6 @@ class Conversations:
     def _with_instruction(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[Message]:
-        """Describe the tools in the system message."""
         if not self.instruction:
             return list(messages)
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -475,7 +470,6 @@ class Conversations:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template renders the tools that are passed to it."""
         function = {"name": PROBE, "description": PROBE, "parameters": {}}
         user = {"role": "user", "content": "1"}
         tools = [{"type": "function", "function": function}]
@@ -483,7 +477,6 @@ class Conversations:
 
     @cached_property
     def _takes_results(self) -> bool:
-        """Whether the chat template renders messages with the role `tool`."""
         roles = (("user", "1"), ("assistant", "2"), ("tool", PROBE))
         return self._shows_probe([{"role": r, "content": c} for r, c in roles], {})
 

@@ -74,7 +74,6 @@ def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
 
 
 def _says_the_same(pieces: Pieces, backend: Any) -> bool:
-    """Return whether the table decodes all tokens, in shuffled order, as the tokenizer does."""
     order = list(range(len(pieces)))
     random.Random(0).shuffle(order)
     rows = [order[at : at + TRIED_TOGETHER] for at in range(0, len(order), TRIED_TOGETHER)]
@@ -111,14 +110,12 @@ class LanguageModel:
 
     @property
     def backbone(self) -> nn.Module:
-        """The model without the head."""
         backbone = self.model.base_model
         assert isinstance(backbone, nn.Module)
         return backbone
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.head.linear.weight.device
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:

@@ -89,7 +89,6 @@ def _check_files(source: str) -> None:
 
 
 def _file(source: str, name: str) -> str | None:
-    """Return the path of a model's file, downloaded if necessary; None if there is no such file."""
     found: str | None = transformers.utils.cached_file(
         source, name, _raise_exceptions_for_missing_entries=False
     )
@@ -201,14 +200,12 @@ def load_language_model(
 
 
 def _unusable(path: str, error: Exception, note: str = "") -> ModelError:
-    """Return the one-line error for a model whose files transformers cannot use."""
     problem = ModelError(f"model: cannot load {path!r}: {_first_line(error)}{note}")
     problem.details = "".join(traceback.format_exception(error))
     return problem
 
 
 def _tokenizer(source: str) -> Any:
-    """Load the tokenizer; raise a clear error if its files are missing."""
     try:
         return read_tokenizer(source)
     except (OSError, ValueError, TypeError) as error:

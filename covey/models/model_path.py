@@ -169,7 +169,6 @@ def _looks_local(path: str) -> bool:
 
 
 def _describe_missing(place: Path) -> str:
-    """Return which part of a path is missing, with a similar name as a suggestion."""
     place = place.expanduser()
     missing = _missing(place)
     what = "file or folder of that name" if missing == place else f"folder {str(missing)!r}"
@@ -177,7 +176,6 @@ def _describe_missing(place: Path) -> str:
 
 
 def _missing(place: Path) -> Path:
-    """Return the first part of a path that does not exist."""
     return next((p for p in reversed(place.parents) if not p.exists()), place)
 
 
@@ -196,13 +194,11 @@ PACKAGES = ("bitsandbytes", "accelerate")
 
 
 def check_peft() -> None:
-    """Raise ConfigError if the package for adapters is missing."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("config: [adapter] needs peft: pip install 'covey[lora]'")
 
 
 def check_four_bit() -> None:
-    """Raise ConfigError if a package for 4-bit weights is missing."""
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(

@@ -173,12 +173,10 @@ class RenderProcess:
         return str(reply["text"])
 
     def start(self) -> None:
-        """Start the rendering process if it is not running; a start takes a second."""
         with self._lock:
             self._connected()
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 
@@ -195,7 +193,6 @@ class RenderProcess:
         return self._child.connections[0]
 
     def _end(self) -> int:
-        """End the process if it is still running, and return its exit code."""
         child = self._child
         if child is None or self._owner != os.getpid():
             return 0

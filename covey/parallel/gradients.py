@@ -72,7 +72,6 @@ class GradientSums:
         self._overlaps = True
 
     def finish(self) -> None:
-        """Sum the remaining buckets over ranks, and wait until all sums are complete."""
         self._overlaps = False
         for bucket in self.buckets[self._started :]:
             self._start(bucket)

@@ -137,7 +137,6 @@ class GatheredSteps:
         setattr(model.model, ENTRY, self.logp)
 
     def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
-        """Compute `batch_logp` on gathered weights."""
         if hasattr(self.model.head.linear.weight, "full_tensor"):
             self._gather()
         return batch_logp(replace(model, sharded=False), batch, **options)
@@ -196,7 +195,6 @@ def _sharded_parts(root: Any) -> list[Any]:
 
 
 def gathered_steps(model: LanguageModel, world: World) -> GatheredSteps | None:
-    """Return GatheredSteps if the weights stay gathered for a whole optimizer step, else None."""
     return GatheredSteps(model, world) if _stays_gathered(model) else None
 
 

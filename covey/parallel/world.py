@@ -146,13 +146,11 @@ class Ranks(World):
         return list(items[self.rank :: self.size])
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return the results of all ranks, in the order of the items given to `share`."""
         parts = self.gather(list(done))
         total = sum(len(part) for part in parts)
         return [parts[number % self.size][number // self.size] for number in range(total)]
 
     def gather(self, item: _T) -> list[_T]:
-        """Return one item from every rank, in the order of the ranks."""
         data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         self.wait(dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
@@ -167,11 +165,9 @@ class Ranks(World):
         ]
 
     def from_main(self, make: Callable[[], _T]) -> _T:
-        """Call `make` on rank 0, and return its result on every rank."""
         return self.gather(make() if self.is_main else None)[0]  # type: ignore[return-value]
 
     def sum_in_place(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its sum over the ranks."""
         self.wait(self.summing(tensor))
 
     def summing(self, tensor: torch.Tensor) -> Any:
@@ -183,18 +179,15 @@ class Ranks(World):
             raise self._lost(error) from None
 
     def mean(self, meter: Meter) -> dict[str, float]:
-        """Return the mean of each metric over the observations of all ranks."""
         return summary(Measured.joined(self.gather(meter.measured())))
 
     def agree(self, stop: StopSignal) -> bool:
-        """Return on every rank whether any rank has received a stop signal."""
         received = [name for name in self.gather(stop.received) if name is not None]
         if received and stop.received is None:
             stop.received = received[0]
         return bool(received)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`."""
         self.gather(None)
 
     def device(self, name: str) -> str:
@@ -213,12 +206,10 @@ class Ranks(World):
         return f"cuda:{self.info.local_rank}"
 
     def check(self) -> None:
-        """Raise an error if another rank has failed or died."""
         if self.lifeline is not None:
             self.lifeline.check()
 
     def wait(self, work: Any) -> None:
-        """Wait until a collective call has finished."""
         limit, pause = time.monotonic() + self.timeout, 0.0
         try:
             while not work.is_completed():

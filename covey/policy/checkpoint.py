@@ -214,10 +214,7 @@ def _reader(folder: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
     class Reader(FileSystemReader):
-        """Reads the pickle `.metadata` with `_Unpickler`."""
-
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-            """Read `.metadata`; refuse non-tensor entries, which torch would unpickle."""
             try:
                 with (folder / STATE_FOLDER / METADATA_FILE).open("rb") as file:
                     found: Metadata = _Unpickler(file).load()

@@ -105,7 +105,6 @@ class MasterAdamW:
         )
 
     def step(self, rate: float) -> Stepped:
-        """Clip the gradients, take an optimizer step, and clear the gradients."""
         total = total_norm([m.grad for m in self._masters.values() if m.grad is not None])
         if total.is_cuda:
             # The device itself skips the step if the gradient is not finite; otherwise it would
@@ -120,7 +119,6 @@ class MasterAdamW:
         return Stepped(grad_norm=norm, skipped=not finite)
 
     def _update(self, rate: float, norm: torch.Tensor) -> None:
-        """Clip the gradients, given their norm, and take an optimizer step."""
         self._share_rows()
         rows = self._rows.values()
         torch.nn.utils.clip_grads_with_norm_(rows, self.max_grad_norm, norm)
@@ -131,25 +129,20 @@ class MasterAdamW:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """The float32 weights by name; a float32 parameter is its own master."""
         return self._masters
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the accumulated gradients by parameter name."""
         return {name: master.grad for name, master in self.masters.items()}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Put back gradients that `gradients` returned before `zero_grad`."""
         for name, gradient in gradients.items():
             self.masters[name].grad = gradient
 
     def zero_grad(self) -> None:
-        """Clear the gradients."""
         for tensor in (*self._masters.values(), *self._rows.values()):
             tensor.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the moments and step counts by parameter name."""
         tensors = {}
         for name, rows in self._rows.items():
             for key, value in self.adamw.state[rows].items():
@@ -160,7 +153,6 @@ class MasterAdamW:
         return tensors
 
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restore master weights and moments."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(weights[name])
@@ -188,13 +180,11 @@ class MasterAdamW:
                 torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return a (parameter, master) pair for each parameter that has a separate master."""
         pairs = ((p, self.masters[name]) for name, p in self.parameters.items())
         return [(parameter, master) for parameter, master in pairs if master is not parameter]
 
 
 def _rows(master: nn.Parameter) -> nn.Parameter:
-    """Return this rank's rows of a sharded parameter as a view."""
     return nn.Parameter(local_part(master.detach()))
 
 
@@ -243,7 +233,6 @@ class CompactAdamW:
         self._kept = {name: kept for store in self.stores for name, kept in store.split().items()}
 
     def step(self, rate: float) -> Stepped:
-        """Clip the gradients, take an optimizer step, and clear the gradients."""
         found = [(s, grad) for s in self.stores if (grad := s.gradient()) is not None]
         norm = float(total_norm([grad for _, grad in found]))
         finite = math.isfinite(norm)
@@ -259,25 +248,20 @@ class CompactAdamW:
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The float32 weights by name; weights of bfloat16 parameters are computed on access."""
         return _Masters(self.parameters, self._kept)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the accumulated gradients by parameter name."""
         return {name: grad_holder(p).grad for name, p in self.parameters.items()}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Put back gradients that `gradients` returned before `zero_grad`."""
         for name, gradient in gradients.items():
             grad_holder(self.parameters[name]).grad = gradient
 
     def zero_grad(self) -> None:
-        """Clear the gradients."""
         for parameter in self.parameters.values():
             grad_holder(parameter).grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the moments and step counts by parameter name."""
         tensors = {}
         for store in self.stores:
             for name in store.names:
@@ -330,7 +314,6 @@ class _Store:
         return grad
 
     def step(self, grad: torch.Tensor, numbers: Numbers, seed: int) -> None:
-        """Take an optimizer step in place, on the device of the tensors."""
         first, second = self.moments
         if not first.numel():  # a shard without rows
             return
@@ -349,7 +332,6 @@ class _Store:
             )
 
     def split(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return views of the optimizer state of each parameter, keyed by parameter name."""
         kept = dict(zip(MOMENTS, self.moments, strict=True))
         if self.low is not None:
             kept["low"] = self.low
@@ -479,7 +461,6 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values that two int16 halves represent."""
     return (upper.int() << 16).add_(lower).view(torch.float32)
 
 

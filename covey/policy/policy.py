@@ -112,7 +112,6 @@ class Policy:
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model that the config sections [model] and [adapter] describe."""
     if config.model.deterministic:
         make_deterministic()
     path = config.model.path
@@ -166,12 +165,10 @@ def load_frozen(
 
 
 def with_path(config: Config, path: str) -> Config:
-    """Return the configuration with `path` as `model.path`."""
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
 def policy_of(config: Config, model: LanguageModel, world: World = ALONE) -> Policy:
-    """Build the policy: the model with its optimizer, sharded (FSDP) or replicated (DDP)."""
     sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
     whole, model = model, shard_model(model, config.parallel, world) if sharded else model
     optimizer = adamw_of(config, model.model.named_parameters())
@@ -189,7 +186,6 @@ def policy_of(config: Config, model: LanguageModel, world: World = ALONE) -> Pol
 
 
 def adamw_of(config: Config, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Build the AdamW optimizer that the config section [optimizer] describes."""
     settings = config.optimizer
     options: AdamWSettings = {
         "betas": (settings.beta1, settings.beta2),

@@ -79,7 +79,6 @@ class FusedDecoder(LlamaDecoder):
         self.fuses = not any(block.adapted for block in self.blocks)
 
     def begin(self, positions: int) -> None:
-        """Compute the table of RoPE angles, and update copies of fused weights in place."""
         if len(self.rope[0]) != positions:
             weight = self.embedding.weight
             places = torch.arange(positions, device=weight.device)
@@ -89,7 +88,6 @@ class FusedDecoder(LlamaDecoder):
                 block.fuse()
 
     def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
-        """Run all layers."""
         hidden = embedding(tokens, self.embedding.weight).float()
         delta = None
         for number, block in enumerate(self.blocks):
@@ -202,13 +200,11 @@ class Float8Decoder(FusedDecoder):
 
     @torch.inference_mode()
     def begin(self, positions: int) -> None:
-        """Compute the table of RoPE angles, and quantize the weights into float8 buffers."""
         super().begin(positions)
         for products in self.products:
             products.refresh()
 
     def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
-        """Run all layers."""
         hidden = embedding(tokens, self.embedding.weight).float()
         delta, kind = None, self.embedding.weight.dtype
         for number, (block, products) in enumerate(zip(self.blocks, self.products, strict=True)):
@@ -257,7 +253,6 @@ class GraphBackend:
     graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
 
     def width_for(self, completions: int) -> int:
-        """Round `completions` up to a number of slots for which graphs are captured."""
         return width_for(completions)
 
     def begin(self, limits: Limits, width: int) -> Slots:
@@ -307,11 +302,9 @@ class GraphBackend:
         return FREE_SHARE * (free + cached) - prompts
 
     def refresh(self) -> None:
-        """Update the decoder's weights in place, because graphs contain weight addresses."""
         self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
     def advance(self, slots: Slots, width: int, most: int) -> Progress:
-        """Start to generate tokens in every unfinished slot, without waiting for the result."""
         # Without CUDA, kernels run in Triton's interpreter, so there are no graphs. A graph also
         # cannot record kept sets, which are copied to main memory in every step.
         if self.shape.device.type != "cuda" or slots.kept is not None:

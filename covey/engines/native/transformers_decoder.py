@@ -41,7 +41,6 @@ class TransformersDecoder(Decoder):
             raise UnsupportedModel("its local layers assume that all slots have the same length")
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """Run the model on one token per slot."""
         place = cache.place[: cache.width]
         dtype = self.model.head.linear.weight.dtype
         hidden: torch.Tensor = self.model.backbone(
@@ -68,7 +67,6 @@ class SharedPromptDecoder(Decoder):
         self.windows = _windows(config)
 
     def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
-        """Run the model on one token per slot."""
         width = len(tokens)
         view = _CacheView(cache, self.windows)
         position = cache.prompt_length[:width] + cache.place[:width]
