@@ -113,7 +113,11 @@ class Renderer:
         Without `next_turn`, return the text of the conversation alone.
         """
         if self.chat:
-            folded = _fold_system(messages) if self.folds_system else messages
+            folded = messages
+            if self.folds_system and len(messages) > 1 and messages[0]["role"] == "system":
+                system, first, *rest = messages
+                content = f"{system['content']}\n\n{first['content']}"
+                folded = [{**first, "content": content}, *rest]
             try:
                 text = chat_text(
                     self.tokenizer, folded, self.template.chat_options,
@@ -128,7 +132,15 @@ class Renderer:
             return text + self.template.prefill if next_turn else text
         if self.template.form in FORMS:
             return "\n".join(m["content"] for m in messages) + self.template.prefill
-        return _filled(self.template.form, messages) + self.template.prefill
+        system_text = "\n".join(m["content"] for m in messages if m["role"] == "system")
+        others = [m["content"] for m in messages if m["role"] != "system"]
+        if len(others) != 1:
+            raise DataError(
+                "model: the text in model.template accepts only one message per prompt, but a "
+                f"prompt has {len(others)} messages; set model.template to 'chat' or 'plain'"
+            )
+        filled = self.template.form.format(question=others[0], system=system_text)
+        return filled + self.template.prefill
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the prompt's tokens.
@@ -167,12 +179,17 @@ def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Re
         raise ModelError(f"model: the chat template of {name} is unusable: it {problem}; {ADVICE}")
     system: Message = {"role": "system", "content": SYSTEM_MARK}
     both = probed(tokenizer, [system, user], options)
+    assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
+    talk = probed(tokenizer, [user, assistant], options, add_generation_prompt=False)
+    _, shown, after = talk.rpartition(SYSTEM_MARK)
+    # If the template shows no assistant messages, nothing ends them.
+    ids = tokenizer.encode(after.strip(), add_special_tokens=False) if shown else []
     return Renderer(
         template=template,
         tokenizer=tokenizer,
         chat=True,
         folds_system=not (SYSTEM_MARK in both and MARK in both),
-        turn_end=_turn_end(tokenizer, user, options),
+        turn_end=int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids else None,
     )
 
 
@@ -223,36 +240,6 @@ def probed(
         return chat_text(tokenizer, messages, options, **more)
     except jinja2.TemplateError:
         return ""
-
-
-def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int | None:
-    """Return the special token that ends the assistant's turn in the chat template."""
-    assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
-    text = probed(tokenizer, [user, assistant], options, add_generation_prompt=False)
-    _, shown, after = text.rpartition(SYSTEM_MARK)
-    if not shown:  # the template shows no assistant messages, so nothing ends them
-        return None
-    ids = tokenizer.encode(after.strip(), add_special_tokens=False)
-    return int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids else None
-
-
-def _fold_system(messages: Sequence[Message]) -> Sequence[Message]:
-    if len(messages) < 2 or messages[0]["role"] != "system":
-        return messages
-    system, first, *rest = messages
-    content = f"{system['content']}\n\n{first['content']}"
-    return [{**first, "content": content}, *rest]
-
-
-def _filled(form: str, messages: Sequence[Message]) -> str:
-    system = [m["content"] for m in messages if m["role"] == "system"]
-    rest = [m["content"] for m in messages if m["role"] != "system"]
-    if len(rest) != 1:
-        raise DataError(
-            "model: the text in model.template accepts only one message per prompt, but a prompt "
-            f"has {len(rest)} messages; set model.template to 'chat' or 'plain'"
-        )
-    return form.format(question=rest[0], system="\n".join(system))
 
 
 # Multi-turn conversations as tokens: sampled tokens stay unchanged, and later turns are

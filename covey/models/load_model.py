@@ -177,8 +177,17 @@ def load_language_model(
     `four_bit`, the weights of linear layers are stored in 4 bits and cannot be trained.
     """
     where = device_of(device)
-    wanted = _dtype(dtype, where)
-    source = _source(path)
+    wanted = DTYPES[dtype] if dtype != "auto" else torch.float32
+    if dtype == "auto" and where.type == "cuda":
+        wanted = torch.bfloat16
+    if path in MODELS:
+        source = str(MODELS[path])
+    else:
+        from covey.models.gguf import find_gguf, import_gguf  # reads its result with this module
+
+        check_model_path(path)
+        gguf = find_gguf(path)
+        source = path if gguf is None else str(import_gguf(gguf))
     more = four_bit_options(wanted, where) if four_bit else {}
     try:
         tokenizer = _tokenizer(source)
@@ -200,7 +209,13 @@ def load_language_model(
 
 
 def _unusable(path: str, error: Exception, note: str = "") -> ModelError:
-    problem = ModelError(f"model: cannot load {path!r}: {_first_line(error)}{note}")
+    lines = str(error).strip().splitlines()
+    first = lines[0] if lines else type(error).__name__
+    if not isinstance(error, OSError | ValueError | RuntimeError):  # says little without its kind
+        first = f"{type(error).__name__}: {first}"
+    if first.endswith(":"):  # a list follows, which the first line alone does not show
+        first = " ".join(" ".join(lines[:4]).split())
+    problem = ModelError(f"model: cannot load {path!r}: {first[:300].rstrip('.')}{note}")
     problem.details = "".join(traceback.format_exception(error))
     return problem
 
@@ -220,17 +235,6 @@ def _tokenizer(source: str) -> Any:
         raise
 
 
-def _source(path: str) -> str:
-    """Return the folder or hub name of a model; convert a GGUF file to a folder first."""
-    if path in MODELS:
-        return str(MODELS[path])
-    check_model_path(path)
-    from covey.models.gguf import find_gguf, import_gguf  # reads its result with this module
-
-    gguf = find_gguf(path)
-    return path if gguf is None else str(import_gguf(gguf))
-
-
 def wrap(
     model: Any,
     tokenizer: Any,
@@ -241,7 +245,14 @@ def wrap(
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"model: {name} has no linear output layer, which Covey needs")
-    _disable_dropout(model)
+    # With dropout, the trained policy would differ from the policy that sampled the completions:
+    # probability ratios would be noisy from the first optimizer step on, and results would depend
+    # on the state of a random generator, which checkpoints do not contain.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
     training = model.training
     model.eval()
     try:
@@ -254,6 +265,16 @@ def wrap(
     packs, flash = _register_attention(model)
     fused = packs and linear.weight.is_cuda and _supports_fused(model)
     model.train(training)
+    context = int(getattr(model.config, "max_position_embeddings", None) or 2**31)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # It changes the RoPE angles of all rows as soon as one row exceeds the original training
+        # length, but cached keys keep the old angles.
+        context = min(context, int(rope.get("original_max_position_embeddings") or context))
+    stops = [renderer.turn_end, tokenizer.eos_token_id, model.config.eos_token_id]
+    if model.generation_config is not None:
+        stops.append(model.generation_config.eos_token_id)
+    flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in stops)
     return LanguageModel(
         model=model,
         tokenizer=tokenizer,
@@ -261,38 +282,10 @@ def wrap(
         packs=packs,
         flash=flash,
         fused=fused,
-        context=_context(model.config),
-        stop_ids=_stop_ids(model, tokenizer, renderer.turn_end),
+        context=context,
+        stop_ids=tuple(sorted({int(i) for i in flat if i is not None})),
         renderer=renderer,
     )
-
-
-def _context(config: Any) -> int:
-    """Return the context length within which a row's results do not depend on other rows.
-
-    `longrope` changes the RoPE angles of all rows as soon as one row exceeds the original training
-    length, but cached keys keep the old angles.
-    """
-    most = int(getattr(config, "max_position_embeddings", None) or 2**31)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return most
-    return min(most, int(rope.get("original_max_position_embeddings") or most))
-
-
-def _disable_dropout(model: Any) -> None:
-    """Disable dropout, so that the model gives the same results in training and evaluation mode.
-
-    With dropout, the trained policy would differ from the policy that sampled the completions.
-    Dropout would make probability ratios noisy from the first optimizer step on. With dropout,
-    training results would also depend on the state of a random generator, which checkpoints do not
-    contain.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
 
 
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
@@ -403,28 +396,3 @@ def _supports_fused(model: Any) -> bool:
         return False
     fuse_parameters(model.base_model)
     return True
-
-
-def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ...]:
-    """Return the tokens that model files or the chat template define as the end of a completion."""
-    ids = [turn_end, tokenizer.eos_token_id, model.config.eos_token_id]
-    if model.generation_config is not None:
-        ids.append(model.generation_config.eos_token_id)
-    flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in ids)
-    return tuple(sorted({int(i) for i in flat if i is not None}))
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[name]
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    first = lines[0] if lines else type(error).__name__
-    if not isinstance(error, OSError | ValueError | RuntimeError):  # says little without its kind
-        first = f"{type(error).__name__}: {first}"
-    if first.endswith(":"):  # a list follows, which the first line alone does not show
-        first = " ".join(" ".join(lines[:4]).split())
-    return first[:300].rstrip(".")

@@ -51,8 +51,10 @@ def check_model_path(path: str) -> None:
             )
         _check_gguf_packages(path)
     elif _looks_local(path):
-        why = _describe_missing(place)
-        raise ModelError(f"model: cannot load {path!r}: {why}")
+        place = place.expanduser()
+        missing = _missing(place)
+        what = "file or folder of that name" if missing == place else f"folder {str(missing)!r}"
+        raise ModelError(f"model: cannot load {path!r}: there is no {what}{_hint(missing)}")
     elif prepare_hub(path) and not in_hub_cache(path):
         raise ModelError(
             f"model: cannot load {path!r}, which is not in the local Hugging Face cache: the Hub "
@@ -166,13 +168,6 @@ def _looks_local(path: str) -> bool:
         return True
     # A local folder may have the name of a hub organization; a folder with runs is local.
     return bool(slash) and any(Path(first).glob("*/config.toml"))
-
-
-def _describe_missing(place: Path) -> str:
-    place = place.expanduser()
-    missing = _missing(place)
-    what = "file or folder of that name" if missing == place else f"folder {str(missing)!r}"
-    return f"there is no {what}{_hint(missing)}"
 
 
 def _missing(place: Path) -> Path:

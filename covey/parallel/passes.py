@@ -94,7 +94,11 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     pieces.sort(key=lambda piece: -piece[0])
     count = max(1, -(-sum(size for size, _ in pieces) // micro_batch_tokens))
     while True:
-        parts = _spread(pieces, count)
+        # Each piece, largest first, goes to the micro-batch that is smallest so far.
+        parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
+        for size, rows in pieces:
+            least = min(range(count), key=lambda i: parts[i][0])
+            parts[least] = (parts[least][0] + size, [*parts[least][1], *rows])
         # If every piece is already a micro-batch, a micro-batch that is too large cannot be split
         # further.
         if count >= len(pieces) or max(size for size, _ in parts) <= micro_batch_tokens:
@@ -116,15 +120,6 @@ def _pieces(
         size, members = pieces[-1]
         pieces[-1] = (size + lengths[row], [*members, row])
     return pieces
-
-
-def _spread(pieces: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[int]]]:
-    """Assign each set of rows, largest first, to the micro-batch that is smallest so far."""
-    parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
-    for size, rows in pieces:
-        least = min(range(count), key=lambda i: parts[i][0])
-        parts[least] = (parts[least][0] + size, [*parts[least][1], *rows])
-    return parts
 
 
 class Pass(NamedTuple):

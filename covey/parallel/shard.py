@@ -138,17 +138,15 @@ class GatheredSteps:
 
     def logp(self, model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> LogProbs:
         if hasattr(self.model.head.linear.weight, "full_tensor"):
-            self._gather()
+            with torch.no_grad():
+                for part in self.parts:
+                    part.unshard()
+                if not self.whole:
+                    self._prepare()
+                if self.fused:
+                    new, old = zip(*self.fused, strict=True)
+                    torch._foreach_copy_(new, old)
         return batch_logp(replace(model, sharded=False), batch, **options)
-
-    @torch.no_grad()
-    def _gather(self) -> None:
-        for part in self.parts:
-            part.unshard()
-        if not self.whole:
-            self._prepare()
-        if self.fused:
-            torch._foreach_copy_([new for new, _ in self.fused], [old for _, old in self.fused])
 
     def _prepare(self) -> None:
         """Before the first pass, fuse the gathered weights and prepare their gradient sums."""

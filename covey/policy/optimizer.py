@@ -119,9 +119,13 @@ class MasterAdamW:
         return Stepped(grad_norm=norm, skipped=not finite)
 
     def _update(self, rate: float, norm: torch.Tensor) -> None:
-        self._share_rows()
-        rows = self._rows.values()
-        torch.nn.utils.clip_grads_with_norm_(rows, self.max_grad_norm, norm)
+        for name, rows in self._rows.items():
+            master = self._masters[name]
+            if rows is not master:
+                with torch.no_grad():
+                    rows.data = local_part(master)  # torch may have moved the shards
+                    rows.grad = None if master.grad is None else local_part(master.grad)
+        torch.nn.utils.clip_grads_with_norm_(self._rows.values(), self.max_grad_norm, norm)
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
@@ -163,15 +167,6 @@ class MasterAdamW:
             # A compact state has bfloat16 moments.
             dtype = value.dtype if key == "step" else rows.dtype
             self.adamw.state[rows][key] = local_part(value).to(rows.device, dtype)
-
-    @torch.no_grad()
-    def _share_rows(self) -> None:
-        """Make `_rows` share memory with this rank's shards of the master weights."""
-        for name, rows in self._rows.items():
-            master = self._masters[name]
-            if rows is not master:
-                rows.data = local_part(master)  # torch may have moved the shards
-                rows.grad = None if master.grad is None else local_part(master.grad)
 
     def _round_to_parameters(self) -> None:
         pairs = self._rounded()
@@ -225,7 +220,13 @@ class CompactAdamW:
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.seed, self.settings = seed, settings
-        _check(self.parameters)
+        for name, parameter in self.parameters.items():
+            if parameter.dtype not in (torch.bfloat16, torch.float32):
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    "config: optimizer.state = 'compact' needs weights in bfloat16 or float32, but "
+                    f"the tensor {name} is in {dtype}; set optimizer.state = 'float32'"
+                )
         attach_grad_sinks(
             (p, GradHolder(p)) for p in self.parameters.values() if p.dtype == torch.bfloat16
         )
@@ -277,7 +278,13 @@ class CompactAdamW:
         for name, parameter in self.parameters.items():
             kept = self._kept[name]
             if "low" in kept:
-                _write_halves(parameter, kept["low"], weights[name])
+                bits, low = parameter.data.view(torch.int16).view(-1), kept["low"].view(-1)
+                values = weights[name].reshape(-1)
+                for start in range(0, len(bits), CHUNK):
+                    part = slice(start, start + CHUNK)
+                    upper, lower = split(values[part].float().to(bits.device))
+                    bits[part].copy_(upper)
+                    low[part].copy_(lower)
             else:
                 parameter.copy_(weights[name])
             for key in MOMENTS:
@@ -361,16 +368,6 @@ class _Masters(Mapping[str, torch.Tensor]):
         return len(self.parameters)
 
 
-def _check(parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if parameter.dtype not in (torch.bfloat16, torch.float32):
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"config: optimizer.state = 'compact' needs weights in bfloat16 or float32, but "
-                f"the tensor {name} is in {dtype}; set optimizer.state = 'float32'"
-            )
-
-
 def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
     """Build one numbered `_Store` for each set of parameters that share a storage."""
     runs: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
@@ -385,16 +382,6 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
         _Store(number, [name for _, name, _ in run], [p for _, _, p in run])
         for number, run in enumerate(ordered)
     ]
-
-
-def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the upper halves of float32 values to `parameter`, and the lower halves to `low`."""
-    bits, low, values = parameter.data.view(torch.int16).view(-1), low.view(-1), values.reshape(-1)
-    for start in range(0, len(bits), CHUNK):
-        part = slice(start, start + CHUNK)
-        upper, lower = split(values[part].float().to(bits.device))
-        bits[part].copy_(upper)
-        low[part].copy_(lower)
 
 
 # AdamW step on a compact state, in torch operations.
@@ -478,17 +465,13 @@ def random_bits(
     signed = (start + 2**31) % 2**32 - 2**31
     bits = torch.arange(count, dtype=torch.int32, device=device).add_(signed)
     for key in keys:
-        bits = _mixed(bits.bitwise_xor_(key))
+        bits.bitwise_xor_(key)
+        bits ^= (bits >> 16) & 0xFFFF
+        bits *= 0x7FEB352D
+        bits ^= (bits >> 15) & 0x1FFFF
+        bits *= 0x846CA68B - 2**32  # the same bits, signed
+        bits ^= (bits >> 16) & 0xFFFF
     return bits
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    x ^= (x >> 16) & 0xFFFF
-    x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
-    x *= 0x846CA68B - 2**32  # the same bits, signed
-    x ^= (x >> 16) & 0xFFFF
-    return x
 
 
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
