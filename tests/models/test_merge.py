@@ -15,7 +15,7 @@ from covey.models.export import merge_adapter, merged_state_dict
 from covey.models.load_model import load_language_model
 from tests.conftest import build
 from tests.models.test_adapter import shaken, trained
-from tests.training.test_checkpoint import RENAMED
+from tests.policy.test_checkpoint import RENAMED
 
 IDS = torch.arange(6, 40)[None]
 

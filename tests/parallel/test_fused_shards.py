@@ -34,7 +34,7 @@ from covey.parallel.shard import (
 from covey.types import Batch
 from tests.accel.test_fused_forward import per_row, shared_batch
 from tests.conftest import build
-from tests.training.ranks import run_ranks
+from tests.parallel.ranks import run_ranks
 
 CONFIG = load_config("arithmetic", ["model.device=cpu", "parallel.strategy=fsdp"])
 CASES = ["llama", "qwen2", "qwen2 checkpointed", "llama adapter"]

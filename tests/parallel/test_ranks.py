@@ -31,7 +31,7 @@ from covey.step import train_on
 from covey.training.resolve import objective_of, resolve, sampling_of, task_of
 from covey.types import Group, Rollout
 from tests.conftest import build
-from tests.training.ranks import run_ranks
+from tests.parallel.ranks import run_ranks
 
 SMALL = [
     "model.device=cpu", "rollout.prompts_per_step=4", "rollout.group_size=4",

@@ -14,7 +14,7 @@ from covey.parallel.join import joined_world
 from covey.parallel.shard import device_mesh, first_element, local_part, whole_tensor
 from covey.policy.checkpoint import load_state, save_state
 from covey.policy.optimizer import CompactAdamW
-from tests.training.ranks import run_ranks
+from tests.parallel.ranks import run_ranks
 
 CONFIG = load_config("arithmetic", ["model.device=cpu", "parallel.strategy=fsdp"])
 SETTINGS: dict[str, Any] = {
