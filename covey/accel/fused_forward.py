@@ -28,12 +28,12 @@ from covey.accel.activation_offload import ActivationOffload
 from covey.accel.attention import PaddedRows, attention
 from covey.accel.attention_kernels import Kept, KeyIndex, VarlenRows, flash_attention
 from covey.accel.fused_parameters import GradSink, fused_view, sink_of
+from covey.accel.kernels.launch import call
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.packing import plain_positions
 from covey.accel.parity import is_silu
-from covey.accel.skip_autograd import call
 
 # Linear layers of the fused forward pass: one matrix product for several layers.
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from covey.accel.attention_kernels import KeyIndex
-from covey.accel.skip_autograd import call
+from covey.accel.kernels.launch import call
 
 
 @triton.jit
