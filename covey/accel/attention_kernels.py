@@ -36,6 +36,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from covey.accel.sizes import LONG
 
 # Index tables that tell variable-length attention which packed tokens form each row.
+#
+# Every packed token has exactly one query, which belongs to one row. The queries of a shared prompt
+# belong to the first row with this prompt. A row has keys for all of its tokens, so the keys of a
+# shared prompt appear in several rows. Attention is causal, with the causal mask aligned at the end
+# of a row. The last query of a row sees all keys of the row, and the second-to-last query sees all
+# keys except the last.
 
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -349,6 +349,12 @@ def to_device(parts: list[torch.Tensor], device: torch.device) -> list[torch.Ten
 
 
 # Static buffers for CUDA graphs: a packed, padded micro-batch at fixed addresses.
+#
+# In every replay, a CUDA graph reads and writes the same addresses and processes the same number of
+# tokens. Padding tokens form separate short rows. The model processes padding tokens like other
+# tokens, so that every activation buffer is fully initialized. Padding tokens have zero gradient.
+# Unused entries of the index tables describe empty rows, unused key positions, and trained tokens
+# whose gradient is zero.
 
 
 PADDING_ROW = 128

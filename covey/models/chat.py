@@ -244,6 +244,22 @@ def probed(
 
 # Multi-turn conversations as tokens: sampled tokens stay unchanged, and later turns are
 # appended.
+#
+# After a turn of the policy, the chat template renders the conversation, including the new
+# messages. If the rendered text begins with the previous prompt and the sampled text, Covey
+# tokenizes only the new text and keeps all earlier tokens. Some templates change earlier turns:
+# they remove thinking, trim whitespace or change the end of a turn. If a template changes
+# earlier turns, the rendered conversation becomes the prompt of a new segment. The trainer
+# treats each segment as a separate row.
+#
+# Some formats of tool calls consist of special tokens, which the content of a message cannot
+# hold. Templates with such a format render a call from the message's `tool_calls`, in their own
+# spelling. The policy's tokens are then followed by what the template renders between that call
+# and the next turn.
+#
+# The text of a message never becomes a special token. If a message contains the text of a
+# special token, such as `<|im_end|>`, Covey splits this text into ordinary tokens. In tool
+# results, Covey also splits the text of other control tokens, such as `<think>`.
 
 
 CUT = "\ue0c7"

@@ -24,6 +24,11 @@ from covey.models.chat import Renderer
 from covey.types import Message
 
 # Fast detokenization of many completions, with a table that maps tokens to bytes.
+#
+# GPT-2-style tokenizers write every token as bytes, so the text of a completion is the
+# concatenation of its tokens' bytes. A table lookup takes a third of the time of the tokenizer's
+# own decoding. Covey uses the table only if it decodes every token exactly as the tokenizer
+# does.
 
 
 TRIED_TOGETHER = 64

@@ -238,6 +238,10 @@ def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
 
 
 # Helpers for tensors that may be sharded: gather, shard, and access this rank's rows.
+#
+# A sharded tensor is a DTensor of FSDP2, whose rows (dimension 0) are divided among the ranks
+# along the last dimension of the device mesh. Every function of this module also accepts
+# ordinary tensors.
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:

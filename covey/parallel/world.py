@@ -75,6 +75,10 @@ ALONE = World()
 
 
 # Communication between the ranks of a run over torch.distributed.
+#
+# Every rank builds the same batch and makes the same decisions. Only the generation of rollouts and
+# the passes through the model are divided among ranks. Ranks communicate to gather rollouts and
+# log-probabilities, to sum gradients and metrics, and to agree on a stop signal.
 
 
 # The rank of this process, from torchrun's environment variables.

@@ -201,6 +201,21 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
 
 # An AdamW optimizer that needs 12 bytes per trained bfloat16 parameter instead of 18.
+#
+#                      float32   compact
+#   parameter             2         2      bfloat16, which the model computes with
+#   master                4         2      compact: the lower half; the parameter is the upper half
+#   sum of gradients      4         4      float32
+#   moments               8         4      compact: bfloat16, rounded at random (`adamw`)
+#
+# Weights lose no precision, because parameter and master are the two 16-bit halves of the exact
+# float32 weight. Float32 parameters, such as the shards of a sharded model, stay in float32, and
+# only their moments are stored in bfloat16.
+#
+# The random bits for rounding depend only on the seed, the storage index, the optimizer step and
+# the element index. A resumed run therefore rounds in the same way as an uninterrupted run. The
+# element index counts within the full (unsharded) parameter, so the number of ranks does not
+# change the rounding.
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -64,6 +64,11 @@ from covey.engines.protocol import Limits
 from covey.models.language_model import LanguageModel
 
 # Decode step of Llama-like models on a GPU: the arithmetic of `LlamaDecoder` in fused kernels.
+#
+# The residual stream is float32, as in the trainer's fused forward pass, so that engine and
+# trainer agree. The inputs of matrix products have the dtype of the weights. A decode step can
+# be captured as a CUDA graph, because it never synchronizes with the CPU and its kernels do not
+# depend on the lengths of completions.
 
 
 class FusedDecoder(LlamaDecoder):
