@@ -96,7 +96,7 @@ def test_setting_the_mode_too_late_is_an_error(
     put_back: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ModelError, match=f"set the environment variable {WORKSPACE}=:4096:8"):
+    with pytest.raises(ModelError, match=f"{WORKSPACE}=:4096:8"):
         make_deterministic()
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv(WORKSPACE, ":4096:8")

@@ -144,7 +144,7 @@ class Touch:
 def test_pickled_weights_are_refused(name: str, downloaded: Path, tmp_path: Path) -> None:
     (downloaded / "model.safetensors").unlink()
     (downloaded / name).write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
-    with pytest.raises(ModelError, match=f"pickle file {name}, which can run code"):
+    with pytest.raises(ModelError, match=f"pickle file {name}"):
         load_language_model(str(downloaded), device="cpu")
     assert not (tmp_path / "touched").exists()
 

@@ -293,7 +293,7 @@ def test_a_reference_moves_towards_exact_weights() -> None:
 def test_other_types_are_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"optimizer.state = 'compact'.*w is in float64; set optimizer.state = 'float32'",
+        match=r"optimizer\.state",
     ):
         CompactAdamW([("w", nn.Parameter(torch.zeros(2).double()))], **SETTINGS, seed=0)
 

@@ -99,9 +99,9 @@ def test_the_engine_samples_with_float8_products_and_says_so() -> None:
 
 
 def test_models_that_cannot_be_quantized_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="adapter cannot be quantized"):
+    with pytest.raises(UnsupportedModel, match="adapter"):
         Float8Decoder(add_adapter(build("llama"), rank=4))
-    with pytest.raises(ModelError, match=r"does not work with this model, because .*; leave"):
+    with pytest.raises(ModelError, match="float8"):
         NativeEngine(build("gpt2"), FLOAT8)
     model = made("llama")
     layer = model.backbone.layers[0].mlp
