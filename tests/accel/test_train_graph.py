@@ -333,7 +333,7 @@ def test_the_third_pass_is_captured_and_failures_fall_back_to_eager(
 def test_graphs_are_freed_when_memory_runs_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from covey.training import policy as module
+    from covey.policy import policy as module
 
     model, batch, calls = fast(build("llama")), parts()[0], []
     policy = Policy(
