@@ -211,7 +211,7 @@ def on_gpu(name: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
     before = torch.cuda.memory_allocated()  # left by an earlier setting: cuBLAS workspaces
     peaks: dict[str, int] = {}
     started = time.perf_counter()
-    with mock.patch("covey.policy.models.load_language_model", random_model), watched(peaks):
+    with mock.patch("covey.policy.policy.load_language_model", random_model), watched(peaks):
         run_setting(config_of(SETTINGS["cuda"][name], device, folder))
     peaks["rest"] = max(peaks.get("rest", 0), torch.cuda.max_memory_allocated())
     return {

@@ -46,7 +46,7 @@ KINDS = ("fused", "fsdp", "graphs")
 def as_rank(output: Path, run: str) -> None:
     """Train as one rank, and write down how long it waited for others."""
     from covey.cli.main import run as covey
-    from covey.parallel.ranks import Ranks
+    from covey.parallel.world import Ranks
 
     waited, wait = [0.0], Ranks.wait
 

@@ -161,7 +161,7 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Timed:
     started = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch("covey.policy.models.load_language_model", load),
+        mock.patch("covey.policy.policy.load_language_model", load),
         mock.patch.object(checkpoint, "save"),
     ):
         parts = Run.build(config, EvenWords())

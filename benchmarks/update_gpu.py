@@ -33,10 +33,9 @@ from speed_shapes import PEAK, Shape, flops, random_model, shapes, word_tokenize
 from covey.accel.activation_offload import checkpoint_layers
 from covey.models.adapter import add_adapter
 from covey.models.load_model import wrap
-from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, with_advantage
-from covey.policy.compact_adamw import CompactAdamW
-from covey.policy.optimizer import MasterAdamW
+from covey.parallel.passes import micro_batches
+from covey.policy.optimizer import CompactAdamW, MasterAdamW
 from covey.policy.policy import Policy
 from covey.run import Run
 from covey.step import StepSettings, optimize

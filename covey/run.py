@@ -35,15 +35,14 @@ from covey.environments.calls import CALL_FORMATS, format_in
 from covey.environments.registry import NONE
 from covey.errors import RunError
 from covey.evaluation.evaluate import Evaluation, evaluate
-from covey.models.conversation import Conversations
+from covey.models.chat import Conversations
 from covey.models.language_model import LanguageModel
 from covey.objective import Objective
 from covey.parallel.join import check_alike
 from covey.parallel.world import ALONE, World
 from covey.policy.checkpoint import STATE_FILE, load_policy, save_policy, save_state
 from covey.policy.critic import Critic, critic_of
-from covey.policy.models import load_frozen, load_model, policy_of, with_path
-from covey.policy.policy import Policy
+from covey.policy.policy import Policy, load_frozen, load_model, policy_of, with_path
 from covey.policy.schedule import Budget, Used, schedule_of
 from covey.records.best import best_step
 from covey.records.folder import RunFolder

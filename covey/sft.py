@@ -27,8 +27,7 @@ from covey.objective import Objective, with_advantage, with_weight
 from covey.objective.surrogate import log_likelihood
 from covey.objective.weights import token_mean
 from covey.parallel.world import ALONE, World
-from covey.policy.models import load_model, policy_of
-from covey.policy.policy import Policy
+from covey.policy.policy import Policy, load_model, policy_of
 from covey.policy.schedule import Budget, Schedule, sft_schedule
 from covey.rng import sft_indices
 from covey.rollout.prompt_limit import fitting_prompts

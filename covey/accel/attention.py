@@ -6,7 +6,7 @@ function that this module registers.
 With packing, the model sees all tokens of a batch as one long row without padding. A prompt that
 several completions share occurs only once in the packed row. All layers except attention process
 each token on its own. Attention needs to know which packed tokens belong to the same sequence.
-Flash attention reads the packed tokens without padding (VarlenRows, in varlen_attention.py). Other
+Flash attention reads the packed tokens without padding (VarlenRows, in attention_kernels.py). Other
 attention implementations gather the packed tokens into padded rows (PaddedRows).
 
 The dimensions in tensor shapes are N (packed tokens), B (rows), S (columns), H (heads), K
@@ -23,9 +23,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from covey.accel.attention_kernels import flash_attention
+from covey.accel.attention_kernels import QKV, VarlenRows, flash_attention
 from covey.accel.sizes import SHORT
-from covey.accel.varlen_attention import QKV, VarlenRows
 
 NAME = "covey"
 

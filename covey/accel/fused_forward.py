@@ -26,15 +26,14 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.accel.activation_offload import ActivationOffload
 from covey.accel.attention import PaddedRows, attention
-from covey.accel.attention_kernels import Kept, flash_attention
+from covey.accel.attention_kernels import Kept, KeyIndex, VarlenRows, flash_attention
 from covey.accel.fused_parameters import GradSink, fused_view, sink_of
+from covey.accel.kernels.launch import call
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.packing import plain_positions
 from covey.accel.parity import is_silu
-from covey.accel.skip_autograd import call
-from covey.accel.varlen_attention import KeyIndex, VarlenRows
 
 # Linear layers of the fused forward pass: one matrix product for several layers.
 
@@ -519,7 +518,6 @@ def _active(module: Any) -> Any:
 
 
 def gain(module: Any) -> tuple[torch.Tensor, float]:
-    """Return the weight and epsilon of a norm."""
     module = _active(module)
     return module.weight, module.variance_epsilon
 

@@ -220,7 +220,6 @@ def _compute_logits(
     buffer: torch.Tensor,
     kept: KeptIds | None,
 ) -> torch.Tensor:
-    """Compute the logits of a chunk of tokens in `buffer`, and return them."""
     logits = buffer[: part.stop - part.start]
     matmul(hidden[part], weight.t(), out=logits)
     if kept is not None:

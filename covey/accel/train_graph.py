@@ -3,7 +3,7 @@
 In a forward pass of a small model, Python takes several times longer to launch the thousands of
 short kernels than the GPU takes to run them. A CUDA graph launches all kernels at once. A graph is
 captured for a bucket, which is a size to which micro-batches are padded. All data that a graph
-reads or writes stays at fixed addresses: the packed micro-batch (accel/static_buffers.py), the
+reads or writes stays at fixed addresses: the packed micro-batch (accel/packing.py), the
 parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, because a capture does not pay off for a size that
@@ -33,8 +33,7 @@ from torch.autograd.function import once_differentiable
 from covey.accel.attention_kernels import KERNELS, chosen_for, has_long_rows
 from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
-from covey.accel.packing import MaxLengths, PackedTables, varlen_tables
-from covey.accel.static_buffers import Size, StaticBuffers
+from covey.accel.packing import MaxLengths, PackedTables, Size, StaticBuffers, varlen_tables
 from covey.models.language_model import LanguageModel
 from covey.notices import notice
 from covey.types import HostRows
@@ -276,7 +275,6 @@ class TrainGraphs:
         notice(f"training does not use CUDA graphs: {line}")
 
     def captured(self) -> list[_Pass]:
-        """Return the passes that have a captured graph."""
         passes = (bucket.ready for bucket in self.buckets.values())
         return [one for one in passes if one is not None and one.forward_graph is not None]
 

@@ -174,7 +174,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.engines.native.engine import NativeEngine
         from covey.evaluation import check_category
         from covey.evaluation.of_model import evaluate_engine
-        from covey.policy.models import load_model
+        from covey.policy.policy import load_model
         from covey.rollout.prompt_limit import fitting_prompts
         from covey.scoring.build import baselines_of, scorer_of
 

@@ -103,7 +103,7 @@ def serve_command(
         check_model_path(model)
         on_error.pop_all()
     with waiting(STARTING) as say:
-        from covey.models.chat_template import Template
+        from covey.models.chat import Template
         from covey.models.load_model import load_language_model
         from covey.reference.server import ServerSettings, make_app
 

@@ -133,7 +133,7 @@ def settings_of_copy(config: Config, **model: Any) -> dict[str, Any]:
 def actor_engine(settings: Mapping[str, Any]) -> Engine:
     """Build the engine of a Ray actor; this function runs inside the actor."""
     from covey.engines.make import native_copy
-    from covey.policy.models import load_model
+    from covey.policy.policy import load_model
 
     config = parse_config(settings)
     if config.engine.kind != "vllm":
@@ -179,7 +179,7 @@ def actor_reference(settings: Mapping[str, Any]) -> Reference:
     """Build the reference of a Ray actor; this function runs inside the actor."""
     import torch
 
-    from covey.policy.models import load_model
+    from covey.policy.policy import load_model
     from covey.reference import FrozenReference
 
     config = parse_config(settings)

@@ -309,7 +309,7 @@ def _has_adapter(config: Config) -> bool:
 
 
 def _check_adapter(config: Config, ranks: int) -> None:
-    from covey.models.four_bit import check_four_bit, check_peft
+    from covey.models.model_path import check_four_bit, check_peft
 
     wanted = config.adapter
     if not _has_adapter(config):

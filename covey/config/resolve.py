@@ -17,7 +17,7 @@ from covey.config.resolve_options import choose, resolve_options
 from covey.config.schema import Named, Reward
 from covey.environments.registry import NONE, find_environment
 from covey.errors import ConfigError, DataError
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.rewards import LENGTH_PENALTIES
 from covey.rewards import Reward as RewardFunction
 from covey.rewards.registry import check_alone, make_reward, reward_options

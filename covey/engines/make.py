@@ -23,9 +23,8 @@ from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine, EngineInfo, RequestSource, WeightSource
 from covey.errors import ConfigError
 from covey.models.device import device_of
-from covey.models.from_pretrained import NO_CODE
-from covey.policy.models import load_model
-from covey.policy.policy import Policy
+from covey.models.load_model import NO_CODE
+from covey.policy.policy import Policy, load_model
 
 
 def check_engine(config: Config) -> None:

@@ -22,7 +22,7 @@ ends the episode. If a tool of a `ToolEnvironment` raises an exception, the poli
 exception as an error message.
 
 To add an environment to the package, write its class and add it to ENVIRONMENTS (registry.py). The
-modules models/conversation.py and rollout/episode.py handle chat templates, tokens and masks.
+modules models/chat.py and rollout/episode.py handle chat templates, tokens and masks.
 """
 
 from covey.environments.adapters import as_environment

@@ -12,7 +12,7 @@ from covey.engines.native.engine import NativeEngine
 from covey.environments import Factory
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.notices import notice
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.rollout.collect import Collector
 from covey.rollout.prompt_limit import fitting_prompts
 from covey.run import interaction_of, with_stops

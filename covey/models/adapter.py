@@ -30,8 +30,7 @@ from covey.accel.fused_parameters import fuse_adapters
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError, CoveyError, ModelError, nearest
 from covey.escape import printable_line
-from covey.models.four_bit import check_peft
-from covey.models.model_path import ADAPTER_CONFIG
+from covey.models.model_path import ADAPTER_CONFIG, check_peft
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
@@ -60,6 +59,13 @@ def add_adapter(
     `name_or_path`.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
+    base = base or model.model.name_or_path
+    # The base may not depend on the working folder or on where covey is installed. The packaged
+    # model is meant even if a folder has its name.
+    if base in ("embedded", str(CHECKPOINT)):
+        base = "embedded"
+    elif base and Path(base).exists():
+        base = str(Path(base).resolve())
     if not all_linear:
         _check_targets(model, targets)
     config = peft.LoraConfig(
@@ -68,11 +74,17 @@ def add_adapter(
         target_modules="all-linear" if all_linear else sorted(targets),
         modules_to_save=_modules_to_copy(model, also_train) or None,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=_portable(base or model.model.name_or_path),
+        base_model_name_or_path=base,
     )
     model = _inject(model, config)
-    for name, layer in adapted_layers(model):
-        _initialize(layer, f"{seed} {name}")
+    with torch.no_grad():
+        for name, layer in adapted_layers(model):
+            weight = layer.lora_A[NAME].weight
+            key = hashlib.blake2b(f"adapter {seed} {name}".encode(), digest_size=16).digest()
+            generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+            uniform = torch.from_numpy(generator.random(tuple(weight.shape), dtype=np.float32))
+            weight.copy_((2 * uniform - 1) * weight.shape[1] ** -0.5)
+            layer.lora_B[NAME].weight.zero_()
     return model
 
 
@@ -81,7 +93,14 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     try:
         saved = load_file(folder / WEIGHTS_FILE)
         config = _read_config(folder)
-        _check_ranks(config, saved)
+        ranks = {len(w) for n, w in saved.items() if "lora_A" in n or "lora_embedding_A" in n}
+        for rank in (config.r, *(config.rank_pattern or {}).values()):
+            # peft would allocate matrices of a wrong rank, however large, before they are compared.
+            if type(rank) is not int or not 0 < rank <= max(ranks, default=0):
+                raise ValueError(
+                    f"{ADAPTER_CONFIG} names the rank {printable_line(repr(rank), 40)}, but the "
+                    f"largest rank in {WEIGHTS_FILE} is {max(ranks, default=0)}"
+                )
         model = _inject(model, config)
     except CoveyError:
         raise
@@ -89,7 +108,13 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
         problem = ModelError(f"model: the adapter {folder} cannot be read: {error}")
         problem.details = "".join(traceback.format_exception(error))
         raise problem from None
-    if not _is_plain(model):
+    is_plain_lora = (  # and not one of peft's variants
+        model.adapter.bias == "none"
+        and not model.adapter.lora_bias
+        and not hasattr(model.model.get_output_embeddings(), "lora_A")
+        and all(NAME in m.lora_A and not m.lora_variant for _, m in adapted_layers(model))
+    )
+    if not is_plain_lora:
         raise ModelError(
             f"model: {folder} is not a plain LoRA adapter on linear layers of the backbone; Covey "
             "supports no other adapters"
@@ -147,20 +172,6 @@ def _read_config(folder: Path) -> Any:
     return peft.LoraConfig(**{key: read[key] for key in KEYS & read.keys() & defaults.keys()})
 
 
-def _check_ranks(config: Any, saved: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError if an adapter names a rank that none of its matrices has.
-
-    peft would allocate matrices of a wrong rank, however large, before they are compared.
-    """
-    ranks = {len(w) for name, w in saved.items() if "lora_A" in name or "lora_embedding_A" in name}
-    for rank in (config.r, *(config.rank_pattern or {}).values()):
-        if type(rank) is not int or not 0 < rank <= max(ranks, default=0):
-            raise ValueError(
-                f"{ADAPTER_CONFIG} names the rank {printable_line(repr(rank), 40)}, but the "
-                f"largest rank in {WEIGHTS_FILE} is {max(ranks, default=0)}"
-            )
-
-
 class GradientDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient."""
 
@@ -184,15 +195,7 @@ def _peft() -> Any:
     return peft
 
 
-def _portable(path: str) -> str:
-    """Return a base model path that does not depend on the working folder or the installation."""
-    if path in ("embedded", str(CHECKPOINT)):  # the packaged model, even if a folder has that name
-        return "embedded"
-    return str(Path(path).resolve()) if path and Path(path).exists() else path
-
-
 def _inject(model: LanguageModel, config: Any) -> LanguageModel:
-    """Inject the adapter's layers into the model."""
     # peft handles this too, but with a warning.
     config.fan_in_fan_out = any(type(m).__name__ == CONV for m in model.model.modules())
     try:
@@ -268,30 +271,8 @@ def adapted_layers(model: LanguageModel) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in model.model.named_modules() if hasattr(m, "lora_A")]
 
 
-def _is_plain(model: LanguageModel) -> bool:
-    """Return whether an adapter is plain LoRA and not one of peft's variants."""
-    layers = [layer for _, layer in adapted_layers(model)]
-    return (
-        model.adapter.bias == "none"
-        and not model.adapter.lora_bias
-        and not hasattr(model.model.get_output_embeddings(), "lora_A")
-        and all(NAME in layer.lora_A and not layer.lora_variant for layer in layers)
-    )
-
-
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-
-
-@torch.no_grad()
-def _initialize(layer: Any, address: str) -> None:
-    """Initialize A with random numbers, seeded by the text `address`, and B with zeros."""
-    weight, zero = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-    key = hashlib.blake2b(f"adapter {address}".encode(), digest_size=16).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
-    uniform = torch.from_numpy(generator.random(tuple(weight.shape), dtype=np.float32))
-    weight.copy_((2 * uniform - 1) * weight.shape[1] ** -0.5)
-    zero.zero_()
 
 
 @contextmanager

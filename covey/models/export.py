@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from covey.errors import ModelError
 from covey.models.adapter import NAME, adapted_layers, load_adapter
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.model_path import adapter_base
@@ -73,7 +73,13 @@ def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
     The merged weights are computed in float32 or a more precise type. The model itself is not
     changed.
     """
-    layers = dict(_adapted_weights(model))
+    layers: dict[str, Any] = {}
+    for name, layer in adapted_layers(model):
+        # peft wraps a mixture-of-experts layer once for each adapted tensor: wrappers are nested.
+        inner, path = layer, name
+        while hasattr(inner, "base_layer"):
+            inner, path = inner.base_layer, f"{path}.base_layer"
+        layers[f"{path}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
     merged: dict[str, torch.Tensor] = {}
     for name, value in model.model.state_dict().items():
         # The trained copy takes the name of the original module.
@@ -85,18 +91,6 @@ def merged_state_dict(model: LanguageModel) -> dict[str, torch.Tensor]:
         merged[name.replace(".base_layer", "").replace(COPIED, ".")] = exact
     assert not layers, f"{next(iter(layers))} is not in the model"
     return merged
-
-
-def _adapted_weights(model: LanguageModel) -> Iterator[tuple[str, Any]]:
-    """Yield the name of every adapted weight, and the peft layer with its LoRA matrices A and B.
-
-    Peft wraps a mixture-of-experts layer once for each adapted tensor, so the wrappers are nested.
-    """
-    for name, layer in adapted_layers(model):
-        inner, path = layer, name
-        while hasattr(inner, "base_layer"):
-            inner, path = inner.base_layer, f"{path}.base_layer"
-        yield f"{path}.{getattr(layer, 'parameter_name', 'weight')}", layer
 
 
 def _delta(layer: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from covey.errors import ModelError
-from covey.models.from_pretrained import NO_CODE, read_pretrained, read_tokenizer
+from covey.models.load_model import NO_CODE, read_pretrained, read_tokenizer
 from covey.models.model_path import PACKAGED
 from covey.notices import is_quiet, notice
 from covey.records.files import whole_folder
@@ -43,7 +43,15 @@ SAMPLE_TEXT = "It's  12.50  of 3,000:\n\n\t7*(8-9) = <answer>\u00e4\u00df\u4e2d<
 def find_gguf(path: str) -> Path | None:
     """Return the GGUF file that `path` refers to, or None for another kind of model."""
     if path in PACKAGED:
-        return _packaged(path)
+        # The PyPI package is not imported, because importing it requires an inference engine.
+        spec = importlib.util.find_spec(PACKAGED[path].replace("-", "_"))
+        folders = spec.submodule_search_locations if spec else None
+        packaged = [
+            file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))
+        ]
+        if not packaged:
+            raise ModelError(f"model: the package {PACKAGED[path]} has no GGUF file")
+        return packaged[0]
     place = Path(path)
     if place.suffix.lower() == ".gguf":
         if not place.is_file():
@@ -60,16 +68,6 @@ def find_gguf(path: str) -> Path | None:
     return files[0] if files else None
 
 
-def _packaged(name: str) -> Path:
-    # The PyPI package is not imported, because importing it requires an inference engine.
-    spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
-    folders = spec.submodule_search_locations if spec else None
-    files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
-    if not files:
-        raise ModelError(f"model: the package {PACKAGED[name]} has no GGUF file")
-    return files[0]
-
-
 def cache_folder() -> Path:
     """Return the cache folder of models: $COVEY_CACHE/models or ~/.cache/covey/models."""
     root = os.environ.get("COVEY_CACHE")
@@ -78,7 +76,12 @@ def cache_folder() -> Path:
 
 def import_gguf(file: Path) -> Path:
     """Return the checkpoint folder of a GGUF file; the first call converts the file."""
-    folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
+    try:
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+    except OSError as error:
+        raise ModelError(f"model: cannot read {file}: {error.strerror}") from None
+    folder = cache_folder() / f"{digest}-{FORMAT}"
     if folder.is_dir():
         return folder
     with _locked(folder):
@@ -89,14 +92,6 @@ def import_gguf(file: Path) -> Path:
                 _convert(file, partial)
             notice(f"imported {file.name}")
     return folder
-
-
-def _digest(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
-    except OSError as error:
-        raise ModelError(f"model: cannot read {file}: {error.strerror}") from None
 
 
 @contextlib.contextmanager
@@ -156,8 +151,16 @@ def _convert(file: Path, folder: Path) -> None:
         raise ModelError(f"model: cannot import {file}: {why}") from None
     tokenizer = _repaired_tokenizer(tokenizer, header, file)
     _repair_model(model, header, tokenizer, file)
+    # transformers does not save models that came from GGUF, so a copy of the model without weights
+    # saves them.
+    config = copy.deepcopy(model.config)
+    config._name_or_path = ""
+    with torch.device("meta"):
+        twin = transformers.AutoModelForCausalLM.from_config(config, **NO_CODE)
+    twin.generation_config = model.generation_config
     try:
-        _save(model, tokenizer, folder)
+        twin.save_pretrained(folder, state_dict=model.state_dict())
+        tokenizer.save_pretrained(folder)
     except SafetensorError as error:
         raise OSError(str(error)) from None  # from safetensors, for example on a full disk
     _verify(model, tokenizer, folder, file)
@@ -219,18 +222,6 @@ def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> No
     for config in (model.config, model.generation_config):
         config.eos_token_id = stops[0] if len(stops) == 1 else stops
         config.pad_token_id = tokenizer.pad_token_id
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    # transformers does not save models that came from GGUF, so a copy of the model without weights
-    # saves them.
-    config = copy.deepcopy(model.config)
-    config._name_or_path = ""
-    with torch.device("meta"):
-        twin = transformers.AutoModelForCausalLM.from_config(config, **NO_CODE)
-    twin.generation_config = model.generation_config
-    twin.save_pretrained(folder, state_dict=model.state_dict())
-    tokenizer.save_pretrained(folder)
 
 
 def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:

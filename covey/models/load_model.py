@@ -15,25 +15,139 @@ from torch import nn
 
 from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.attention import NAME
+from covey.accel.attention_kernels import HALF
 from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.head import Head
 from covey.accel.packing import pack
 from covey.accel.parity import attempt, first_layers, matches, parity_rows
-from covey.accel.varlen_attention import HALF
 from covey.embedded import MODELS
-from covey.errors import CoveyError, ModelError
-from covey.models.chat_template import Template, make_renderer, start_rendering
+from covey.errors import ConfigError, CoveyError, ModelError
+from covey.escape import printable_line
+from covey.models.chat import Template, make_renderer
 from covey.models.device import device_of
-from covey.models.from_pretrained import (
-    four_bit_options,
-    keep_gradients,
-    make_savable,
-    read_pretrained,
-    read_tokenizer,
-)
-from covey.models.gguf import find_gguf, import_gguf
 from covey.models.language_model import LanguageModel, packed_forward
-from covey.models.model_path import check_model_path, missing_folder_note
+from covey.models.model_path import (
+    ADAPTER_CONFIG,
+    check_four_bit,
+    check_index,
+    check_model_path,
+    missing_folder_note,
+)
+from covey.models.template_worker import RENDERER
+
+# Load models and tokenizers with transformers, with additional checks.
+
+
+NO_CODE = {"trust_remote_code": False}
+"""Arguments that keep transformers from running Python code that comes with a model."""
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> Any:
+    """Load a model of the given class; the model files must contain every weight.
+
+    Raise ValueError if weights are missing: transformers would initialize missing weights at random
+    and only print a warning. `more` are further arguments of `from_pretrained`.
+    """
+    _check_files(source)
+    model, found = kind.from_pretrained(
+        source,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, by name
+        use_safetensors=True,  # all other formats are pickles, which can run code
+        **more,
+        **NO_CODE,
+    )
+    missing = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    if missing:
+        what = f"{len(missing)} of its weights are missing or have another shape"
+        raise ValueError(f"{what}, for example {missing[0]}")
+    return model
+
+
+def _check_files(source: str) -> None:
+    """Raise ModelError if the model's files could make transformers run code from elsewhere."""
+    settings, _ = transformers.PreTrainedConfig.get_config_dict(source, **NO_CODE)
+    if kernel := _hub_kernel(settings):
+        raise ModelError(
+            f"model: the config.json of {source} asks for the attention kernel "
+            f"{printable_line(kernel, 100)}, which is code from the Hub; remove it from config.json"
+        )
+    if _file(source, ADAPTER_CONFIG) is not None:  # transformers would load the adapter by itself
+        raise ConfigError(
+            f"config: model.path = {source!r} contains both an adapter and a model; give a folder "
+            "with only adapter_config.json and adapter_model.safetensors"
+        )
+    # The index of a hub model is downloaded here; a folder may have several.
+    names = [transformers.utils.SAFE_WEIGHTS_INDEX_NAME, settings.get("transformers_weights")]
+    for name in names:
+        if isinstance(name, str) and name.endswith(".index.json"):
+            index = _file(source, name)
+            if index is not None:
+                check_index(Path(index))
+
+
+def _file(source: str, name: str) -> str | None:
+    found: str | None = transformers.utils.cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False
+    )
+    return found
+
+
+def _hub_kernel(settings: Any) -> str | None:
+    """Return the name of a Hub kernel that the settings of a model use for attention, if any."""
+    if not isinstance(settings, dict):
+        return None
+    for key, value in settings.items():
+        if "attn_implementation" in key and isinstance(value, str) and "/" in value:
+            return value
+        if found := _hub_kernel(value):
+            return found
+    return None
+
+
+def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return `from_pretrained` arguments that load linear layers in 4 bits, as in QLoRA."""
+    check_four_bit()
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
+
+
+def keep_gradients(model: Any) -> None:
+    """Turn off a CPU layout of 4-bit weights that does not support gradients.
+
+    In evaluation mode, bitsandbytes converts 4-bit weights to the CPU layout, and never converts
+    them back. With the CPU layout, training after an evaluation would silently have no gradients.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def read_tokenizer(source: str, **more: str) -> Any:
+    """Load a tokenizer without running code from its files."""
+    return transformers.AutoTokenizer.from_pretrained(source, **more, **NO_CODE)
+
+
+def make_savable(model: Any) -> None:
+    """Reset generation settings that transformers refuses to save; keep special tokens.
+
+    For example, transformers refuses to save a temperature if do_sample is not set. Covey does not
+    use the generation settings for sampling.
+    """
+    settings = model.generation_config
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        kept = {name: getattr(settings, name) for name in IDS}
+        model.generation_config = transformers.GenerationConfig(**kept)
+
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -63,13 +177,22 @@ def load_language_model(
     `four_bit`, the weights of linear layers are stored in 4 bits and cannot be trained.
     """
     where = device_of(device)
-    wanted = _dtype(dtype, where)
-    source = _source(path)
+    wanted = DTYPES[dtype] if dtype != "auto" else torch.float32
+    if dtype == "auto" and where.type == "cuda":
+        wanted = torch.bfloat16
+    if path in MODELS:
+        source = str(MODELS[path])
+    else:
+        from covey.models.gguf import find_gguf, import_gguf  # reads its result with this module
+
+        check_model_path(path)
+        gguf = find_gguf(path)
+        source = path if gguf is None else str(import_gguf(gguf))
     more = four_bit_options(wanted, where) if four_bit else {}
     try:
         tokenizer = _tokenizer(source)
         if tokenizer.chat_template and template.form in ("auto", "chat"):
-            start_rendering()
+            RENDERER.start()
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted, **more)
     except CoveyError:
         raise
@@ -86,14 +209,18 @@ def load_language_model(
 
 
 def _unusable(path: str, error: Exception, note: str = "") -> ModelError:
-    """Return the one-line error for a model whose files transformers cannot use."""
-    problem = ModelError(f"model: cannot load {path!r}: {_first_line(error)}{note}")
+    lines = str(error).strip().splitlines()
+    first = lines[0] if lines else type(error).__name__
+    if not isinstance(error, OSError | ValueError | RuntimeError):  # says little without its kind
+        first = f"{type(error).__name__}: {first}"
+    if first.endswith(":"):  # a list follows, which the first line alone does not show
+        first = " ".join(" ".join(lines[:4]).split())
+    problem = ModelError(f"model: cannot load {path!r}: {first[:300].rstrip('.')}{note}")
     problem.details = "".join(traceback.format_exception(error))
     return problem
 
 
 def _tokenizer(source: str) -> Any:
-    """Load the tokenizer; raise a clear error if its files are missing."""
     try:
         return read_tokenizer(source)
     except (OSError, ValueError, TypeError) as error:
@@ -108,15 +235,6 @@ def _tokenizer(source: str) -> Any:
         raise
 
 
-def _source(path: str) -> str:
-    """Return the folder or hub name of a model; convert a GGUF file to a folder first."""
-    if path in MODELS:
-        return str(MODELS[path])
-    check_model_path(path)
-    gguf = find_gguf(path)
-    return path if gguf is None else str(import_gguf(gguf))
-
-
 def wrap(
     model: Any,
     tokenizer: Any,
@@ -127,7 +245,14 @@ def wrap(
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"model: {name} has no linear output layer, which Covey needs")
-    _disable_dropout(model)
+    # With dropout, the trained policy would differ from the policy that sampled the completions:
+    # probability ratios would be noisy from the first optimizer step on, and results would depend
+    # on the state of a random generator, which checkpoints do not contain.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
     training = model.training
     model.eval()
     try:
@@ -140,6 +265,16 @@ def wrap(
     packs, flash = _register_attention(model)
     fused = packs and linear.weight.is_cuda and _supports_fused(model)
     model.train(training)
+    context = int(getattr(model.config, "max_position_embeddings", None) or 2**31)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # It changes the RoPE angles of all rows as soon as one row exceeds the original training
+        # length, but cached keys keep the old angles.
+        context = min(context, int(rope.get("original_max_position_embeddings") or context))
+    stops = [renderer.turn_end, tokenizer.eos_token_id, model.config.eos_token_id]
+    if model.generation_config is not None:
+        stops.append(model.generation_config.eos_token_id)
+    flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in stops)
     return LanguageModel(
         model=model,
         tokenizer=tokenizer,
@@ -147,38 +282,10 @@ def wrap(
         packs=packs,
         flash=flash,
         fused=fused,
-        context=_context(model.config),
-        stop_ids=_stop_ids(model, tokenizer, renderer.turn_end),
+        context=context,
+        stop_ids=tuple(sorted({int(i) for i in flat if i is not None})),
         renderer=renderer,
     )
-
-
-def _context(config: Any) -> int:
-    """Return the context length within which a row's results do not depend on other rows.
-
-    `longrope` changes the RoPE angles of all rows as soon as one row exceeds the original training
-    length, but cached keys keep the old angles.
-    """
-    most = int(getattr(config, "max_position_embeddings", None) or 2**31)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return most
-    return min(most, int(rope.get("original_max_position_embeddings") or most))
-
-
-def _disable_dropout(model: Any) -> None:
-    """Disable dropout, so that the model gives the same results in training and evaluation mode.
-
-    With dropout, the trained policy would differ from the policy that sampled the completions.
-    Dropout would make probability ratios noisy from the first optimizer step on. With dropout,
-    training results would also depend on the state of a random generator, which checkpoints do not
-    contain.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
 
 
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
@@ -289,28 +396,3 @@ def _supports_fused(model: Any) -> bool:
         return False
     fuse_parameters(model.base_model)
     return True
-
-
-def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ...]:
-    """Return the tokens that model files or the chat template define as the end of a completion."""
-    ids = [turn_end, tokenizer.eos_token_id, model.config.eos_token_id]
-    if model.generation_config is not None:
-        ids.append(model.generation_config.eos_token_id)
-    flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in ids)
-    return tuple(sorted({int(i) for i in flat if i is not None}))
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[name]
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    first = lines[0] if lines else type(error).__name__
-    if not isinstance(error, OSError | ValueError | RuntimeError):  # says little without its kind
-        first = f"{type(error).__name__}: {first}"
-    if first.endswith(":"):  # a list follows, which the first line alone does not show
-        first = " ".join(" ".join(lines[:4]).split())
-    return first[:300].rstrip(".")

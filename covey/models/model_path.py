@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from covey.embedded import MODELS
-from covey.errors import ModelError, closest
+from covey.errors import ConfigError, ModelError, closest
 from covey.escape import printable_line
 from covey.hub_access import in_hub_cache, offline_if_unreachable
 
@@ -51,8 +51,10 @@ def check_model_path(path: str) -> None:
             )
         _check_gguf_packages(path)
     elif _looks_local(path):
-        why = _describe_missing(place)
-        raise ModelError(f"model: cannot load {path!r}: {why}")
+        place = place.expanduser()
+        missing = _missing(place)
+        what = "file or folder of that name" if missing == place else f"folder {str(missing)!r}"
+        raise ModelError(f"model: cannot load {path!r}: there is no {what}{_hint(missing)}")
     elif prepare_hub(path) and not in_hub_cache(path):
         raise ModelError(
             f"model: cannot load {path!r}, which is not in the local Hugging Face cache: the Hub "
@@ -168,16 +170,7 @@ def _looks_local(path: str) -> bool:
     return bool(slash) and any(Path(first).glob("*/config.toml"))
 
 
-def _describe_missing(place: Path) -> str:
-    """Return which part of a path is missing, with a similar name as a suggestion."""
-    place = place.expanduser()
-    missing = _missing(place)
-    what = "file or folder of that name" if missing == place else f"folder {str(missing)!r}"
-    return f"there is no {what}{_hint(missing)}"
-
-
 def _missing(place: Path) -> Path:
-    """Return the first part of a path that does not exist."""
     return next((p for p in reversed(place.parents) if not p.exists()), place)
 
 
@@ -187,3 +180,22 @@ def _hint(missing: Path) -> str:
     except OSError:  # no folder, or not readable
         found = None
     return "" if found is None else f"; did you mean {str(missing.with_name(found))!r}?"
+
+
+# Check that the packages for 4-bit base weights are installed, without importing torch.
+
+
+PACKAGES = ("bitsandbytes", "accelerate")
+
+
+def check_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("config: [adapter] needs peft: pip install 'covey[lora]'")
+
+
+def check_four_bit() -> None:
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"config: adapter.load_in_4bit needs {package}: pip install {' '.join(PACKAGES)}"
+            )

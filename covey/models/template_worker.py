@@ -1,4 +1,4 @@
-"""Worker process that renders chat templates.
+"""The process that renders chat templates, and the worker's side of it.
 
 The command is `python -m covey.models.template_worker FD SECONDS MB`. FD is the file descriptor of
 the worker's connection, SECONDS is the CPU time limit of a request, and MB is the memory limit. The
@@ -9,13 +9,17 @@ a second.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import json
 import os
 import resource
 import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Mapping
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +29,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from covey.errors import ModelError
+from covey.subprocesses import PipedProcess
 
 TODAY = datetime.date(2024, 7, 26)
 """The date that chat templates print as today's date. The printed date never changes, so that a
@@ -107,6 +114,98 @@ def serve(connection: Connection, seconds: float, megabytes: int) -> None:
         reply = json.dumps(render(request)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(reply)
+
+
+# Chat template rendering in a separate process with limits on time and memory.
+#
+# A chat template is a Jinja program that comes with a downloaded tokenizer. Jinja's sandbox
+# protects Python objects, but does not prevent endless loops or gigabytes of output. A separate
+# process therefore renders the templates, and the operating system limits its time and memory.
+
+ADVICE = "set model.template to 'plain', or to a text with the field {question}"
+SECONDS = 5.0
+"""Maximum CPU seconds to render one conversation; ordinary templates take milliseconds."""
+MEGABYTES = 1024
+LONGEST = 64 * 2**20
+"""Maximum size of a rendered prompt in bytes."""
+TO_START = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+"""The environment variables that the process gets, because Python may not start without them."""
+FAILED = 1
+"""Python's exit code after an uncaught exception."""
+
+
+class RenderProcess:
+    """The process that renders templates; it starts on first use and restarts if it was killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: PipedProcess | None = None
+        self._owner = 0
+
+    def render(self, request: Mapping[str, Any]) -> str:
+        """Render one conversation; raise jinja2.TemplateError if the template refuses it."""
+        # Values that are not JSON, such as a token with properties, reach the template as text.
+        data = json.dumps(request, default=str).encode()
+        with self._lock:
+            try:
+                connection = self._connected()
+                connection.send_bytes(data)
+                reply = json.loads(connection.recv_bytes(LONGEST))
+            except (EOFError, OSError):
+                code = self._end()
+                if code == FAILED:
+                    raise ModelError(
+                        "model: the process that renders chat templates failed to start"
+                    ) from None
+                limit = (
+                    f"longer than {SECONDS:g} seconds"
+                    if code == -signal.SIGPROF
+                    else "too much memory"
+                )
+                raise ModelError(
+                    f"model: the chat template cannot render a prompt: it took {limit}; {ADVICE}"
+                ) from None
+            except BaseException:  # otherwise the next request would read the old reply
+                self._end()
+                raise
+        if "error" in reply:
+            raise TemplateError(reply["error"])
+        return str(reply["text"])
+
+    def start(self) -> None:
+        with self._lock:
+            self._connected()
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _connected(self) -> Connection:
+        # After a fork, parent and child share the pipe and could read each other's replies.
+        if self._child is None or self._owner != os.getpid():
+            self._child = PipedProcess(
+                "covey.models.template_worker",
+                str(SECONDS),
+                str(MEGABYTES),
+                environment={name: os.environ[name] for name in TO_START if name in os.environ},
+            )
+            self._owner = os.getpid()
+        return self._child.connections[0]
+
+    def _end(self) -> int:
+        child = self._child
+        if child is None or self._owner != os.getpid():
+            return 0
+        child.connections[0].close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(0.2)
+        child.kill()
+        self._child = None
+        return child.process.returncode
+
+
+RENDERER = RenderProcess()
+atexit.register(RENDERER.close)
 
 
 if __name__ == "__main__":

@@ -378,7 +378,7 @@ def kept_rows(
 def best_of_k(
     rewards: torch.Tensor, group: torch.Tensor, *, k: int = 4, baseline: Baseline = "loo1"
 ) -> torch.Tensor:
-    """PKPO's advantage, with which the policy gradient is an unbiased estimate of max@k's gradient."""
+    """PKPO's advantage, with which the policy gradient is an unbiased one of max@k's gradient."""
     advantage = torch.zeros_like(rewards, dtype=torch.float64)
     for rows in rows_of_groups(group, ~rewards.isnan() & ~zero_variance(rewards, group)):
         if len(rows) > 1:

@@ -3,7 +3,7 @@
 The modules are:
 
     lifeline.py      detects quickly that a rank has failed or died
-    ranks.py         several ranks behind the interface `World` (covey/parallel/world.py)
+    world.py         the interface `World`, and several ranks behind it
     join.py          joining the ranks of a run, and leaving them
     passes.py        which rows of a batch this rank computes
     gradients.py     sum of gradients over ranks (strategy "ddp")

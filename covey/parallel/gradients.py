@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from covey.parallel.ranks import Ranks
 from covey.parallel.shard import GatheredSteps, gathered_steps
+from covey.parallel.world import Ranks
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
@@ -72,7 +72,6 @@ class GradientSums:
         self._overlaps = True
 
     def finish(self) -> None:
-        """Sum the remaining buckets over ranks, and wait until all sums are complete."""
         self._overlaps = False
         for bucket in self.buckets[self._started :]:
             self._start(bucket)

@@ -14,7 +14,6 @@ from typing import Any
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, CoveyError
 from covey.parallel.lifeline import (
-    Lifeline,
     Loss,
     RankError,
     Reported,
@@ -22,8 +21,7 @@ from covey.parallel.lifeline import (
     connect,
     listen,
 )
-from covey.parallel.ranks import RankInfo, Ranks, rank_info
-from covey.parallel.world import ALONE, World
+from covey.parallel.world import ALONE, RankInfo, Ranks, World, rank_info
 from covey.records.settings import changed_settings
 
 Say = Callable[[str], None]
@@ -75,17 +73,15 @@ def check_alike(world: World, what: str, mine: str) -> None:
     all_of_them = world.gather(mine)
     for rank, other in enumerate(all_of_them):
         if other != all_of_them[0]:
-            difference = _difference(all_of_them[0], other) if what == "settings" else ""
+            difference = ""
+            if what == "settings":
+                changed = changed_settings(*map(tomllib.loads, (all_of_them[0], other)))
+                for key, (first, second) in list(changed.items())[:1]:
+                    difference = f": {key} is {second!r}, and {first!r} on rank 0"
             raise ConfigError(
                 f"ranks: rank {rank} and rank 0 have different {what}{difference}; start every "
                 f"rank with the same {what}"
             )
-
-
-def _difference(first: str, other: str) -> str:
-    for key, (mine, yours) in changed_settings(*map(tomllib.loads, (first, other))).items():
-        return f": {key} is {yours!r}, and {mine!r} on rank 0"
-    return ""
 
 
 def _join(here: RankInfo, config: Config, say: Say) -> Ranks:
@@ -106,7 +102,14 @@ def _join(here: RankInfo, config: Config, say: Say) -> Ranks:
         return world
     store = _store(here, timeout)
     _wait_for_all(store, here, timeout, say)
-    lifeline = _lifeline(store, here)
+    address = os.environ["MASTER_ADDR"]
+    if here.rank == 0:
+        server, where = listen(address)
+        store.set("lifeline", where)
+        lifeline = accept(server, where.split()[1], here.size)
+    else:
+        port, secret = store.get("lifeline").decode().split()
+        lifeline = connect(address, int(port), secret, here.rank)
     try:
         dist.init_process_group(
             backend, store=store, rank=here.rank, world_size=here.size, timeout=limit
@@ -199,16 +202,6 @@ def _wait_for_all(store: Any, here: RankInfo, timeout: float, say: Say) -> None:
             say(f"waiting for {here.size - count} of {here.size} ranks")
             told = True
         time.sleep(0.05)
-
-
-def _lifeline(store: Any, here: RankInfo) -> Lifeline:
-    address = os.environ["MASTER_ADDR"]
-    if here.rank == 0:
-        server, where = listen(address)
-        store.set("lifeline", where)
-        return accept(server, where.split()[1], here.size)
-    port, secret = store.get("lifeline").decode().split()
-    return connect(address, int(port), secret, here.rank)
 
 
 def _fail(world: World, text: str, code: int) -> None:

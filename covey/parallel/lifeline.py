@@ -82,7 +82,6 @@ class Lifeline:
     _buffers: dict[int, bytes] = field(default_factory=dict)
 
     def start(self) -> Lifeline:
-        """Watch the connections in a separate thread."""
         threading.Thread(target=self._watch, name="covey-lifeline", daemon=True).start()
         return self
 
@@ -93,13 +92,11 @@ class Lifeline:
         return self.rank == (1 if silent else 0)
 
     def check(self) -> None:
-        """Raise an error if a rank has failed or died."""
         if self.loss is not None:
             self.noticed.set()
             raise self.loss.error(self.reports)
 
     def fail(self, text: str, code: int = 1) -> None:
-        """Tell the other ranks why this rank has failed."""
         self.closing.set()
         self._send({"rank": self.rank, "text": text[: LINE_BYTES // 2], "code": code})
 
@@ -205,7 +202,6 @@ def accept(server: socket.socket, secret: str, size: int) -> Lifeline:
 
 
 def connect(address: str, port: int, secret: str, rank: int) -> Lifeline:
-    """Connect to rank 0."""
     try:
         peer = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
         peer.sendall(f"{secret} {rank}\n".encode())

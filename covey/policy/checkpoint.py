@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
 from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
-from covey.models.from_pretrained import read_pretrained
-from covey.models.sharded_tensors import placed_like, whole_tensors
+from covey.models.load_model import read_pretrained
+from covey.parallel.shard import placed_like, whole_tensors
 from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy
 from covey.records.records import read_text
@@ -214,10 +214,7 @@ def _reader(folder: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
     class Reader(FileSystemReader):
-        """Reads the pickle `.metadata` with `_Unpickler`."""
-
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-            """Read `.metadata`; refuse non-tensor entries, which torch would unpickle."""
             try:
                 with (folder / STATE_FOLDER / METADATA_FILE).open("rb") as file:
                     found: Metadata = _Unpickler(file).load()

@@ -28,10 +28,9 @@ from covey.objective.algorithms.ppo import explained_variance
 from covey.objective.diagnostics import Meter, observe_values
 from covey.parallel.gradients import GradientSums
 from covey.parallel.passes import rank_passes
-from covey.parallel.ranks import Ranks
-from covey.parallel.world import ALONE, World
-from covey.policy.models import adamw_of, load_model, with_path
+from covey.parallel.world import ALONE, Ranks, World
 from covey.policy.optimizer import Optimizer
+from covey.policy.policy import adamw_of, load_model, with_path
 from covey.reference.fingerprint import tokenizer_digest
 from covey.types import Batch, Totals
 
@@ -70,7 +69,6 @@ class Critic:
         return blank.index_copy(0, cells, values).view_as(batch.mask)
 
     def save(self, folder: Path, *, writes: bool = True) -> None:
-        """Write the critic's weights and optimizer state into a checkpoint, if `writes` is true."""
         if not writes:
             return
         masters = {k: v.detach().contiguous() for k, v in self.optimizer.masters.items()}
@@ -82,7 +80,6 @@ class Critic:
             raise OSError(str(error)) from None
 
     def load(self, folder: Path) -> None:
-        """Restore the critic's weights and optimizer state from a checkpoint."""
         try:
             weights, moments = load_file(folder / WEIGHTS_FILE), load_file(folder / OPTIMIZER_FILE)
             if weights.keys() != self.optimizer.masters.keys():
@@ -127,7 +124,6 @@ def critic_of(
 
 
 def critic_step(run: Run, critic: Critic, mini: Batch, totals: Totals, meter: Meter) -> None:
-    """Take one optimizer step of the critic on a mini-batch."""
     critic.model.model.train()
     world, losses = run.world, []
     for rows, counts in rank_passes(mini, run.settings.micro_batch_tokens, world):

@@ -70,7 +70,6 @@ class Schedule:
 
 
 def schedule_of(config: Config) -> Schedule:
-    """Return the schedule of an RL run."""
     settings, train = config.optimizer, config.train
     ratio = math.ceil(settings.warmup_ratio * train.total_optimizer_steps)
     return Schedule(
@@ -117,7 +116,6 @@ class Budget:
         return self._count(used) / self.settings.amount
 
     def over(self, used: Used) -> bool:
-        """Return whether the budget is used up, so that the run ends."""
         settings = self.settings
         if self._count(used) >= settings.amount:
             return True

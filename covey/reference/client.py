@@ -22,8 +22,8 @@ import torch
 from covey.errors import ModelError, RunError
 from covey.http_client import check_url, connect, error_message, headers, retry_delay
 from covey.models.logp import LogProbs
-from covey.models.micro_batches import padded_parts
 from covey.notices import notice
+from covey.parallel.passes import padded_parts
 from covey.reference.protocol import Reference
 from covey.reference.wire import (
     BYTES_PER_TOKEN,

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
-from covey.models.sharded_tensors import local_part, placed_like, whole_tensors
+from covey.parallel.shard import local_part, placed_like, whole_tensors
 from covey.reference.frozen import FrozenReference
 
 REFERENCE_FILE = "reference.safetensors"

@@ -28,7 +28,7 @@ from covey._version import __version__
 from covey.escape import printable_line
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp
-from covey.models.micro_batches import micro_batches
+from covey.parallel.passes import micro_batches
 from covey.reference.fingerprint import Fingerprint, fingerprint
 from covey.reference.wire import (
     Bounds,

@@ -16,7 +16,7 @@ from covey.environments.calls import CallFormat, assistant_message
 from covey.environments.drive import Reply
 from covey.environments.host import Host
 from covey.errors import ConfigError, DataError
-from covey.models.conversation import Context, Conversations
+from covey.models.chat import Context, Conversations
 from covey.models.language_model import LanguageModel
 from covey.rng import Address, world_seed
 from covey.stopping import may_be_given_up

@@ -24,11 +24,11 @@ from covey.accel.attention_kernels import (
     Kept,
     Kernel,
     ShapeClass,
+    VarlenRows,
     attend,
     has_long_rows,
 )
 from covey.accel.packing import pack
-from covey.accel.varlen_attention import VarlenRows
 from covey.types import HostRows
 from tests.accel.test_fused_forward import (
     CPU,

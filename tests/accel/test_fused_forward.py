@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 from covey.accel import activation_offload
 from covey.accel import fused_forward as fused
 from covey.accel.activation_offload import checkpoint_layers
+from covey.accel.attention_kernels import VarlenRows
 from covey.accel.fused_forward import adapted, fused_backbone, is_llama_like
 from covey.accel.fused_parameters import fuse_adapters, fuse_parameters, fused_view
 from covey.accel.packing import pack, pack_prompts
-from covey.accel.varlen_attention import VarlenRows
 from covey.models.adapter import adapter_off, add_adapter, perturbed_adapter, set_dropout
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.policy.checkpoint import save_policy

@@ -28,10 +28,9 @@ from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
-from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
-from covey.policy.compact_adamw import CompactAdamW
-from covey.policy.optimizer import MasterAdamW
+from covey.parallel.passes import micro_batches
+from covey.policy.optimizer import CompactAdamW, MasterAdamW
 from covey.policy.policy import Policy
 from covey.run import Run
 from covey.step import StepSettings, optimize

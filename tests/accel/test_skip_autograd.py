@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from covey.accel import fused_forward as fused
 from covey.accel.fused_forward import fused_backbone
 from covey.accel.fused_parameters import fuse_parameters
+from covey.accel.kernels.launch import call
 from covey.accel.packing import pack_prompts
-from covey.accel.skip_autograd import call
 from tests.conftest import build
 
 

@@ -14,13 +14,12 @@ pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
 from covey.accel import head, sizes
-from covey.accel import static_buffers as static
+from covey.accel import packing as static
 from covey.accel import train_graph as graph
 from covey.accel.activation_offload import checkpoint_layers
 from covey.accel.fused_parameters import attach_grad_sinks, fuse_parameters
 from covey.accel.head import token_logp
-from covey.accel.packing import pack, varlen_tables
-from covey.accel.static_buffers import Size, StaticBuffers
+from covey.accel.packing import Size, StaticBuffers, pack, varlen_tables
 from covey.accel.train_graph import TrainGraphs
 from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel

@@ -132,7 +132,7 @@ def test_a_result_names_no_folder_of_the_machine_that_it_is_from() -> None:
 def test_a_word_is_a_token(stops: bool) -> None:
     from speed_shapes import encoded_prompts, prompt_text, word_tokenizer
 
-    from covey.models.detokenize import byte_pieces
+    from covey.models.language_model import byte_pieces
 
     tokenizer = word_tokenizer(200, stops=stops)
     assert tokenizer.encode("w17 w3 w133 w2") == [17, 3, 133, 2]

@@ -22,7 +22,7 @@ from covey.engines.protocol import Completion, Request, Sampling
 from covey.errors import DataError, ModelError
 from covey.loop import train
 from covey.models.language_model import LanguageModel
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.records.folder import RunFolder
 from covey.records.trackers import Tracker
 from covey.rollout.episode import SingleTurnEpisodes, encode_prompts, generate

@@ -20,7 +20,7 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Completion, Limits, Request, RequestSource, Sampling
 from covey.environments import InlineHost, Step
 from covey.environments.calls import CALL_FORMATS
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.objective import build, with_advantage, with_weight

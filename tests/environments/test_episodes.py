@@ -18,7 +18,7 @@ from covey.environments.drive import Reply
 from covey.environments.environment import Start
 from covey.environments.host import make_host
 from covey.environments.pool import ProcessHost
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.types import Group, Rollout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from covey.environments.calls import CALL_FORMATS
-from covey.models.conversation import Conversations
+from covey.models.chat import Conversations
 from covey.models.language_model import LanguageModel
 from tests.environments.chat_templates import FAMILIES
 from tests.environments.exactness import ODD, check, conversations, policy

@@ -24,7 +24,7 @@ from covey.engines.protocol import Completion, EngineInfo, RequestSource, Sampli
 from covey.environments import InlineHost, ToolEnvironment
 from covey.environments.calls import CALL_FORMATS, assistant_message, call_of, format_in
 from covey.errors import ConfigError
-from covey.models.chat_template import chat_text
+from covey.models.chat import chat_text
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.rollout.episode import Interaction, encode_prompts, generate, spoken_text

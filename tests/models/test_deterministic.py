@@ -20,7 +20,7 @@ from covey.config import load_config, parse_config
 from covey.errors import ModelError
 from covey.models.device import WORKSPACE, make_deterministic, skip_determinism_check
 from covey.models.load_model import load_language_model
-from covey.policy.models import load_model, policy_of
+from covey.policy.policy import load_model, policy_of
 
 SETTINGS = (
     "train.steps=3", "train.mini_batches=2", "rollout.prompts_per_step=4", "rollout.group_size=8",
@@ -96,7 +96,7 @@ def test_setting_the_mode_too_late_is_an_error(
     put_back: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ModelError, match=f"set the environment variable {WORKSPACE}=:4096:8"):
+    with pytest.raises(ModelError, match=f"{WORKSPACE}=:4096:8"):
         make_deterministic()
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv(WORKSPACE, ":4096:8")

@@ -5,8 +5,7 @@ import tokenizers
 import transformers
 
 from covey.embedded import CHECKPOINT
-from covey.models.detokenize import _says_the_same, byte_pieces, joined_text
-from covey.models.language_model import LanguageModel
+from covey.models.language_model import LanguageModel, _says_the_same, byte_pieces, joined_text
 
 BEYOND = 40
 """More tokens than the tokenizer has: models round their vocabulary up."""

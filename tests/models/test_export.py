@@ -13,17 +13,17 @@ import torch
 import transformers
 from rich.console import Console
 
+from covey.cli.export import Push
 from covey.cli.main import run
 from covey.config import parse_config
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ModelError
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.export import export_model
-from covey.models.hub_push import Push
 from covey.models.load_model import load_language_model, wrap
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.records.best import best_of
 from covey.records.folder import RunFolder
 from covey.records.model_card import Exported, model_card

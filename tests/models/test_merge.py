@@ -10,12 +10,12 @@ import torch
 import transformers
 
 from covey.models.adapter import adapted_layers, add_adapter, load_adapter, save_adapter
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.export import merge_adapter, merged_state_dict
 from covey.models.load_model import load_language_model
 from tests.conftest import build
 from tests.models.test_adapter import shaken, trained
-from tests.training.test_checkpoint import RENAMED
+from tests.policy.test_checkpoint import RENAMED
 
 IDS = torch.arange(6, 40)[None]
 

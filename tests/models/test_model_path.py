@@ -115,9 +115,7 @@ def test_without_the_hub_an_unknown_name_fails_at_once(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
-    with pytest.raises(
-        ModelError, match=r"'maker/smal', which is not in the local Hugging Face cache.*maker/small"
-    ):
+    with pytest.raises(ModelError, match=r"'maker/smal'.*maker/small"):
         check_model_path("maker/smal")
 
 

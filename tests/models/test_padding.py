@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from covey.accel.packing import pack
 from covey.models.logp import pad_batch
-from covey.models.micro_batches import micro_batches
+from covey.parallel.passes import micro_batches
 from covey.types import HostRows
 from tests.conftest import make_batch
 

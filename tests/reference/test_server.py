@@ -21,7 +21,7 @@ from covey.cli.reference import _bound, _serve
 from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp
-from covey.models.micro_batches import micro_batches
+from covey.parallel.passes import micro_batches
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import fingerprint, tokenizer_digest
 from covey.reference.server import Batcher, ServerSettings, make_app

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from covey.models.logp import LogProbs
-from covey.models.micro_batches import micro_batches
+from covey.parallel.passes import micro_batches
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
     HEADER_BYTES,

@@ -21,7 +21,7 @@ from covey.engines.native.engine import NativeCopy
 from covey.engines.protocol import RequestSource, WeightSource
 from covey.errors import ConfigError, RunError
 from covey.loop import train
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.records.folder import RunFolder
 from covey.records.resume import start_of
 from covey.records.trackers import Tracker

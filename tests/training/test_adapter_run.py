@@ -13,7 +13,7 @@ from covey.config import load_config
 from covey.config.check import check_start
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from tests.training.test_resume import timeless
 
 SETTINGS = (

@@ -13,10 +13,10 @@ from covey.config import load_config
 from covey.config.resolve import resolve
 from covey.loop import train
 from covey.models.logp import LogProbs
-from covey.models.micro_batches import balanced_parts
 from covey.objective import build as build_objective
 from covey.objective import with_advantage
 from covey.parallel import passes
+from covey.parallel.passes import balanced_parts
 from covey.policy.optimizer import Stepped
 from covey.records.folder import RunFolder
 from covey.run import Run

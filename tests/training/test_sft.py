@@ -22,10 +22,10 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError
 from covey.loop import train
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
-from covey.models.micro_batches import micro_batches
+from covey.parallel.passes import micro_batches
 from covey.policy.optimizer import MasterAdamW, Stepped
 from covey.policy.policy import Policy
 from covey.policy.schedule import Schedule

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from covey.records.folder import RunFolder
+from tests.parallel.ranks import codes_of, start_ranks
 from tests.processes import PATIENCE
-from tests.training.ranks import codes_of, start_ranks
 
 SCRIPT = """
 import covey

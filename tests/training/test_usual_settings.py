@@ -13,7 +13,7 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.config.resolve import resolve
 from covey.errors import ConfigError
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.policy.schedule import Used, schedule_of
 from covey.records.folder import RunFolder
 from covey.run import Run

@@ -1,6 +1,6 @@
 """In-place GPU AdamW with bfloat16 moments; float32 weights may be stored as 16-bit halves.
 
-The results are bit-identical to the results of covey/policy/compact_adamw.py on a CPU. To match
+The results are bit-identical to the results of covey/policy/optimizer.py on a CPU. To match
 the CPU, the kernel uses no fused multiply-add, rounds divisions and square roots correctly, and
 computes its random numbers from the same counters as the CPU code. The exact arithmetic takes no
 extra time, because memory bandwidth limits the kernel.

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from covey.accel.kernels.early_start import starts_early
+from covey.accel.kernels.launch import starts_early
 from covey.accel.kernels.running_softmax import merge_parts, online_softmax
 
 LEAST_ROWS = 16

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from covey.accel.kernels.early_start import early_start
+from covey.accel.kernels.launch import early_start
 
 MOST_WEIGHTS = 4 * 2**20
 """Maximum number of weights at which this kernel is faster than a library's matrix product followed

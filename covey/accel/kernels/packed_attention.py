@@ -1,7 +1,7 @@
 """Attention over packed rows for training: forward and backward kernels.
 
 Attention is causal. The causal mask is aligned at the end of a row, so the last query of a row sees
-all keys of the row (varlen_attention.py). The last queries of a row see the most keys, so they need
+all keys of the row. The last queries of a row see the most keys, so they need
 the most work. The first keys of a row need the most work, because most queries see the first keys.
 Triton programs with the most work start first, so that all multiprocessors end at about the same
 time.
@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from covey.accel.attention_kernels import VarlenRows
 from covey.accel.kernels.running_softmax import online_softmax
-from covey.accel.varlen_attention import VarlenRows
 
 SIZES = (16, 32, 64, 128)
 """Head sizes that the kernels support."""

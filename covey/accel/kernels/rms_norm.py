@@ -17,8 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from covey.accel.fused_parameters import GradSink, sink_of
-from covey.accel.kernels.early_start import early_start
-from covey.accel.skip_autograd import call
+from covey.accel.kernels.launch import call, early_start
 
 PROGRAMS = 512
 """Maximum number of Triton programs in the backward pass. Each program sums the gradient of `gain`

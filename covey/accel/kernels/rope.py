@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from covey.accel.skip_autograd import call
-from covey.accel.varlen_attention import KeyIndex
+from covey.accel.attention_kernels import KeyIndex
+from covey.accel.kernels.launch import call
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from covey.accel.kernels.early_start import early_start
+from covey.accel.kernels.launch import early_start
 
 BLOCK = 1024
 """Number of columns that a Triton program processes; a row of up to 2 * `BLOCK` columns takes only

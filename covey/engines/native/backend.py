@@ -90,11 +90,9 @@ class EagerBackend:
     capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
-        """Return `completions`, because the eager backend supports any number of slots."""
         return completions
 
     def begin(self, limits: Limits, width: int) -> Slots:
-        """Return empty slots."""
         self.limits, sampling = limits, limits.sampling
         longest = limits.prompt_tokens + sampling.max_tokens
         capacity = -(-longest // CAPACITY_STEP) * CAPACITY_STEP
@@ -111,11 +109,9 @@ class EagerBackend:
         return Slots.make(cache.emptied(), sampling, self.model.stop_ids)
 
     def refresh(self) -> None:
-        """Let the decoder prepare for the current weights."""
         self.decoder.begin(self.capacity)
 
     def advance(self, slots: Slots, width: int, most: int) -> Progress:
-        """Generate one token in every unfinished slot."""
         cache = slots.cache
         assert self.limits is not None
         assert isinstance(cache, SlotCache)
@@ -244,7 +240,6 @@ def checked_decoder(
 
 
 def first_error_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:120]}" if lines[0] else type(error).__name__
 

@@ -34,7 +34,6 @@ class NativeEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of this engine."""
         # In float32, the forward passes of engine and trainer differ by about 1e-6; in 16 bits,
         # rounding makes them differ much more.
         in_float32 = self.model.head.linear.weight.dtype == torch.float32
@@ -61,7 +60,6 @@ class NativeEngine:
 
     @property
     def preemptions(self) -> int:
-        """Number of times so far that a completion was paused because the KV cache was full."""
         return self.paused_before + (self.scheduler.preemptions if self.scheduler else 0)
 
     def close(self) -> None:
@@ -70,7 +68,6 @@ class NativeEngine:
     @torch.inference_mode()
     @skip_determinism_check()
     def run(self, requests: RequestSource) -> None:
-        """Generate completions until the request source has no more requests."""
         if not requests.limits.requests:
             return
         training = self.model.model.training

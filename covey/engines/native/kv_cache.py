@@ -84,7 +84,6 @@ class KVCache:
 
     @property
     def slots(self) -> int:
-        """Number of slots."""
         return len(self.place)
 
     @property
@@ -178,11 +177,9 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
 
     @property
     def bytes(self) -> int:
-        """The memory of the whole cache, in bytes."""
         return sum(tensor.nbytes for tensor in self.stored)
 
     def emptied(self) -> Self:
-        """Free all slots, set their tensors to zero and remove all prompts."""
         # A failed call may have left NaN. Attention multiplies masked values by 0, and 0 * NaN is
         # NaN.
         for tensor in self.stored:
@@ -199,7 +196,6 @@ class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
             self.prompts[prompt] = states, row, length
 
     def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
-        """Copy each prompt's keys and values into its slot."""
         mine = [self.prompts[prompt] for prompt in prompts]
         index = torch.tensor(slots, device=self.place.device)
         for states in {id(states): states for states, _, _ in mine}.values():

@@ -110,13 +110,11 @@ class LinearGroup:
         self.fused = self._copies
 
     def together(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the results of all layers in one tensor."""
         if self.fused:
             return linear(values, *self.fused)
         return torch.cat([layer(values) for layer in self.layers], dim=-1)
 
     def apart(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the result of each layer in a separate tensor."""
         if not self.fused:
             return [layer(values) for layer in self.layers]
         parts: Sequence[torch.Tensor] = self.together(values).split(self.widths, dim=-1)
@@ -142,12 +140,10 @@ class Block:
 
     @property
     def adapted(self) -> bool:
-        """Whether any linear layer of the block has a LoRA adapter."""
         parts = (*self.qkv.layers, *self.gate_up.layers, self.output, self.down)
         return any(part.down is not None for part in parts)
 
     def fuse(self) -> None:
-        """Fuse the linear layers that have the same input."""
         self.qkv.fuse()
         self.gate_up.fuse()
 
@@ -173,7 +169,6 @@ class LlamaDecoder(Decoder):
             raise UnsupportedModel
 
     def begin(self, positions: int) -> None:
-        """Compute the table of RoPE angles, and fuse the weights if the model is small."""
         weight = self.embedding.weight
         places = torch.arange(positions, device=weight.device)
         cosine, sine = self.rotary(weight[:1, None], places[None])
@@ -186,7 +181,6 @@ class LlamaDecoder(Decoder):
                 block.fuse()
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """Run all layers."""
         place = cache.place[: cache.width]
         rope = self.rope[0][place], self.rope[1][place]
         seen = torch.arange(cache.reach, device=place.device) <= place[:, None]

@@ -77,7 +77,6 @@ class Scheduler:
         self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
 
     def _pull(self) -> None:
-        """Take all available requests from the source, and queue them."""
         for request in self.source.take():
             check_length(request, self.model, self.sampling.max_tokens)
             self.queue.append(request)
@@ -104,7 +103,6 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """The number of completions in progress."""
         return len(self.requests)
 
     def run(self) -> Iterator[list[Completion]]:
@@ -201,7 +199,6 @@ class Scheduler:
             self._resume(free[len(new) :], old)
 
     def _begin(self, slots: list[int], requests: list[Request]) -> None:
-        """Start new completions in free slots."""
         cache = self.slots.cache
         reading = [{p: self.prompts[p] for p in self._to_read(requests)}]
         if self.limits.steady and self.model.device.type == "cpu":  # padding changes rounding
@@ -227,7 +224,6 @@ class Scheduler:
         return index
 
     def _resume(self, slots: list[int], requests: list[Request]) -> None:
-        """Continue paused completions in free slots."""
         paused = [self.paused.pop(request.number) for request in requests]
         index, cache = self._open(slots, requests), self.slots.cache
         tokens = [np.array(each.transcript.tokens, dtype=np.int32) for each in paused]
@@ -269,7 +265,6 @@ class Scheduler:
         return list(coming)[: max(room, len(needed))]
 
     def _logits(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Return the logits [n, V] of the first token of each request."""
         prompts = dict.fromkeys(request.prompt for request in requests)
         rows = {prompt: row for row, prompt in enumerate(prompts)}
         logits = torch.stack([self.first_logits[prompt] for prompt in prompts])
@@ -356,7 +351,6 @@ class Scheduler:
         return len(tail)
 
     def _stops(self, tokens: list[int], text: str) -> bool:
-        """Return whether `tokens` or their `text` contain a stop string."""
         found = any(stop in text for stop in self.sampling.stop_strings)
         return found or not self.stop_tokens.isdisjoint(tokens)
 

@@ -18,8 +18,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from covey.accel.packing import PackedTables, prompt_tables, row_of_each, to_device
-from covey.accel.static_buffers import Size, StaticBuffers
+from covey.accel.packing import (
+    PackedTables,
+    Size,
+    StaticBuffers,
+    prompt_tables,
+    row_of_each,
+    to_device,
+)
 from covey.engines.native.kv_cache import KVCache, KVShape
 from covey.engines.native.sizes import PREFILL_FLOPS, page_for
 from covey.models.logp import packed_hidden
@@ -224,11 +230,9 @@ class SharedPromptCache(KVCache):
 
     @property
     def spare_prompts(self) -> int:
-        """Number of free prompt rows."""
         return len(self.free)
 
     def emptied(self) -> Self:
-        """Free all slots and prompt rows."""
         self.free = list(range(len(self.prompt_keys[0])))
         self.rows.clear()
         self.active.zero_()
@@ -239,7 +243,6 @@ class SharedPromptCache(KVCache):
         return self
 
     def store(self, prompts: Sequence[int], states: list[torch.Tensor], lengths: list[int]) -> None:
-        """Copy the keys and values of prompts to free rows of the cache."""
         index = torch.tensor(self.rows_for(prompts, lengths), device=self.place.device)
         by_layer = _by_layer(self.prompt_keys, self.prompt_values)
         self._set_units(source.abs().amax(dim=(0, 2, 3)) for source in states)
@@ -289,7 +292,6 @@ class SharedPromptCache(KVCache):
     def store_completions(
         self, slots: list[int], counts: list[int], rows: torch.Tensor, layers: list[torch.Tensor]
     ) -> None:
-        """Copy keys and values of completions to the pages of their slots."""
         at = [np.arange(count) for count in counts]
         page = self.pages.page
         owned = [
@@ -329,7 +331,6 @@ class SharedPromptCache(KVCache):
         return rows
 
     def enter(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
-        """Point each given slot to the cache row of its prompt."""
         mine = [self.rows[prompt] for prompt in prompts]
         index, ours = to_device([torch.tensor(slots), torch.tensor(mine)], self.place.device)
         self.prompt_row[index], self.prompt_length[index] = ours.unbind(1)
@@ -344,7 +345,6 @@ class SharedPromptCache(KVCache):
         self.sharing.copy_(to_device([rows], self.place.device)[0])
 
     def reserve(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Assign pages for `positions[i]` tokens to `slots[i]`; return whether this succeeded."""
         changes = self.pages.reserve(slots, positions)
         if changes is None:
             return False
@@ -354,14 +354,9 @@ class SharedPromptCache(KVCache):
         return True
 
     def admits(self, positions: np.ndarray) -> int:
-        """Return how many more completions fit into the cache.
-
-        Completion i needs space for `positions[i]` tokens.
-        """
         return self.pages.admits(positions)
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Free the pages of the given slots."""
         self.pages.release(slots)
         self.slot_rows[list(slots)] = -1
 
@@ -375,7 +370,6 @@ class SharedPromptCache(KVCache):
         self._share()
 
     def all_ended(self, prompt: int) -> None:
-        """Free the cache row of a prompt."""
         self.free.append(self.rows.pop(prompt)[0])
 
 
@@ -385,7 +379,6 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_layer(keys: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one list that contains the keys and the values of one layer after another."""
     return [tensor for layer in zip(keys, values, strict=True) for tensor in layer]
 
 
@@ -438,7 +431,6 @@ class Pages:
         return int(np.searchsorted(np.cumsum(self.needed(positions) + 1), spare, side="right"))
 
     def release(self, slots: Iterable[int]) -> None:
-        """Free the pages of slots."""
         for slot in slots:
             self.free += self.of_slot[slot]
             self.of_slot[slot], self.owned[slot] = [], 0

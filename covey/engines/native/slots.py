@@ -15,7 +15,7 @@ from covey.engines.draw import Distribution, log_distribution, pick_from, pick_t
 from covey.engines.native.kv_cache import KVCache
 from covey.engines.protocol import Completion, Request, Sampling
 from covey.errors import ModelError
-from covey.models.detokenize import Pieces, joined_bytes
+from covey.models.language_model import Pieces, joined_bytes
 from covey.types import VersionSpan
 
 
@@ -64,7 +64,6 @@ class Written(NamedTuple):
     lengths: np.ndarray
 
     def read(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Wait for the copy; return tokens and log-probabilities of each slot."""
         tokens, logps = self.copy.numpy()
         rows = zip(tokens, logps.view(np.float32), self.lengths.tolist(), strict=True)
         return [(row[:length], row_logps[:length]) for row, row_logps, length in rows]
@@ -108,7 +107,6 @@ class Slots:
 
     @property
     def room(self) -> int:
-        """Maximum length of a completion."""
         return self.tokens.shape[1]
 
     def open(self, index: torch.Tensor, uniforms: torch.Tensor) -> None:
@@ -189,7 +187,6 @@ class Slots:
         return Progress(HostCopy(both), one_more)
 
     def written(self, slots: Sequence[int], starts: np.ndarray, stops: np.ndarray) -> Written:
-        """Start to copy tokens `starts[i]:stops[i]` of `slots[i]` to the CPU, with log-probs."""
         lengths = stops - starts
         table = torch.from_numpy(np.stack([np.asarray(slots), starts]))
         ((index, begin),) = to_device([table], self.count.device)
@@ -200,7 +197,6 @@ class Slots:
 
 
 def empty_kept(slots: int, sampling: Sampling) -> list[list[np.ndarray]] | None:
-    """Return the value of the field `kept` for empty slots."""
     return [[] for _ in range(slots)] if sampling.returns_kept else None
 
 
@@ -225,7 +221,6 @@ class Transcript:
         self._bytes: list[bytes] = []
 
     def add(self, tokens: np.ndarray, logp: np.ndarray) -> None:
-        """Append tokens with their log-probabilities."""
         new = tokens.tolist()
         self.tokens += new
         self.logp += logp.tolist()

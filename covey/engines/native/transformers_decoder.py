@@ -19,7 +19,7 @@ import torch
 from transformers import Cache
 
 from covey.accel.attention import NAME
-from covey.accel.varlen_attention import QKV
+from covey.accel.attention_kernels import QKV
 from covey.engines.native.kv_cache import SlotCache, attention_mask
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
@@ -41,7 +41,6 @@ class TransformersDecoder(Decoder):
             raise UnsupportedModel("its local layers assume that all slots have the same length")
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """Run the model on one token per slot."""
         place = cache.place[: cache.width]
         dtype = self.model.head.linear.weight.dtype
         hidden: torch.Tensor = self.model.backbone(
@@ -68,7 +67,6 @@ class SharedPromptDecoder(Decoder):
         self.windows = _windows(config)
 
     def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
-        """Run the model on one token per slot."""
         width = len(tokens)
         view = _CacheView(cache, self.windows)
         position = cache.prompt_length[:width] + cache.place[:width]

@@ -35,7 +35,7 @@ from covey.lab.compare.comparison_folder import (
 from covey.lab.compare.design import config_of
 from covey.lab.compare.fairness import task_digest
 from covey.notices import notice
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 from covey.records.folder import RunFolder
 from covey.records.provenance import code_digest
 from covey.reference.fingerprint import fingerprint

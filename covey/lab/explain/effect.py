@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from covey.models.logp import LogProbs
-from covey.models.micro_batches import micro_batches
 from covey.objective import Objective, policy_loss, with_marks, with_weight
 from covey.objective.advantage import zero_variance
+from covey.parallel.passes import micro_batches
 from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy
 from covey.types import Batch

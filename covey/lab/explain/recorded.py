@@ -24,7 +24,7 @@ from covey.lab.explain.effect import Effect, effect, projections
 from covey.notices import notice
 from covey.objective.masked import joined
 from covey.policy.critic import critic_of
-from covey.policy.models import load_model, policy_of
+from covey.policy.policy import load_model, policy_of
 from covey.policy.schedule import Budget
 from covey.records.folder import RunFolder
 from covey.records.records import read_episode, unsaid

@@ -13,7 +13,7 @@ def largest_micro_batch(
     """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
 
     The trainer divides `rows` completions, in groups of `group_size`, into micro-batches with
-    `balanced_parts` (models/micro_batches.py). `balanced_parts` splits groups of more than
+    `balanced_parts` (parallel/passes.py). `balanced_parts` splits groups of more than
     `micro_batch_tokens` tokens, and packs the parts into as few micro-batches as possible. Each
     prompt has `prompt` tokens, and each completion has `completion` tokens.
     """

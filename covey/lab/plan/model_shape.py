@@ -138,7 +138,7 @@ def _meta_model(source: str, more: dict[str, str]) -> Any:
     import torch
     import transformers
 
-    from covey.models.from_pretrained import NO_CODE
+    from covey.models.load_model import NO_CODE
 
     model_config = transformers.AutoConfig.from_pretrained(source, **more, **NO_CODE)
     with torch.device("meta"):

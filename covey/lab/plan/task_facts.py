@@ -23,7 +23,8 @@ from covey.config.resolve import (
 from covey.environments.registry import NONE
 from covey.errors import CoveyError, DataError
 from covey.lab.plan.model_shape import first_line, source_of
-from covey.models.chat_template import Template, make_renderer, start_rendering
+from covey.models.chat import Template, make_renderer
+from covey.models.template_worker import RENDERER
 from covey.rollout.prompt_limit import longest_prompt
 from covey.scoring import InlineScorer
 from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
@@ -88,7 +89,7 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
     plain = {"_raise_exceptions_for_missing_entries": False}
     if options or not cached_file(source, "tokenizer.json", **plain):
-        from covey.models.from_pretrained import read_tokenizer
+        from covey.models.load_model import read_tokenizer
 
         return read_tokenizer(source, **options)
     # AutoTokenizer imports transformers' model code, which takes two seconds.
@@ -125,7 +126,7 @@ def measuring_elsewhere() -> Iterator[Measure]:
 
 def main() -> None:
     """Read a token-counting request from stdin, and write the token counts to stdout."""
-    start_rendering()
+    RENDERER.start()
     import transformers.utils.chat_template_utils
 
     transformers.utils.logging.set_verbosity_error()  # the plan itself reports long prompts

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covey.policy import compact_adamw as plain
-from covey.policy.compact_adamw import keys_of, numbers_of, split
+from covey.policy import optimizer as plain
+from covey.policy.optimizer import keys_of, numbers_of, split
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0}
 NUMBERS = numbers_of(SETTINGS, step=3, rate=1e-2, clip=0.37)

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from covey.accel.attention_kernels import VarlenRows
 from covey.accel.kernels.packed_attention import (
     Tile,
     Tiles,
@@ -15,7 +16,6 @@ from covey.accel.kernels.packed_attention import (
     parts_for,
     tiles_for,
 )
-from covey.accel.varlen_attention import VarlenRows
 from tests.accel.test_fused_forward import per_row
 
 SMALL = Tiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 4, 2))

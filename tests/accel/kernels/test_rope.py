@@ -22,7 +22,7 @@ ROWS = [[0, 1, 2, 3], [0, 1, 4], [5, 6]]
 
 
 def table(device: torch.device):
-    from covey.accel.varlen_attention import KeyIndex
+    from covey.accel.attention_kernels import KeyIndex
 
     make = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
     return KeyIndex(

@@ -27,9 +27,8 @@ from tests.conftest import build, rollouts_of
 
 pytest.importorskip("triton")
 
-from covey.engines.native import fused_decoder
-from covey.engines.native.decode_graph import GraphBackend
-from covey.engines.native.fused_decoder import FusedDecoder
+from covey.engines.native import decode_graph as fused_decoder
+from covey.engines.native.decode_graph import FusedDecoder, GraphBackend
 from covey.engines.native.llama_decoder import UnsupportedModel
 
 

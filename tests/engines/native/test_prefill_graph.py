@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
+from covey.accel import packing as static
 from covey.accel import sizes
-from covey.accel import static_buffers as static
 from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.packing import copy_bytes
 from covey.engines.native import prefill

@@ -213,7 +213,7 @@ def test_rope_angles_that_depend_on_the_longest_row_limit_the_context() -> None:
     assert [r.tokens for r in both[0]] == [r.tokens for r in alone]
     assert max(len(r.tokens) for r in both[1]) == 23  # up to the end of the context
     check_logps(model, sampler, 23)
-    with pytest.raises(DataError, match=r"prompt 1 has 9 tokens.*exceed the model's context of 32"):
+    with pytest.raises(DataError, match=r"9 tokens.* 32"):
         rollouts_of(sampler, [short, long], step=0, sampling=replace(sampling, max_tokens=24))
 
 
@@ -222,9 +222,7 @@ def test_nonstandard_attention_is_not_captured() -> None:
     from covey.engines.native.decode_graph import graph_backend
 
     model = made("gpt_oss")
-    with pytest.raises(
-        UnsupportedModel, match="its attention is not transformers' standard attention"
-    ):
+    with pytest.raises(UnsupportedModel, match="attention"):
         graph_backend(model, shape_of(model))
     sampler = NativeEngine(model)
     assert sampler.info.backend.startswith("one token at a time")
@@ -239,10 +237,10 @@ def test_a_window_longer_than_the_parity_check_is_checked() -> None:
     for layer in model.backbone.layers:
         layer.self_attn.config = copy.copy(layer.self_attn.config)
         layer.self_attn.config.sliding_window = 100
-    with pytest.raises(UnsupportedModel, match="layer 0 has a window of 100 instead of 5"):
+    with pytest.raises(UnsupportedModel, match="window of 100"):
         graph_backend(model, shape_of(model))
     model.backbone.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(UnsupportedModel, match="layers of type chunked_attention"):
+    with pytest.raises(UnsupportedModel, match="chunked_attention"):
         SharedPromptDecoder(model)
 
 

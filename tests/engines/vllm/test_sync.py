@@ -17,7 +17,7 @@ from covey.engines.vllm.sync import AdapterSync, FileSync
 from covey.errors import EngineError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
-from covey.policy.models import load_model
+from covey.policy.policy import load_model
 
 
 def test_only_the_newest_adapter_stays_in_the_folder(tmp_path: Path) -> None:

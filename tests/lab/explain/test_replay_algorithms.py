@@ -218,7 +218,7 @@ def test_cosines_equal_those_of_separate_gradients(recorded_run: RunFolder) -> N
     found = replay(trainee, recorded, built, ["beta=0.1"]).moments[0]
 
     from covey.collate import collate
-    from covey.policy.models import load_model
+    from covey.policy.policy import load_model
     from covey.reference.build import make_reference
     from covey.run import Run
     from covey.step import prepare

@@ -12,7 +12,7 @@ from covey.cli.main import run
 from covey.config import check as start_checks
 from covey.config import load_config
 from covey.config.resolve import resolve
-from covey.models import four_bit
+from covey.models import model_path
 
 RAY = ("cluster.address=local", "cluster.trainers=2")
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -77,7 +77,7 @@ def test_a_plan_refuses_what_a_run_refuses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(four_bit, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(model_path, "PACKAGES", ("no_such_package",))
     rows = [{"prompt": f"1 + {n}", "target": f"{n + 1}"} for n in range(4)]
     Path("two.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = words(REFUSED[name])

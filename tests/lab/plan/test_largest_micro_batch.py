@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey.lab.plan import largest_micro_batch as sizes
-from covey.models.micro_batches import balanced_parts
+from covey.parallel.passes import balanced_parts
 from tests.lab.plan.test_memory import equal_rows
 
 

@@ -33,7 +33,7 @@ from covey.models.adapter import add_adapter, save_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model, wrap
 from covey.models.logp import batch_logp
-from covey.models.micro_batches import micro_batches
+from covey.parallel.passes import micro_batches
 from covey.rollout.episode import EncodedPrompt
 from covey.types import Batch, HostRows, Prompt
 from tests.conftest import build, rollouts_of
@@ -223,7 +223,7 @@ def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel) -> None:
 
 def test_the_float8_copies_are_those_of_the_decoder(embedded: LanguageModel) -> None:
     pytest.importorskip("triton")
-    from covey.engines.native.fused_decoder import Float8Decoder
+    from covey.engines.native.decode_graph import Float8Decoder
 
     products = [
         product.weight

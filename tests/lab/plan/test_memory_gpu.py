@@ -11,13 +11,14 @@ import transformers
 
 pytest.importorskip("triton")
 
+
 from covey.accel import fused_forward as fused
 from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.packing import host_rows, pack
 from covey.config import Config, load_config
 from covey.config.resolve import resolve, sampling_of
 from covey.engines.native import decode_graph as graph
-from covey.engines.native.fused_decoder import FusedDecoder
+from covey.engines.native.decode_graph import FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.protocol import Limits
 from covey.lab.plan import activations
@@ -28,7 +29,7 @@ from covey.lab.plan.memory import forecast
 from covey.lab.plan.model_shape import measure
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.models.language_model import LanguageModel
-from covey.models.micro_batches import balanced_parts
+from covey.parallel.passes import balanced_parts
 from tests.conftest import build
 from tests.lab.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
 

@@ -6,7 +6,7 @@ from covey.config import load_config
 from covey.config.resolve import resolve
 from covey.embedded import CHECKPOINT
 from covey.lab.plan.task_facts import measure, measuring_elsewhere, task_facts
-from covey.models.chat_template import Template
+from covey.models.chat import Template
 
 
 def test_another_process_measures_the_same() -> None:

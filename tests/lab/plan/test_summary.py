@@ -16,7 +16,7 @@ from covey.config.resolve import resolve, reward_of
 from covey.embedded import CHECKPOINT
 from covey.lab.plan.summary import Plan, summarize
 from covey.lab.plan.task_facts import TaskFacts
-from covey.models import four_bit
+from covey.models import model_path
 from covey.records.folder import RunFolder
 
 
@@ -114,7 +114,7 @@ def test_a_task_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str])
 def test_a_plan_names_the_missing_package_of_4_bit_weights(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(four_bit, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(model_path, "PACKAGES", ("no_such_package",))
     shown = planned(
         capsys,
         "arithmetic",

@@ -23,13 +23,18 @@ from covey.config.schema import Parallel
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
-from covey.models.sharded_tensors import local_part, whole_tensor
 from covey.parallel.join import joined_world
-from covey.parallel.shard import GatheredSteps, gathered_steps, shard_model
+from covey.parallel.shard import (
+    GatheredSteps,
+    gathered_steps,
+    local_part,
+    shard_model,
+    whole_tensor,
+)
 from covey.types import Batch
 from tests.accel.test_fused_forward import per_row, shared_batch
 from tests.conftest import build
-from tests.training.ranks import run_ranks
+from tests.parallel.ranks import run_ranks
 
 CONFIG = load_config("arithmetic", ["model.device=cpu", "parallel.strategy=fsdp"])
 CASES = ["llama", "qwen2", "qwen2 checkpointed", "llama adapter"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covey.models.micro_batches import micro_batches
-from covey.parallel.passes import rank_passes, without_weight
-from covey.parallel.ranks import RankInfo, Ranks
-from covey.parallel.world import World
+from covey.parallel.passes import micro_batches, rank_passes, without_weight
+from covey.parallel.world import RankInfo, Ranks, World
 from covey.types import Batch
 from tests.conftest import make_batch
 

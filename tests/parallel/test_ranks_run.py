@@ -16,8 +16,8 @@ import pytest
 from covey.cli.main import run as covey
 from covey.embedded import CHECKPOINT
 from covey.records.folder import RunFolder
+from tests.parallel.ranks import codes_of, environment, free_port, start_ranks
 from tests.processes import wait_until
-from tests.training.ranks import codes_of, environment, free_port, start_ranks
 
 SMALL = [
     "model.device=cpu", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=24",

@@ -1,6 +1,6 @@
 """Kill a rank at random moments, many times: all must end in time, and the run must resume.
 
-    python tests/training/kill_ranks.py --times 20
+    python tests/parallel/kill_ranks.py --times 20
 
 A run of a few steps on two ranks is made once without interruption. Then it is made again and again:
 a rank is killed with SIGKILL at a random moment, from the start to the end; the others must end
@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import covey.loop  # noqa: E402 - imported once, before any fork
 from covey.cli.main import run as covey  # noqa: E402
 from covey.records.folder import RunFolder  # noqa: E402
-from tests.training.ranks import codes_of, start_ranks  # noqa: E402
+from tests.parallel.ranks import codes_of, start_ranks  # noqa: E402
 
 SECONDS = 30.0
 SIZE = 2

@@ -1,33 +1,266 @@
-"""Multi-turn conversations as tokens: sampled tokens stay unchanged, and later turns are appended.
+"""Chat templates, which turn a conversation into the text and tokens of a prompt.
 
-After a turn of the policy, the chat template renders the conversation, including the new messages.
-If the rendered text begins with the previous prompt and the sampled text, Covey tokenizes only the
-new text and keeps all earlier tokens. Some templates change earlier turns: they remove thinking,
-trim whitespace or change the end of a turn. If a template changes earlier turns, the rendered
-conversation becomes the prompt of a new segment. The trainer treats each segment as a separate row.
+    auto     the tokenizer's chat template if it has one, else plain
+    chat     the tokenizer's chat template
+    plain    the messages' contents, joined by newlines
+    a text   with {question}, and with {system} if the task has a system message
 
-Some formats of tool calls consist of special tokens, which the content of a message cannot hold.
-Templates with such a format render a call from the message's `tool_calls`, in their own spelling.
-The policy's tokens are then followed by what the template renders between that call and the next
-turn.
-
-The text of a message never becomes a special token. If a message contains the text of a special
-token, such as `<|im_end|>`, Covey splits this text into ordinary tokens. In tool results, Covey
-also splits the text of other control tokens, such as `<think>`.
+The prefill is text with which every completion begins. The prefill is part of the prompt, and is
+never trained.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from covey.errors import DataError
-from covey.models.chat_template import Renderer, probed
+import jinja2
+
+from covey.errors import ConfigError, DataError, ModelError, nearest
+from covey.models.template_worker import ADVICE, RENDERER
 from covey.types import Message
+
+FORMS = ("auto", "chat", "plain")
+FIELDS = ("question", "system")
+
+RESERVED = frozenset(
+    ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt",
+     "continue_final_message", "return_dict", "strftime_now")
+)  # fmt: skip
+"""Arguments that Covey or transformers always passes to a chat template."""
+
+MARK, SYSTEM_MARK = "COVEYUSER", "COVEYSYSTEM"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A prompt format from the configuration, validated on construction."""
+
+    form: str = "auto"
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    """Extra arguments that Covey passes to the tokenizer's chat template."""
+    prefill: str = ""
+    prefill_in_text: bool = True
+    """Whether completions are scored and saved with the prefill at their beginning."""
+
+    def __post_init__(self) -> None:
+        if self.form in FORMS:
+            return
+        fields = _fields(self.form)
+        if not fields:
+            hint = nearest(self.form, FORMS) if len(self.form) < 20 else ""
+            raise ConfigError(
+                f"config: model.template = {self.form!r} must be 'auto', 'chat', 'plain' or a text "
+                f"with the field {{question}}{hint}"
+            )
+        for name in fields:
+            if name not in FIELDS:
+                raise ConfigError(
+                    f"config: model.template has the unknown field {{{name}}}; use only the fields "
+                    "{question} and {system}, and write {{ and }} for other braces"
+                )
+        if "question" not in fields:
+            raise ConfigError("config: model.template must contain the field {question}")
+
+    @property
+    def opening(self) -> str:
+        """The text that is put in front of completions when they are scored and shown."""
+        return self.prefill if self.prefill_in_text else ""
+
+    def without_prefill(self, text: str) -> str:
+        """Return the text of a completion without the prefill, which belongs to the prompt."""
+        return text.removeprefix(self.prefill)
+
+
+def _fields(text: str) -> list[str]:
+    try:
+        parsed = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ConfigError(
+            f"config: model.template = {text!r} is invalid: {error}; write {{{{ and }}}} for "
+            "braces that do not mark a field"
+        ) from None
+    # The suffix is kept, because {question!r}, {question:>9} and {question.x} are refused.
+    return [
+        name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+        for _, name, spec, conversion in parsed
+        if name is not None
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renderer:
+    """Renders messages as a prompt, with a prompt format and a tokenizer."""
+
+    template: Template
+    tokenizer: Any
+    chat: bool
+    """Whether the tokenizer's chat template is used."""
+    folds_system: bool = False
+    """Whether Covey puts the system message at the beginning of the first user message, because the
+    chat template drops or refuses system messages."""
+    turn_end: int | None = None
+    """Id of the special token that ends the assistant's turn; None if no special token ends it."""
+
+    def text(self, messages: Sequence[Message], *, next_turn: bool = True) -> str:
+        """Return the prompt's text, up to where the completion begins.
+
+        Without `next_turn`, return the text of the conversation alone.
+        """
+        if self.chat:
+            folded = messages
+            if self.folds_system and len(messages) > 1 and messages[0]["role"] == "system":
+                system, first, *rest = messages
+                content = f"{system['content']}\n\n{first['content']}"
+                folded = [{**first, "content": content}, *rest]
+            try:
+                text = chat_text(
+                    self.tokenizer, folded, self.template.chat_options,
+                    add_generation_prompt=next_turn,
+                )  # fmt: skip
+            except jinja2.TemplateError as error:
+                roles = ", ".join(m["role"] for m in folded)
+                raise DataError(
+                    f"model: the chat template rejects a conversation with the roles {roles}: "
+                    f"{error}; {ADVICE}"
+                ) from None
+            return text + self.template.prefill if next_turn else text
+        if self.template.form in FORMS:
+            return "\n".join(m["content"] for m in messages) + self.template.prefill
+        system_text = "\n".join(m["content"] for m in messages if m["role"] == "system")
+        others = [m["content"] for m in messages if m["role"] != "system"]
+        if len(others) != 1:
+            raise DataError(
+                "model: the text in model.template accepts only one message per prompt, but a "
+                f"prompt has {len(others)} messages; set model.template to 'chat' or 'plain'"
+            )
+        filled = self.template.form.format(question=others[0], system=system_text)
+        return filled + self.template.prefill
+
+    def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the prompt's tokens.
+
+        A chat template contains its own BOS token. Without a chat template, this method adds the
+        BOS token.
+        """
+        ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
+        return tuple(ids) if self.chat else self.with_start(ids)
+
+    def with_start(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Put the BOS token in front of `ids` if the tokenizer normally adds BOS tokens."""
+        start = self.tokenizer.bos_token_id
+        if start is not None and list(ids[:1]) != [start]:
+            begun = self.tokenizer.encode(MARK, add_special_tokens=True)
+            ids = [start, *ids] if begun[:1] == [start] else ids
+        return tuple(ids)
+
+
+def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
+    has_chat = bool(tokenizer.chat_template)
+    if template.form == "chat" and not has_chat:
+        raise ModelError(f"model: {name} has no chat template; {ADVICE}")
+    if template.form not in ("auto", "chat") or not has_chat:
+        _check_options(template, "", name)
+        return Renderer(template=template, tokenizer=tokenizer, chat=False)
+    _check_options(template, tokenizer.get_chat_template(), name)
+    options = template.chat_options
+    user: Message = {"role": "user", "content": MARK}
+    try:
+        alone = chat_text(tokenizer, [user], options)
+        problem = "" if MARK in alone else "drops the user message"
+    except jinja2.TemplateError as error:
+        problem = f"fails: {error}"
+    if problem:
+        raise ModelError(f"model: the chat template of {name} is unusable: it {problem}; {ADVICE}")
+    system: Message = {"role": "system", "content": SYSTEM_MARK}
+    both = probed(tokenizer, [system, user], options)
+    assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
+    talk = probed(tokenizer, [user, assistant], options, add_generation_prompt=False)
+    _, shown, after = talk.rpartition(SYSTEM_MARK)
+    # If the template shows no assistant messages, nothing ends them.
+    ids = tokenizer.encode(after.strip(), add_special_tokens=False) if shown else []
+    return Renderer(
+        template=template,
+        tokenizer=tokenizer,
+        chat=True,
+        folds_system=not (SYSTEM_MARK in both and MARK in both),
+        turn_end=int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids else None,
+    )
+
+
+def _check_options(template: Template, source: str, name: str) -> None:
+    """Refuse options that the chat template would silently ignore."""
+    for option in template.chat_options:
+        if option in RESERVED:
+            raise ConfigError(
+                f"config: model.chat_options.{option} cannot be set, because Covey sets this "
+                "option itself"
+            )
+        if not source:
+            raise ConfigError(
+                f"config: model.chat_options.{option} has no effect, because {name} is used "
+                "without a chat template"
+            )
+        if not re.search(rf"\b{re.escape(option)}\b", source):
+            raise ConfigError(
+                f"config: model.chat_options.{option} has no effect, because the chat template of "
+                f"{name} does not use this option"
+            )
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Apply the tokenizer's chat template, with or without the assistant's header."""
+    arguments = {
+        **tokenizer.special_tokens_map,
+        **options,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    template = tokenizer.get_chat_template()
+    return RENDERER.render(
+        {"template": template, "messages": list(messages), "arguments": arguments}
+    )
+
+
+def probed(
+    tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any], **more: bool
+) -> str:
+    """Return the result of `chat_text`; return empty text if the template refuses the messages."""
+    try:
+        return chat_text(tokenizer, messages, options, **more)
+    except jinja2.TemplateError:
+        return ""
+
+
+# Multi-turn conversations as tokens: sampled tokens stay unchanged, and later turns are
+# appended.
+#
+# After a turn of the policy, the chat template renders the conversation, including the new
+# messages. If the rendered text begins with the previous prompt and the sampled text, Covey
+# tokenizes only the new text and keeps all earlier tokens. Some templates change earlier turns:
+# they remove thinking, trim whitespace or change the end of a turn. If a template changes
+# earlier turns, the rendered conversation becomes the prompt of a new segment. The trainer
+# treats each segment as a separate row.
+#
+# Some formats of tool calls consist of special tokens, which the content of a message cannot
+# hold. Templates with such a format render a call from the message's `tool_calls`, in their own
+# spelling. The policy's tokens are then followed by what the template renders between that call
+# and the next turn.
+#
+# The text of a message never becomes a special token. If a message contains the text of a
+# special token, such as `<|im_end|>`, Covey splits this text into ordinary tokens. In tool
+# results, Covey also splits the text of other control tokens, such as `<think>`.
+
 
 CUT = "\ue0c7"
 """The split mark, a private-use character at which Covey splits texts before tokenization. Covey
@@ -63,7 +296,6 @@ class Conversations:
     """Whether the chat template expects the arguments of a call as JSON text."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
-        """Return the prompt of the first turn as a `Context`."""
         return self._fresh(self._text(messages, tools))
 
     def following(
@@ -99,7 +331,6 @@ class Conversations:
         return Context(text, (*before.tokens, *sampled, *more), len(more), False)
 
     def _fresh(self, text: str) -> Context:
-        """Return the prompt of a new segment."""
         ids = self._tokens(text)
         tokens = tuple(ids) if self.renderer.chat else self.renderer.with_start(ids)
         return Context(text, tokens, len(tokens), True)
@@ -211,7 +442,6 @@ class Conversations:
     def _with_instruction(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[Message]:
-        """Describe the tools in the system message."""
         if not self.instruction:
             return list(messages)
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -243,7 +473,6 @@ class Conversations:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template renders the tools that are passed to it."""
         function = {"name": PROBE, "description": PROBE, "parameters": {}}
         user = {"role": "user", "content": "1"}
         tools = [{"type": "function", "function": function}]
@@ -251,7 +480,6 @@ class Conversations:
 
     @cached_property
     def _takes_results(self) -> bool:
-        """Whether the chat template renders messages with the role `tool`."""
         roles = (("user", "1"), ("assistant", "2"), ("tool", PROBE))
         return self._shows_probe([{"role": r, "content": c} for r, c in roles], {})
 

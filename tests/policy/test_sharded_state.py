@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from covey.errors import RunError
 from covey.policy.checkpoint import STATE_FOLDER, load_state, save_state
-from tests.training.test_optimizer import make
+from tests.policy.test_optimizer import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -17,14 +17,13 @@ from covey.config.resolve import objective_of, resolve, sampling_of, task_of
 from covey.config.schema import Parallel
 from covey.engines.native.engine import NativeEngine
 from covey.models.language_model import LanguageModel
-from covey.models.sharded_tensors import local_part, placed_like, total_norm, whole_tensor
 from covey.objective import ALGORITHMS
 from covey.parallel.join import joined_world
+from covey.parallel.shard import local_part, placed_like, total_norm, whole_tensor
 from covey.parallel.world import World
 from covey.policy.critic import critic_of
-from covey.policy.models import load_model, policy_of
 from covey.policy.optimizer import Optimizer, Stepped
-from covey.policy.policy import Policy
+from covey.policy.policy import Policy, load_model, policy_of
 from covey.reference import Reference
 from covey.reference.frozen import FrozenReference
 from covey.rollout.episode import encode_prompts, generate
@@ -32,7 +31,7 @@ from covey.run import Run, reference_of, step_settings_of, teacher_of
 from covey.step import train_on
 from covey.types import Group, Rollout
 from tests.conftest import build
-from tests.training.ranks import run_ranks
+from tests.parallel.ranks import run_ranks
 
 SMALL = [
     "model.device=cpu", "rollout.prompts_per_step=4", "rollout.group_size=4",

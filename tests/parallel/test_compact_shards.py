@@ -10,12 +10,11 @@ from torch import nn
 
 from covey.config import load_config
 from covey.config.schema import Parallel
-from covey.models.sharded_tensors import first_element, local_part, whole_tensor
 from covey.parallel.join import joined_world
-from covey.parallel.shard import device_mesh
+from covey.parallel.shard import device_mesh, first_element, local_part, whole_tensor
 from covey.policy.checkpoint import load_state, save_state
-from covey.policy.compact_adamw import CompactAdamW
-from tests.training.ranks import run_ranks
+from covey.policy.optimizer import CompactAdamW
+from tests.parallel.ranks import run_ranks
 
 CONFIG = load_config("arithmetic", ["model.device=cpu", "parallel.strategy=fsdp"])
 SETTINGS: dict[str, Any] = {
