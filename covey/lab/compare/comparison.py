@@ -47,9 +47,8 @@ class Point:
     updates: int
     """The number of optimizer steps so far."""
     seconds: float
-    """The training time so far, without evaluations and without the first step. The time of the
-    first step does not count, because one run generates the completions of that step for all arms.
-    """
+    """The training time so far, without evaluations and without the first step, which includes
+    compilation and other work that is done once."""
     correct: Mapping[str, bool]
     """Maps each prompt id to whether the prompt's greedy completion is correct. All runs are
     evaluated on the same prompts in the same order.
@@ -94,8 +93,6 @@ class RunOutcome:
     """The reason why the run failed, in one line."""
     weights: str = ""
     """The digest of the final weights; equal digests mean that the weights are bit-identical."""
-    first_rollouts: str = ""
-    """The names of the shared rollouts that the first step used, separated by spaces."""
     memory_gib: float = 0.0
     """The peak memory of the tensors on the GPU or, without a GPU, of the process; 0 if unknown."""
     cpu_seconds: float = 0.0

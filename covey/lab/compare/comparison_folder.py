@@ -2,10 +2,8 @@
 
     comparison.toml                      common settings, arms with their differences, seeds, budget
     environment.json                     where the comparison was started
-    shared/*.jsonl                       rollouts before the first update, sampled once for all arms
     runs/ARM/seed-S/                     a run folder like any other ...
     runs/ARM/seed-S/outcome.json         ... with how the run ended
-    runs/ARM/seed-S/first_rollouts.json  names of the shared rollouts of its first step
     runs/ARM/seed-S.log                  what the run printed
     report.html, report.md, report.json
 
@@ -42,7 +40,6 @@ from covey.records.folder import RunFolder
 from covey.records.records import Shape, is_missing, read_object, read_text
 
 DESIGN_FILE, OUTCOME_FILE = "comparison.toml", "outcome.json"
-FIRST_ROLLOUTS_FILE = "first_rollouts.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +90,6 @@ def read_outcome(run: Path) -> RunOutcome | None:
     except RunError as error:
         notice(f"{error}; the run counts as unfinished")
         return None
-    if "first_answers" in row:  # the name of first_rollouts in Covey 0.1
-        row = {**row, "first_rollouts": row["first_answers"]}
     outcome: RunOutcome = OUTCOME.validate_python(row)
     return outcome
 

@@ -29,19 +29,6 @@ from covey.training.resolve import resolve
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change. To train with different seeds than the other arms, an arm can
 add an offset, such as `seed+=1000`."""
-SAMPLING = ("model.", "adapter.", "task.", "rollout.", "environment.", "seed")
-"""Settings, or whole sections, that affect the rollouts of the first step."""
-NOT_SAMPLING = (
-    "engine.max_concurrent",
-    "engine.cache_gigabytes",
-    "model.gradient_checkpointing",
-    "model.offload_activations",
-    "model.deterministic",
-    "environment.workers",
-    "environment.timeout",
-    "environment.gigabytes",
-)
-"""Exceptions to `SAMPLING`: settings that do not affect the rollouts of the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,9 +225,8 @@ def _declared(design: Design, arm: Arm) -> Arm:
     fixed = [key for key in differences if key.startswith(FIXED)]
     if config.preferences.file:
         raise ConfigError(
-            "config: a comparison cannot use preferences.file, because all arms start from the "
-            "same sampled rollouts; delete preferences.file to take the preference pairs from "
-            "sampled groups"
+            "config: a comparison cannot use preferences.file, because arms learn from what "
+            "they sample; delete preferences.file to take the preference pairs from sampled groups"
         )
     if fixed:
         key, value = fixed[0], toml_value(differences[fixed[0]])
@@ -263,12 +249,6 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[section] = values
     return found
-
-
-def shares_first_rollouts(arm: Arm) -> bool:
-    """Return whether an arm has the same rollouts in the first step as the common configuration."""
-    changed = [key for key in arm.differences if key.startswith(SAMPLING)]
-    return all(key in NOT_SAMPLING for key in changed)
 
 
 def same_comparison(old: Design, new: Design) -> bool:

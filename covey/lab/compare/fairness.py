@@ -10,7 +10,7 @@ from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError
 from covey.lab.compare.comparison import Arm
 from covey.lab.compare.comparison_folder import Design
-from covey.lab.compare.design import NOT_SAMPLING, kept_options, shares_first_rollouts
+from covey.lab.compare.design import kept_options
 from covey.tasks import Task
 from covey.tasks.task import shared_prompts
 from covey.training.resolve import held_out_of, task_of
@@ -23,6 +23,8 @@ GENERATION = (
 )  # fmt: skip
 """Settings that affect how the policy generates completions, both in training and in
 evaluations."""
+HOSTING = ("environment.workers", "environment.timeout", "environment.gigabytes")
+"""Settings of the environment that do not affect completions."""
 
 
 def check_prompts(configs: Mapping[str, Config]) -> None:
@@ -86,13 +88,6 @@ def _differing_arms(design: Design) -> Iterator[Row]:
     common = design.common
     reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
     yield from _finding(
-        [arm for arm in arms if not shares_first_rollouts(arm)],
-        title="some arms sample their own rollouts in the first step",
-        why="They differ in a setting that decides these rollouts, so they cannot learn from the "
-        "same rollouts as the other arms. Luck in the first step is part of the difference.",
-        remedy="none is needed if that setting is what you compare",
-    )
-    yield from _finding(
         [arm for arm in arms if any(key.startswith("reward.") for key in arm.differences)],
         title="some arms are trained on a different reward than the one that evaluates them",
         why="The common reward scores the held-out completions of all arms, so that accuracies "
@@ -110,7 +105,7 @@ def _differing_arms(design: Design) -> Iterator[Row]:
 
 def _affects_evaluations(key: str) -> bool:
     """Return whether a setting affects how the policy generates the held-out completions."""
-    return key in GENERATION or (key.startswith("environment.") and key not in NOT_SAMPLING)
+    return key in GENERATION or (key.startswith("environment.") and key not in HOSTING)
 
 
 def _kept_options(design: Design) -> Iterator[Row]:

@@ -54,13 +54,9 @@ class Job:
     seed: int
     """The seed in the comparison, to which the run adds the arm's seed offset."""
     folder: str
-    shared: str
-    """The folder of the first step's rollouts, which the arms share."""
     config_toml: str
     common_toml: str
     """The common configuration, whose reward scores the evaluations of all arms."""
-    start: str
-    """The digest of everything that determines the policy before training, and its rollouts."""
     key: str
     """A digest of all inputs that determine the run's result, a hyphen, and a digest of the code
     that trains it. Two runs with equal keys give equal results."""
@@ -99,10 +95,8 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
                     arm=arm.name,
                     seed=seed,
                     folder=str(run_path(folder, arm.name, seed)),
-                    shared=str(folder / "shared"),
                     config_toml=to_toml(config),
                     common_toml=to_toml(common),
-                    start=_digest([start, code]),
                     key=f"{inputs}-{code}",
                     threads=design.threads,
                 )

@@ -249,24 +249,7 @@ def runs_table(comparison: Comparison) -> TextTable:
         title="Runs",
         head=["arm", "seed", "state", "steps", "tokens", "seconds", "weights", "error"],
         rows=[_run(run) for arm in comparison.arms for run in comparison.runs_of(arm.name)],
-        note=f"Runs with equal weights are the same policy, bit for bit. {_shared(comparison)}",
-    )
-
-
-def _shared(comparison: Comparison) -> str:
-    """Return a sentence that says which arms share the rollouts of the first step."""
-    names: dict[int, set[str]] = {}
-    for run in comparison.runs:
-        if run.first_rollouts:
-            names.setdefault(run.seed, set()).add(run.first_rollouts)
-    apart = [str(seed) for seed, found in sorted(names.items()) if len(found) > 1]
-    if not names:
-        return ""
-    if not apart:
-        return "All arms of a seed learned from the same rollouts in the first step."
-    return (
-        f"Not all arms learned from the same rollouts in the first step (seed {', '.join(apart)}): "
-        "they sample differently, or have other seeds."
+        note="Runs with equal weights are the same policy, bit for bit.",
     )
 
 

@@ -28,9 +28,8 @@ from covey.errors import CoveyError
 from covey.escape import printable, printable_line
 from covey.evaluation.evaluate import Evaluation
 from covey.lab.compare.comparison import RunOutcome
-from covey.lab.compare.comparison_folder import FIRST_ROLLOUTS_FILE, write_outcome
+from covey.lab.compare.comparison_folder import write_outcome
 from covey.lab.compare.launch import Job
-from covey.lab.compare.shared_rollouts import SharedEngine
 from covey.loop import train
 from covey.records.folder import RunFolder
 from covey.records.provenance import describe_environment
@@ -109,16 +108,9 @@ def run_job(job: Job) -> int:
             known = baselines_of(common, scorer, run.held_out)
             run.eval_scorer, run.baselines = scorer, known
         folder = _run_folder(job, config, run)
-        engine = SharedEngine(
-            engine=run.engine,
-            folder=Path(job.shared),
-            start=job.start,
-            names_file=folder.path / FIRST_ROLLOUTS_FILE,
-        )
         log = LogTracker()
-        log.note(f"generation: {engine.info.backend}")
+        log.note(f"generation: {run.engine.info.backend}")
         with folder.locked(), stop_signal() as stop:
-            run.engine = engine
             train(run, folder, [log], stop)
     if stop.by_signal:
         return STOPPED
@@ -128,7 +120,6 @@ def run_job(job: Job) -> int:
             key=job.key,
             state="done",
             weights=checkpoint_digest(folder.checkpoints()[-1][1]),
-            first_rollouts=" ".join(json.loads((folder.path / FIRST_ROLLOUTS_FILE).read_text())),
             memory_gib=peak_memory(run.policy.model.device) / 2**30,
             cpu_seconds=time.process_time(),
         ),

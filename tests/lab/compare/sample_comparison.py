@@ -28,7 +28,7 @@ def point(step: int, solved: str) -> Point:
 def run(arm: str, seed: int, *solved: str, state: str = "done", error: str = "") -> RunResult:
     points = tuple(point(10 * number, digits) for number, digits in enumerate(solved))
     return RunResult(
-        arm=arm, seed=seed, state=state, error=error, points=points, first_rollouts=f"first-{seed}",
+        arm=arm, seed=seed, state=state, error=error, points=points,
         folder=f"runs/{arm}/seed-{seed}", weights="" if error else f"{arm}{seed}".ljust(64, "0"),
     )  # fmt: skip
 

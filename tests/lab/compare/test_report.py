@@ -31,7 +31,6 @@ from covey.lab.compare.report_tables import (
     pair_table,
     points,
     result_table,
-    runs_table,
     speed_table,
     training_table,
 )
@@ -385,14 +384,3 @@ def test_nonfinite_numbers_are_null(tmp_path: Path) -> None:
 def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"report\.html"):
         write_reports(tmp_path / "nowhere", sample.comparison())
-
-
-def test_runs_table_says_whether_first_rollouts_were_shared() -> None:
-    assert "same rollouts in the first step." in runs_table(sample.comparison()).note
-    outcomes = sample.comparison().runs
-    other = replace(outcomes[3], first_rollouts="else")
-    apart = sample.comparison(runs=(*outcomes[:3], other))
-    assert (
-        "Not all arms learned from the same rollouts in the first step (seed 1)"
-        in runs_table(apart).note
-    )
