@@ -18,8 +18,9 @@ import pytest
 from covey.cli.main import run as covey
 from covey.errors import DataError
 from covey.lab.compare import launch, run_process
-from covey.lab.compare.comparison import Comparison, RunResult
-from covey.lab.compare.comparison_folder import (
+from covey.lab.compare.comparison import (
+    Comparison,
+    RunResult,
     load_comparison,
     log_path,
     read_outcome,

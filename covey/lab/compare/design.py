@@ -20,8 +20,7 @@ from covey.config.algorithm_names import PAIRED
 from covey.config.load import overridden, read_settings
 from covey.config.smoke import smoke_settings
 from covey.errors import ConfigError
-from covey.lab.compare.comparison import Arm, BudgetKind
-from covey.lab.compare.comparison_folder import Design
+from covey.lab.compare.comparison import Arm, BudgetKind, Design
 from covey.notices import notice
 from covey.objective import algorithm
 from covey.training.resolve import resolve

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.config import toml_value
-from covey.lab.compare.comparison_folder import Design, load_comparison, write_design
+from covey.lab.compare.comparison import Design, load_comparison, write_design
 from covey.lab.compare.conclusion import count
 from covey.lab.compare.launch import Running, Watch, make_jobs, run_jobs
 from covey.lab.compare.prepare import Prepared, parallel_runs

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError
-from covey.lab.compare.comparison import Arm
-from covey.lab.compare.comparison_folder import Design
+from covey.lab.compare.comparison import Arm, Design
 from covey.lab.compare.design import kept_options
 from covey.tasks import Task
 from covey.tasks.task import shared_prompts

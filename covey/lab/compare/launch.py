@@ -22,10 +22,10 @@ from typing import Any, Literal
 from covey.config import Config, parse_config, to_toml
 from covey.config.schema import Adapter
 from covey.errors import RunError
-from covey.lab.compare.comparison import RunOutcome
-from covey.lab.compare.comparison_folder import (
+from covey.lab.compare.comparison import (
     OUTCOME_FILE,
     Design,
+    RunOutcome,
     log_path,
     read_outcome,
     run_path,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from covey.config import Config, parse_config
 from covey.errors import ConfigError, RunError
-from covey.lab.compare.comparison import Arm
-from covey.lab.compare.comparison_folder import DESIGN_FILE, Design, read_design
+from covey.lab.compare.comparison import DESIGN_FILE, Arm, Design, read_design
 from covey.lab.compare.design import (
     Request,
     arm_configs,

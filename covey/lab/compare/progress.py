@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.escape import printable
-from covey.lab.compare.comparison_folder import read_outcome
+from covey.lab.compare.comparison import read_outcome
 from covey.lab.compare.launch import Job, Running, Status
 from covey.records.estimate_text import value_text
 from covey.records.records import last_row

@@ -27,8 +27,7 @@ from covey.config import Config, parse_config
 from covey.errors import CoveyError
 from covey.escape import printable, printable_line
 from covey.evaluation.evaluate import Evaluation
-from covey.lab.compare.comparison import RunOutcome
-from covey.lab.compare.comparison_folder import write_outcome
+from covey.lab.compare.comparison import RunOutcome, write_outcome
 from covey.lab.compare.launch import Job
 from covey.loop import train
 from covey.records.folder import RunFolder

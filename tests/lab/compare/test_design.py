@@ -9,9 +9,10 @@ import pytest
 
 from covey.config import parse_config, to_toml
 from covey.errors import ConfigError, RunError
-from covey.lab.compare.comparison import Arm, RunOutcome
-from covey.lab.compare.comparison_folder import (
+from covey.lab.compare.comparison import (
+    Arm,
     Design,
+    RunOutcome,
     read_design,
     read_outcome,
     write_design,
