@@ -31,8 +31,7 @@ from covey.lab.compare.comparison import (
     run_path,
     write_outcome,
 )
-from covey.lab.compare.design import config_of
-from covey.lab.compare.fairness import task_digest
+from covey.lab.compare.design import config_of, task_digest
 from covey.notices import notice
 from covey.policy.models import load_model
 from covey.records.folder import RunFolder

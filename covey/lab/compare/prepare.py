@@ -15,12 +15,13 @@ from covey.lab.compare.comparison import DESIGN_FILE, Arm, Design, read_design
 from covey.lab.compare.design import (
     Request,
     arm_configs,
+    check_prompts,
     design_comparison,
+    known_beforehand,
     same_comparison,
     with_arms,
     with_seeds,
 )
-from covey.lab.compare.fairness import check_prompts, known_beforehand
 
 PARENT = Path("comparisons")
 """The default parent folder of comparisons."""

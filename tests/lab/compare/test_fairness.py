@@ -7,9 +7,16 @@ import pytest
 
 from covey.config import Config, load_config
 from covey.errors import ConfigError, DataError
-from covey.lab.compare.design import Request, arm_configs, design_comparison, parse_arm
+from covey.lab.compare.design import (
+    Request,
+    arm_configs,
+    check_prompts,
+    design_comparison,
+    known_beforehand,
+    parse_arm,
+    task_digest,
+)
 from covey.lab.compare.design import config_of as config_of_arm
-from covey.lab.compare.fairness import check_prompts, known_beforehand, task_digest
 from covey.lab.compare.launch import inputs_digest
 from covey.training.resolve import resolve, task_of
 
