@@ -26,9 +26,8 @@ from covey.lab.compare.comparison import (
     read_outcome,
     run_path,
 )
-from covey.lab.compare.design import Request, design_comparison
+from covey.lab.compare.design import Prepared, Request, checked, design_comparison, extend
 from covey.lab.compare.launch import Job, make_jobs, ready
-from covey.lab.compare.prepare import Prepared, checked, extend
 from covey.records.folder import RunFolder
 from tests.processes import Forked, wait_until
 
