@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from covey.errors import RunError
 from covey.evaluation.intervals import Estimate
-from covey.lab.compare.arm_results import UNREADABLE, ArmResult, arm_results
+from covey.lab.compare.arm_results import AXES, UNREADABLE, ArmResult, arm_results
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
-from covey.lab.compare.learning_curves import AXES
 from covey.lab.compare.pair_results import PairResult, pair_results
 from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS
 from covey.records.estimate_text import value_text

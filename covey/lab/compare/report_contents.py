@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from covey.lab.compare.arm_results import Curve, learning_curve
 from covey.lab.compare.comparison import Comparison, RunResult
 from covey.lab.compare.conclusion import Conclusion, conclude
-from covey.lab.compare.learning_curves import Curve, learning_curve
 from covey.records.folder import RunFolder
 
 HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -24,9 +24,9 @@ from rich.text import Text
 from covey._version import __version__
 from covey.escape import printable
 from covey.lab.compare import report_tables as tables
+from covey.lab.compare.arm_results import AXES
 from covey.lab.compare.comparison import Comparison, Point, RunResult
 from covey.lab.compare.conclusion import conclude, count
-from covey.lab.compare.learning_curves import AXES
 from covey.lab.compare.report_contents import ReportContents, report_contents
 from covey.lab.page.render import (
     TextTable,

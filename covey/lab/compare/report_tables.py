@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 
 from covey.evaluation.intervals import Estimate
-from covey.lab.compare.arm_results import ArmResult, TimeToAccuracy
+from covey.lab.compare.arm_results import AXES, ArmResult, Curve, TimeToAccuracy
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
 from covey.lab.compare.conclusion import TESTS, Conclusion, points
-from covey.lab.compare.learning_curves import AXES, Curve
 from covey.lab.compare.pair_results import PairResult
 from covey.lab.compare.report_contents import Agreement, Trend
 from covey.lab.page.render import TextTable

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from covey.lab.compare.arm_results import learning_curve
 from covey.lab.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.lab.compare.learning_curves import learning_curve
 from covey.lab.compare.report_tables import curve_table
 
 
