@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from covey.evaluation.intervals import Estimate
 from covey.lab.compare.arm_results import AXES, ArmResult, Curve, TimeToAccuracy
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
-from covey.lab.compare.conclusion import TESTS, Conclusion, points
-from covey.lab.compare.pair_results import PairResult
+from covey.lab.compare.conclusion import TESTS, Conclusion, PairResult, points
 from covey.lab.compare.report_contents import Agreement, Trend
 from covey.lab.page.render import TextTable
 from covey.records.estimate_text import value_text

@@ -9,8 +9,7 @@ from typing import Any
 from covey.evaluation.intervals import Estimate
 from covey.lab.compare.arm_results import ArmResult, Collapse, TimeToAccuracy
 from covey.lab.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.lab.compare.conclusion import Conclusion
-from covey.lab.compare.pair_results import CheckpointResult, PairResult
+from covey.lab.compare.conclusion import CheckpointResult, Conclusion, PairResult
 
 EVIL = (
     "</pre><script>alert('x')</script><img src=http://evil.test/x onerror=alert(2)> | `a` *b* @me"

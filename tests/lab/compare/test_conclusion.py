@@ -20,8 +20,7 @@ from covey.lab.compare.comparison import (
     compared_by,
     with_metric,
 )
-from covey.lab.compare.conclusion import Conclusion, conclude
-from covey.lab.compare.pair_results import PairResult
+from covey.lab.compare.conclusion import Conclusion, PairResult, conclude
 from covey.lab.compare.report_tables import (
     checkpoint_table,
     pair_table,
