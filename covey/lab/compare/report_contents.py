@@ -8,7 +8,6 @@ no example completions and no training metrics. The modules `report_tables.py` a
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from covey.lab.compare.arm_results import Curve, learning_curve
-from covey.lab.compare.comparison import Comparison, RunResult
+from covey.lab.compare.arm_results import Agreement, Curve, learning_curve, prompt_agreement
+from covey.lab.compare.comparison import Comparison
 from covey.lab.compare.conclusion import Conclusion, conclude
+from covey.lab.page.render import Trend
 from covey.records.folder import RunFolder
 
 HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -59,16 +59,6 @@ class Example:
     target: str
     completions: Mapping[str, Mapping[str, Any]]
     """Maps each arm to its completion, as a dict of `text`, `correct`, `tokens` and `finish`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trend:
-    """A training metric at each step, averaged over the runs of an arm."""
-
-    metric: str
-    arm: str
-    steps: tuple[float, ...]
-    values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,101 +192,3 @@ def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) ->
         steps=tuple(sum(step for step, _ in each) / len(each) for each in intervals),
         values=tuple(sum(value for _, value in each) / len(each) for each in intervals),
     )
-
-
-# Agreement of arms: how many held-out prompts all arms, only one arm or no arm solves.
-
-MOST_DIFFERENT = 12
-"""The length of the report's list of the prompts on which arms differ most."""
-
-Runs = Mapping[str, Sequence[RunResult]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SolvedPrompt:
-    """A held-out prompt, and for each arm the number of finished runs that solve the prompt."""
-
-    id: str
-    solved: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """The numbers of held-out prompts that all arms, some arms or no arm solves.
-
-    An arm solves a prompt if more than half of the arm's finished runs solve the prompt.
-    """
-
-    runs: Mapping[str, int]
-    """Maps each arm to its number of finished runs. Arms without a finished run are left out."""
-    num_prompts: int
-    solved_by_all: int
-    solved_by_none: int
-    solved_by_some: int
-    """The number of prompts that more than one arm, but not every arm, solves."""
-    solved_only_by: Mapping[str, int]
-    disagreement_between_seeds: float | None
-    """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs
-    of the same arm. `disagreement_between_seeds` is None if no arm has two finished runs.
-    """
-    disagreement_between_arms: float | None
-    """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs
-    with the same seed and different arms.
-    """
-    most_different: tuple[SolvedPrompt, ...]
-
-
-def prompt_agreement(comparison: Comparison) -> Agreement | None:
-    """Count the prompts that each arm solves in its last evaluation.
-
-    Return None if no run has finished.
-    """
-    runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
-    if not runs:
-        return None
-    correct = {arm: [run.points[-1].correct for run in mine] for arm, mine in runs.items()}
-    prompts = [
-        SolvedPrompt(id=name, solved={arm: sum(c[name] for c in correct[arm]) for arm in runs})
-        for name in next(iter(correct.values()))[0]
-    ]
-    solvers = [{arm for arm, n in p.solved.items() if 2 * n > len(runs[arm])} for p in prompts]
-    alone = [next(iter(arms)) for arms in solvers if len(arms) == 1 < len(runs)]
-    by_all = sum(len(arms) == len(runs) for arms in solvers)
-    by_none = sum(not arms for arms in solvers)
-    return Agreement(
-        runs={arm: len(mine) for arm, mine in runs.items()},
-        num_prompts=len(prompts),
-        solved_by_all=by_all,
-        solved_by_none=by_none,
-        solved_by_some=len(prompts) - by_all - by_none - len(alone),
-        solved_only_by={arm: alone.count(arm) for arm in runs} if len(runs) > 1 else {},
-        disagreement_between_seeds=_disagreement(
-            pair for mine in runs.values() for pair in itertools.combinations(mine, 2)
-        ),
-        disagreement_between_arms=_disagreement(
-            (a, b)
-            for one, other in itertools.combinations(runs.values(), 2)
-            for a, b in itertools.product(one, other)
-            if a.seed == b.seed
-        ),
-        most_different=_most_different(prompts, runs),
-    )
-
-
-def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:
-    shares = []
-    for one, other in pairs:
-        a, b = one.points[-1].correct, other.points[-1].correct
-        shares.append(sum(a[name] != b[name] for name in a) / len(a))
-    return sum(shares) / len(shares) if shares else None
-
-
-def _most_different(prompts: Sequence[SolvedPrompt], runs: Runs) -> tuple[SolvedPrompt, ...]:
-    """Return the prompts whose success rates differ most between the arms."""
-
-    def gap(prompt: SolvedPrompt) -> float:
-        shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]
-        return max(shares) - min(shares)
-
-    ordered = sorted(prompts, key=gap, reverse=True)  # stable: ties keep the order of the task
-    return tuple(prompt for prompt in ordered[:MOST_DIFFERENT] if gap(prompt) > 0)

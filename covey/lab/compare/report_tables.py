@@ -6,11 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 
 from covey.evaluation.intervals import Estimate
-from covey.lab.compare.arm_results import AXES, ArmResult, Curve, TimeToAccuracy
+from covey.lab.compare.arm_results import AXES, Agreement, ArmResult, Curve, TimeToAccuracy
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
 from covey.lab.compare.conclusion import TESTS, Conclusion, PairResult, points
-from covey.lab.compare.report_contents import Agreement, Trend
-from covey.lab.page.render import TextTable
+from covey.lab.page.render import TextTable, Trend
 from covey.records.estimate_text import value_text
 
 EMPTY = "-"

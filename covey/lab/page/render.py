@@ -33,6 +33,16 @@ class TextTable:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """A training metric at each step, averaged over the runs of an arm."""
+
+    metric: str
+    arm: str
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+
 def page_file(name: str) -> str:
     """Return the text of a template, style sheet or script in this folder."""
     return files("covey.lab.page").joinpath(name).read_text("utf-8")

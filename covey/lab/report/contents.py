@@ -15,11 +15,10 @@ from covey.errors import RunError
 from covey.lab.compare.report_contents import (
     HEALTH,
     Example,
-    Trend,
     choose_examples,
     trends,
 )
-from covey.lab.page.render import TextTable
+from covey.lab.page.render import TextTable, Trend
 from covey.records.estimate_text import change_text, estimate_text, value_text
 from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline
