@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.errors import RunError
-from covey.lab.compare.report_contents import (
+from covey.lab.compare.report_files import (
     HEALTH,
     Example,
     choose_examples,

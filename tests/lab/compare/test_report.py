@@ -13,14 +13,14 @@ import pytest
 from rich.console import Console
 
 from covey.errors import DiskError
-from covey.lab.compare import report_contents as contents_module
 from covey.lab.compare import report_files
-from covey.lab.compare.report_contents import ReportContents, report_contents
 from covey.lab.compare.report_files import (
     MISSING,
     SCHEMA,
+    ReportContents,
     markdown,
     page,
+    report_contents,
     report_data,
     terminal_report,
     write_reports,
@@ -53,7 +53,7 @@ LOADING = {
 
 @pytest.fixture
 def contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReportContents:
-    monkeypatch.setattr(contents_module, "conclude", lambda comparison: sample.conclusion())
+    monkeypatch.setattr(report_files, "conclude", lambda comparison: sample.conclusion())
     return report_contents(sample.fill(tmp_path), sample.comparison())
 
 
