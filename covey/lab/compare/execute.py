@@ -16,8 +16,7 @@ from covey.config import toml_value
 from covey.lab.compare.comparison import Design, load_comparison, write_design
 from covey.lab.compare.conclusion import count
 from covey.lab.compare.design import Prepared, parallel_runs
-from covey.lab.compare.launch import Running, Watch, make_jobs, run_jobs
-from covey.lab.compare.progress import Progress
+from covey.lab.compare.launch import Progress, Running, Watch, make_jobs, run_jobs
 from covey.lab.compare.report_files import terminal_report, write_reports
 from covey.lab.compare.report_tables import NO_OPTION, finding_title
 from covey.records.files import write_text

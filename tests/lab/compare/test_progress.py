@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from covey.lab.compare.launch import Job
-from covey.lab.compare.progress import run_progress
+from covey.lab.compare.launch import Job, run_progress
 
 
 def test_a_graded_reward_is_shown_beside_the_accuracy(tmp_path: Path) -> None:
