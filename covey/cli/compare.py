@@ -146,7 +146,7 @@ def compare_command(
     differences are significant. After a crash, the same command resumes the comparison.
     """
     from covey.lab.compare.design import Request, checked, extend, parse_arm, prepare
-    from covey.lab.compare.execute import write_report
+    from covey.lab.compare.launch import write_report
 
     if report is not None:
         return write_report(report, Screen(soft_wrap=True))
@@ -173,7 +173,7 @@ def compare_command(
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
     """Print the design of a comparison and, unless --dry-run is given, run the comparison."""
-    from covey.lab.compare.execute import run_comparison, show_design
+    from covey.lab.compare.launch import run_comparison, show_design
 
     console = Screen(soft_wrap=True)
     show_design(prepared, console)

@@ -14,8 +14,9 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from covey.config import Config, parse_config, to_toml
+from covey.config import Config, parse_config, to_toml, toml_value
 from covey.config.schema import Adapter
 from covey.errors import RunError
 from covey.escape import printable
@@ -32,20 +33,27 @@ from covey.lab.compare.comparison import (
     OUTCOME_FILE,
     Design,
     RunOutcome,
+    load_comparison,
     log_path,
     read_outcome,
     run_path,
+    write_design,
     write_outcome,
 )
-from covey.lab.compare.design import config_of, task_digest
+from covey.lab.compare.conclusion import count
+from covey.lab.compare.design import Prepared, config_of, parallel_runs, task_digest
+from covey.lab.compare.report_files import terminal_report, write_reports
+from covey.lab.compare.report_tables import NO_OPTION, finding_title
 from covey.notices import notice
 from covey.policy.models import load_model
 from covey.records.estimate_text import value_text
+from covey.records.files import write_text
 from covey.records.folder import RunFolder
-from covey.records.provenance import code_digest
+from covey.records.provenance import code_digest, describe_environment
 from covey.records.records import last_row
 from covey.reference.fingerprint import fingerprint
 from covey.rewards.identity import identity
+from covey.screen import Screen, cell
 from covey.subprocesses import module_command
 from covey.training.resolve import reward_of, task_of
 
@@ -393,3 +401,72 @@ class Progress:
             cells = (Text(printable(job.arm)), str(job.seed), status, *progress)
             table.add_row(*cells, style=STYLES[status])
         return table
+
+
+# A whole comparison: its arms, runs and report.
+
+
+def show_design(prepared: Prepared, console: Screen) -> None:
+    """Print a comparison's arms, the settings in which they differ, and warnings."""
+    design = prepared.design
+    runs = len(design.arms) * len(design.seeds)
+    seeds = ", ".join(str(seed) for seed in design.seeds)
+    console.print(
+        f"{count(runs, 'run')} of {design.amount} {design.budget}: "
+        f"{count(len(design.arms), 'arm')}, seeds {seeds}, "
+        f"{count(design.threads, 'thread')} each, in {prepared.folder}",
+    )
+    table = Table("arm", "differences from the common configuration")
+    for arm in design.arms:
+        lines = [
+            f"{key} = {NO_OPTION if v is None else v if key == 'seed' else toml_value(v)}"
+            for key, v in arm.differences.items()
+        ]
+        table.add_row(cell(arm.name), cell("\n".join(lines) or "none"))
+    console.print(table)
+    for row in design.findings:
+        text = Text().append(f"{finding_title(row)}\n", style="yellow")
+        text.append(f"  {row['why']}\n  remedy: {row['remedy']}", style="dim")
+        console.print(text)
+
+
+def run_comparison(prepared: Prepared, parallel: int | None, console: Screen) -> Running:
+    """Start or resume all unfinished runs. Write the reports unless Ctrl-C stopped the runs."""
+    folder, design = prepared.folder, prepared.design
+    # This loads the model, so that a bad model fails before anything is written.
+    jobs = make_jobs(folder, design)
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunFolder(folder).locked():
+        if prepared.previous != design:
+            write_design(folder, design)
+        if prepared.previous is None:
+            about = describe_environment(min(design.seeds), "", design.threads)
+            del about["command"], about["device"]
+            write_text(folder / "environment.json", json.dumps(about, indent=2) + "\n")
+        with _progress(design, console) as watch:
+            running = run_jobs(folder, jobs, parallel or parallel_runs(design), watch)
+    if not running.stopping:
+        write_report(folder, console)
+    return running
+
+
+@contextmanager
+def _progress(design: Design, console: Screen) -> Iterator[Watch]:
+    """Yield the progress display: a live table in a terminal, and plain lines elsewhere."""
+    progress = Progress(console=console, budget=design.budget, amount=design.amount)
+    if console.quiet or not console.is_terminal:
+        yield progress
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield replace(progress, live=live)
+
+
+def write_report(folder: Path, console: Screen) -> None:
+    """Write the report files of a comparison. Print the report and the errors of failed runs."""
+    comparison = load_comparison(folder)
+    write_reports(folder, comparison)
+    console.print(terminal_report(comparison))
+    for run in comparison.runs:
+        if run.state == "failed":
+            console.print(f"failed: {run.arm} seed {run.seed}: {run.error}")
+    console.print(f"report   {folder / 'report.html'}")
