@@ -16,7 +16,7 @@ from typing import Any
 PACKAGE = Path(__file__).parents[1]
 WITHOUT_EFFECT = ("cli", "lab")
 """The folders of the package whose code only shows results, or starts runs."""
-WITH_EFFECT = ("lab/compare/run_process.py",)
+WITH_EFFECT = ("lab/compare/launch.py",)
 """Exceptions to WITHOUT_EFFECT: what the runs of a comparison execute."""
 PACKAGES = ("covey", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 

@@ -17,7 +17,7 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.errors import DataError
-from covey.lab.compare import launch, run_process
+from covey.lab.compare import launch
 from covey.lab.compare.comparison import (
     Comparison,
     RunResult,
@@ -53,7 +53,7 @@ class ForkedRun(Forked):
             os.setsid()
             os.close(writing)
             sys.stdin = os.fdopen(reading)
-            run_process.main()
+            launch.main()
             return 1
 
         super().__init__(work, log_path(job.path))

@@ -10,7 +10,7 @@ from covey.records.provenance import code_digest
 
 
 def package(folder: Path) -> Path:
-    for name in ("objective/loss.py", "cli/main.py", "lab/compare/run_process.py"):
+    for name in ("objective/loss.py", "cli/main.py", "lab/compare/launch.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("one = 1\n")
     return folder
@@ -21,7 +21,7 @@ def package(folder: Path) -> Path:
     [
         ("objective/loss.py", True),
         ("objective/new.py", True),
-        ("lab/compare/run_process.py", True),
+        ("lab/compare/launch.py", True),
         ("lab/compare/conclusion.py", False),
         ("cli/main.py", False),
     ],

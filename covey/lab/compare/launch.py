@@ -9,26 +9,34 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
+import tomllib
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from safetensors import safe_open
 
 from covey.config import Config, parse_config, to_toml, toml_value
 from covey.config.schema import Adapter
-from covey.errors import RunError
-from covey.escape import printable
+from covey.errors import CoveyError, RunError
+from covey.escape import printable, printable_line
+from covey.evaluation.evaluate import Evaluation
 from covey.lab.compare.comparison import (
     OUTCOME_FILE,
     Design,
@@ -44,6 +52,7 @@ from covey.lab.compare.conclusion import count
 from covey.lab.compare.design import Prepared, config_of, parallel_runs, task_digest
 from covey.lab.compare.report_files import terminal_report, write_reports
 from covey.lab.compare.report_tables import NO_OPTION, finding_title
+from covey.loop import train
 from covey.notices import notice
 from covey.policy.models import load_model
 from covey.records.estimate_text import value_text
@@ -51,11 +60,15 @@ from covey.records.files import write_text
 from covey.records.folder import RunFolder
 from covey.records.provenance import code_digest, describe_environment
 from covey.records.records import last_row
+from covey.records.trackers import Tracker
 from covey.reference.fingerprint import fingerprint
 from covey.rewards.identity import identity
+from covey.run import Run
 from covey.screen import Screen, cell
+from covey.stopping import stop_signal
 from covey.subprocesses import module_command
 from covey.training.resolve import reward_of, task_of
+from covey.training.scorers import baselines_of, scorer_of
 
 POLL_SECONDS = 0.2
 Status = Literal["waiting", "running", "done", "failed", "stopped"]
@@ -280,7 +293,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
     """Start a job's process in its own session, so that the terminal's Ctrl-C does not reach it."""
     with log_path(job.path).open("ab") as log:
         process = subprocess.Popen(
-            module_command("covey.lab.compare.run_process"),
+            module_command("covey.lab.compare.launch"),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -470,3 +483,142 @@ def write_report(folder: Path, console: Screen) -> None:
         if run.state == "failed":
             console.print(f"failed: {run.arm} seed {run.seed}: {run.error}")
     console.print(f"report   {folder / 'report.html'}")
+
+
+# The other side of the pipe: one run in a process of its own. It reads its job as one line from
+# standard input. If the parent ends, standard input closes, and the run exits at once.
+
+
+DONE, FAILED, STOPPED = 0, 1, 3
+"""The exit codes of the process. A process with the exit code STOPPED was interrupted, and its run
+can be resumed."""
+LONGEST_ERROR = 300
+
+
+class LogTracker(Tracker):
+    """Prints the evaluations and notes of a run to its log."""
+
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Print the number of finished steps, and the number of completions per step."""
+        self.note(f"after step {done} of {steps}, {rollouts} completions per step")
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Print the accuracy of an evaluation."""
+        self.note(f"step {step}: {evaluation.estimates['greedy'].value:.1%}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print(printable(text), flush=True)
+
+
+def main() -> None:
+    """Read a job from standard input, and train its run."""
+    job = Job(**json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    try:
+        code = run_job(job)
+    except KeyboardInterrupt:
+        code = STOPPED
+    except BaseException as error:
+        print(printable(traceback.format_exc()), file=sys.stderr)
+        job.path.mkdir(parents=True, exist_ok=True)
+        write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=_one_line(error)))
+        code = FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written. Exit without waiting for threads that the run has started.
+    os._exit(code)
+
+
+def _exit_with_parent() -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(STOPPED)
+
+
+def _one_line(error: BaseException) -> str:
+    """Format an error as one line, with its class name unless it is a CoveyError."""
+    text = str(error)
+    if not isinstance(error, CoveyError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return printable_line(text, LONGEST_ERROR)
+
+
+def run_job(job: Job) -> int:
+    """Train from the last checkpoint until the end or a stop signal. Return the exit code."""
+    torch.set_num_threads(job.threads)
+    config = parse_config(tomllib.loads(job.config_toml))
+    common = parse_config(tomllib.loads(job.common_toml))
+    run = Run.build(config)
+    with ExitStack() as stack:
+        stack.enter_context(closing(run))
+        # The common reward scores evaluations, whatever reward the arm is trained on.
+        apart = bool(common.evaluate.reward.name)  # all arms have it, because [evaluate] is common
+        if not apart and (config.reward, config.scoring) != (common.reward, common.scoring):
+            scorer = stack.enter_context(closing(scorer_of(common)))
+            known = baselines_of(common, scorer, run.held_out)
+            run.eval_scorer, run.baselines = scorer, known
+        folder = _run_folder(job, config, run)
+        log = LogTracker()
+        log.note(f"generation: {run.engine.info.backend}")
+        with folder.locked(), stop_signal() as stop:
+            train(run, folder, [log], stop)
+    if stop.by_signal:
+        return STOPPED
+    write_outcome(
+        job.path,
+        RunOutcome(
+            key=job.key,
+            state="done",
+            weights=checkpoint_digest(folder.checkpoints()[-1][1]),
+            memory_gib=peak_memory(run.policy.model.device) / 2**30,
+            cpu_seconds=time.process_time(),
+        ),
+    )
+    return DONE
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of a GPU or, if `device` is a CPU, of this process, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _run_folder(job: Job, config: Config, run: Run) -> RunFolder:
+    if (job.path / "config.toml").is_file():
+        return RunFolder.open(job.path)
+    environment = describe_environment(
+        config.seed, str(run.policy.model.device), torch.get_num_threads()
+    )
+    environment |= {
+        "reward": run.scorer.identity,
+        "evaluation_reward": run.eval_scorer.identity,
+        **run.facts,
+        "arm": job.arm,
+        "key": job.key,
+    }
+    return RunFolder.create(job.path, job.config_toml, environment)
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Return a SHA-256 digest of the weights in the checkpoint of a model or an adapter.
+
+    The digest covers the names, dtypes, shapes and values of the weights. The digest does not
+    depend on metadata, or on how many files contain the weights.
+    """
+    files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+        tensors = {name: file for file in opened for name in file.offset_keys()}
+        digest = hashlib.sha256()
+        for name, file in sorted(tensors.items()):
+            about, values = file.get_slice(name), file.get_tensor(name).reshape(-1)
+            digest.update(f"{name} {about.get_dtype()} {about.get_shape()}\n".encode())
+            digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

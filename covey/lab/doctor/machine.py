@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from covey.config import Config, to_toml
-from covey.lab.compare.run_process import peak_memory
+from covey.lab.compare.launch import peak_memory
 from covey.lab.doctor.result import Clock, Result
 from covey.lab.plan.forecast import Forecast, size_text
 from covey.lab.rewards.checks import Lab, examine
