@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from covey.lab.page.render import Trend
+from covey.lab.page import Trend
 from covey.lab.report.write import sheet
 
 HERE = Path(__file__).parent

@@ -29,7 +29,7 @@ from covey.lab.compare import report_tables as tables
 from covey.lab.compare.arm_results import AXES, Agreement, Curve, learning_curve, prompt_agreement
 from covey.lab.compare.comparison import Comparison, Point, RunResult
 from covey.lab.compare.conclusion import Conclusion, conclude, count
-from covey.lab.page.render import (
+from covey.lab.page import (
     TextTable,
     Trend,
     embedded_json,

@@ -9,7 +9,7 @@ from covey.evaluation.intervals import Estimate
 from covey.lab.compare.arm_results import AXES, Agreement, ArmResult, Curve, TimeToAccuracy
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
 from covey.lab.compare.conclusion import TESTS, Conclusion, PairResult, points
-from covey.lab.page.render import TextTable, Trend
+from covey.lab.page import TextTable, Trend
 from covey.records.estimate_text import value_text
 
 EMPTY = "-"

@@ -18,7 +18,7 @@ from covey.lab.compare.report_files import (
     choose_examples,
     trends,
 )
-from covey.lab.page.render import TextTable, Trend
+from covey.lab.page import TextTable, Trend
 from covey.records.estimate_text import change_text, estimate_text, value_text
 from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline

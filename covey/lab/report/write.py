@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from covey._version import __version__
-from covey.lab.page.render import Trend, fenced, render, security_policy, style_sheet
+from covey.lab.page import Trend, fenced, render, security_policy, style_sheet
 from covey.lab.report.contents import KINDS, RunReport, run_report
 from covey.records.files import write_text
 from covey.records.folder import RunFolder

@@ -34,7 +34,7 @@ from covey.lab.compare.report_tables import (
     speed_table,
     training_table,
 )
-from covey.lab.page.render import fenced, page_file, plain
+from covey.lab.page import fenced, page_file, plain
 from tests.lab.compare import sample_comparison as sample
 
 # Attributes by which a page may load something.
