@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from covey.lab.page import Trend
-from covey.lab.report.write import sheet
+from covey.lab.report import sheet
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks/results/every_algorithm.json"

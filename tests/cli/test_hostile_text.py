@@ -16,7 +16,7 @@ from rich.table import Table
 from covey.cli import main
 from covey.cli.main import run
 from covey.config import toml_value
-from covey.lab.compare.report_files import terminal_report, write_reports
+from covey.lab.compare.report import terminal_report, write_reports
 from covey.models.language_model import LanguageModel
 from covey.screen import Screen, cell
 from tests.lab.compare.sample_comparison import comparison, fill

@@ -50,8 +50,8 @@ from covey.lab.compare.comparison import (
 )
 from covey.lab.compare.conclusion import count
 from covey.lab.compare.design import Prepared, config_of, parallel_runs, task_digest
-from covey.lab.compare.report_files import terminal_report, write_reports
-from covey.lab.compare.report_tables import NO_OPTION, finding_title
+from covey.lab.compare.report import terminal_report, write_reports
+from covey.lab.compare.tables import NO_OPTION, finding_title
 from covey.loop import train
 from covey.notices import notice
 from covey.policy.models import load_model

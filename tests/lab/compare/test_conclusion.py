@@ -21,7 +21,8 @@ from covey.lab.compare.comparison import (
     with_metric,
 )
 from covey.lab.compare.conclusion import Conclusion, PairResult, conclude
-from covey.lab.compare.report_tables import (
+from covey.lab.compare.statistics import holm, seeds_needed
+from covey.lab.compare.tables import (
     checkpoint_table,
     pair_table,
     result_table,
@@ -29,7 +30,6 @@ from covey.lab.compare.report_tables import (
     speed_table,
     training_table,
 )
-from covey.lab.compare.statistics import holm, seeds_needed
 
 ITEMS = 100
 START = 20

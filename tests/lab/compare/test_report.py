@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from covey.errors import DiskError
-from covey.lab.compare import report_files
-from covey.lab.compare.report_files import (
+from covey.lab.compare import report
+from covey.lab.compare.report import (
     MISSING,
     SCHEMA,
     ReportContents,
@@ -25,7 +25,7 @@ from covey.lab.compare.report_files import (
     terminal_report,
     write_reports,
 )
-from covey.lab.compare.report_tables import (
+from covey.lab.compare.tables import (
     p_value,
     pair_summaries,
     pair_table,
@@ -53,7 +53,7 @@ LOADING = {
 
 @pytest.fixture
 def contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReportContents:
-    monkeypatch.setattr(report_files, "conclude", lambda comparison: sample.conclusion())
+    monkeypatch.setattr(report, "conclude", lambda comparison: sample.conclusion())
     return report_contents(sample.fill(tmp_path), sample.comparison())
 
 
@@ -271,7 +271,7 @@ def test_points_and_p_values_are_rounded() -> None:
 def test_terminal_shows_headline_then_table_then_pairs_then_findings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(report_files, "conclude", lambda comparison: sample.conclusion())
+    monkeypatch.setattr(report, "conclude", lambda comparison: sample.conclusion())
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(terminal_report(sample.comparison()))
     text = console.export_text()

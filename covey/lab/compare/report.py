@@ -25,7 +25,7 @@ from rich.text import Text
 
 from covey._version import __version__
 from covey.escape import printable
-from covey.lab.compare import report_tables as tables
+from covey.lab.compare import tables
 from covey.lab.compare.arm_results import AXES, Agreement, Curve, learning_curve, prompt_agreement
 from covey.lab.compare.comparison import Comparison, Point, RunResult
 from covey.lab.compare.conclusion import Conclusion, conclude, count
