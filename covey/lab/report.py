@@ -50,11 +50,8 @@ PANELS = MappingProxyType(
 metrics of a chart, the chart shows the first of them.
 """
 SAMPLES = 3
-"""The report has two lists of SAMPLES rollouts: the rollouts with the highest rewards, and the
-rollouts with the lowest rewards."""
 READ_SECONDS = 60.0
-"""The time limit, in seconds, for reading the last step's rollouts. The report ignores rollouts
-that could not be read within the time limit."""
+"""The time limit, in seconds, for reading the last step's rollouts."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",
@@ -73,7 +70,6 @@ class RunReport:
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """Maps each chart of the report to its curve."""
     evaluations: TextTable
     examples: Sequence[Example]
     """Held-out prompts with their greedy completions before and after training."""
@@ -89,7 +85,6 @@ class RunReport:
 
 
 def run_report(run: RunFolder) -> RunReport:
-    """Collect all contents of a run's report."""
     notes: list[str] = []
     steps, evaluations = run.steps(notes.append), run.evaluations(notes.append)
     environment = run.environment(notes.append)
@@ -112,7 +107,6 @@ def run_report(run: RunFolder) -> RunReport:
 
 
 def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Return one sentence with the result of the run."""
     if len(evaluations) > 1:
         name, what = decided_by(evaluations)
         first, last = evaluations[0][name], evaluations[-1][name]
@@ -132,10 +126,6 @@ def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
 
 
 def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the key of an evaluation's main result, and the name of this result in the report.
-
-    The main result is the accuracy, or the mean reward if no completion was ever correct.
-    """
     correct = any(row["greedy"]["value"] for row in evaluations)
     if correct or not all("reward" in row for row in evaluations):
         return "greedy", "Held-out accuracy"
@@ -158,7 +148,6 @@ def _about(
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return a table with one row for each evaluation."""
     return TextTable(
         title="Accuracy by step",
         head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],
@@ -192,7 +181,6 @@ def _examples(
 
 
 def _samples(run: RunFolder, note: Note) -> tuple[int | None, list[Mapping[str, Any]]]:
-    """Return the last recorded step, and its rollouts with the highest and lowest rewards."""
     kept = run.numbered("rollouts", ".jsonl")
     if not kept:
         return None, []
@@ -232,11 +220,9 @@ def _config(run: RunFolder, note: Note) -> str:
 
 
 LONGEST = 3000
-"""The maximum number of characters of a completion in the report."""
 
 
 def write_run_report(run: RunFolder, folder: Path) -> list[Path]:
-    """Write the report of a run into a folder, and return the paths of the written files."""
     report = run_report(run)
     files = {"report.html": html(report), "report.md": markdown(report)}
     if report.trends:
@@ -247,13 +233,11 @@ def write_run_report(run: RunFolder, folder: Path) -> list[Path]:
 
 
 def html(report: RunReport) -> str:
-    """Return the page."""
     style = style_sheet() + STYLE
     return _rendered("run.html", report, policy=security_policy([]), style=style, svg=svg)
 
 
 def markdown(report: RunReport) -> str:
-    """Return the Markdown."""
     return _rendered("run.md", report, fenced=lambda text: fenced(text[:LONGEST]))
 
 
@@ -319,8 +303,6 @@ STYLE = (
     ".curve .line { fill: none; stroke: var(--arm-0); stroke-width: 1.8; } "
     ".curve .dot { fill: var(--arm-0); }"
 )
-"""The CSS rules of the charts. The colors of the charts are CSS variables, which the page
-defines."""
 
 
 def sheet(charts: Sequence[tuple[str, Trend]]) -> str:

@@ -38,7 +38,6 @@ class Line:
     seed: int
     state: str
     x: Mapping[str, tuple[float, ...]]
-    """Maps the name of each x axis to the x values of the evaluations."""
     accuracy: tuple[float, ...]
 
 
@@ -49,11 +48,9 @@ class Curve:
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """Maps the name of each x axis to the x values of the mean curve, averaged over seeds."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
-    """The lowest accuracy of any finished run. The range from `low` to `high` is not a confidence
-    interval."""
+    """The lowest accuracy of any finished run."""
     high: tuple[float, ...]
     seeds: Mapping[int, tuple[float | None, ...]]
     """Maps each seed to its accuracies at the steps of the mean curve. An accuracy is None if the
@@ -61,7 +58,6 @@ class Curve:
 
 
 def learning_curve(comparison: Comparison, arm: str) -> Curve:
-    """Return the learning curves of an arm's runs, and the mean of its finished runs."""
     runs = [run for run in comparison.runs_of(arm) if run.points]
     columns = _columns([run for run in runs if run.finished])
     values = [[point.value for point in column] for column in columns]
@@ -131,9 +127,7 @@ class TimeToAccuracy:
 
     accuracy: float
     reached: int
-    """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """The median cost over seeds, in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
@@ -146,11 +140,8 @@ class Cost:
     """
 
     seconds: float
-    """The median training time over seeds, without the first step and without evaluations."""
     cpu_seconds: float | None
-    """The median CPU time of a run's process over seeds, including evaluations."""
     memory_gib: float | None
-    """The largest peak memory of the arm's runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,16 +174,10 @@ class ArmResult:
     arm: str
     seeds: int
     missing: tuple[str, ...]
-    """One line for each planned run that did not finish."""
     initial: Estimate | None = None
     final: Estimate | None = None
-    """The final accuracy, averaged over seeds. The confidence interval covers the variation between
-    seeds and between prompts."""
     improvement: Estimate | None = None
-    """The final accuracy minus the initial accuracy."""
     best: Estimate | None = None
-    """The highest accuracy of each run, averaged over seeds. The average of the highest accuracies
-    is biased upwards, because the best evaluation is partly luck."""
     area: Estimate | None = None
     """The mean accuracy over training, from the start up to the largest budget that every run
     reached. The confidence interval covers the variation between seeds and between prompts."""
@@ -200,15 +185,10 @@ class ArmResult:
     collapsed: tuple[Collapse, ...] = ()
     by: Metric = "success"
     finals: tuple[float, ...] = ()
-    """The final accuracy (or mean reward) of each seed."""
     improvements: tuple[float, ...] = ()
-    """The change of accuracy (or mean reward) from the first to the last evaluation of each
-    seed."""
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
-    """The final accuracy minus the best accuracy of a policy that gives every prompt the same
-    answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
     """Maps `reward` to the mean reward of greedy completions, and `parts/NAME` to the mean of each
     reward component. `rewards` is empty if every reward is 1 for success and 0 for failure.
@@ -217,7 +197,6 @@ class ArmResult:
 
 
 def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
-    """Return the result of every arm."""
     arms = comparison.finished_runs()
     budget = comparison.budget
     levels = _levels([runs for runs in arms.values() if runs])
@@ -269,7 +248,6 @@ def _cost(runs: Sequence[RunResult]) -> Cost:
 
 
 def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
-    """Return one line for each planned run of the arm that did not finish."""
     by_seed = {run.seed: run for run in comparison.runs_of(arm)}
     lines = []
     for seed in sorted({*comparison.seeds, *by_seed}):
@@ -301,7 +279,6 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return the means of the reward and its components, over prompts scored in every run."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     scored = [
         (row, point.correct[prompt])
@@ -406,7 +383,6 @@ def _collapse(run: RunResult) -> Collapse | None:
 # Agreement of arms: how many held-out prompts all arms, only one arm or no arm solves.
 
 MOST_DIFFERENT = 12
-"""The length of the report's list of the prompts on which arms differ most."""
 
 Runs = Mapping[str, Sequence[RunResult]]
 
@@ -427,29 +403,17 @@ class Agreement:
     """
 
     runs: Mapping[str, int]
-    """Maps each arm to its number of finished runs. Arms without a finished run are left out."""
     num_prompts: int
     solved_by_all: int
     solved_by_none: int
     solved_by_some: int
-    """The number of prompts that more than one arm, but not every arm, solves."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
-    """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs
-    of the same arm. `disagreement_between_seeds` is None if no arm has two finished runs.
-    """
     disagreement_between_arms: float | None
-    """The fraction of prompts that exactly one of two runs solves, averaged over all pairs of runs
-    with the same seed and different arms.
-    """
     most_different: tuple[SolvedPrompt, ...]
 
 
 def prompt_agreement(comparison: Comparison) -> Agreement | None:
-    """Count the prompts that each arm solves in its last evaluation.
-
-    Return None if no run has finished.
-    """
     runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
     if not runs:
         return None
@@ -491,7 +455,6 @@ def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:
 
 
 def _most_different(prompts: Sequence[SolvedPrompt], runs: Runs) -> tuple[SolvedPrompt, ...]:
-    """Return the prompts whose success rates differ most between the arms."""
 
     def gap(prompt: SolvedPrompt) -> float:
         shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]

@@ -34,7 +34,6 @@ class Arm:
 
     name: str
     settings: tuple[str, ...] = ()
-    """The settings that the arm overrides, such as `optimizer.learning_rate=0`."""
     seed_offset: int = 0
     """A number added to every seed of this arm, so that the arm gets different prompts and
     completions than the other arms."""
@@ -58,7 +57,6 @@ class Point:
     tokens: int
     """The number of tokens that the run has sampled for training so far."""
     updates: int
-    """The number of optimizer steps so far."""
     seconds: float
     """The training time so far, without evaluations and without the first step, which includes
     compilation and other work that is done once."""
@@ -70,12 +68,10 @@ class Point:
     """Maps each prompt id to the reward and the reward components (`parts/NAME`) of its greedy
     completion. `rewards` omits prompts whose completion could not be scored."""
     distinct_answers: int | None = None
-    """The number of different final answers among the greedy completions."""
     by: Metric = "success"
 
     @property
     def accuracy(self) -> float:
-        """The fraction of prompts with a correct completion."""
         return sum(self.correct.values()) / len(self.correct)
 
     @property
@@ -91,7 +87,6 @@ class Point:
 
     @property
     def value(self) -> float:
-        """The mean of `values`: the accuracy, or the mean reward."""
         return sum(self.values) / len(self.correct)
 
 
@@ -103,7 +98,6 @@ class RunOutcome:
     """Digests of all inputs that determine the run's result and of the code, as `Job.key`."""
     state: State
     error: str = ""
-    """The reason why the run failed, in one line."""
     weights: str = ""
     """The digest of the final weights; equal digests mean that the weights are bit-identical."""
     memory_gib: float = 0.0
@@ -146,20 +140,17 @@ class Comparison:
     seeds: tuple[int, ...]
     budget: BudgetKind
     amount: int
-    """The budget of each run, in the unit that `budget` names."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
     """Possible problems that were found before training, in the format of `Finding.row()`."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
-    """The common configuration."""
     best_constant: float | None = None
     """The best accuracy of a policy that gives every held-out prompt the same answer, or None if
     unknown."""
 
     @property
     def by(self) -> Metric:
-        """The metric that compares the arms."""
         points = (point for run in self.runs for point in run.points)
         return next((point.by for point in points), "success")
 
@@ -168,7 +159,6 @@ class Comparison:
         return tuple(sorted((r for r in self.runs if r.arm == arm), key=lambda run: run.seed))
 
     def finished_runs(self) -> dict[str, tuple[RunResult, ...]]:
-        """Return the finished runs of each arm, ordered by seed."""
         return {
             arm.name: tuple(run for run in self.runs_of(arm.name) if run.finished)
             for arm in self.arms
@@ -176,12 +166,7 @@ class Comparison:
 
 
 def compared_by(runs: Iterable[RunResult]) -> Metric:
-    """Choose the metric that compares the arms of a comparison.
-
-    Some reward functions only give grades and never mark a completion as correct. If no completion
-    is correct, arms are compared by mean reward, unless all rewards are equal or an evaluation has
-    no rewards.
-    """
+    """Choose the metric that compares the arms of a comparison."""
     points = [point for run in runs for point in run.points]
     if any(any(point.correct.values()) for point in points):
         return "success"
@@ -191,7 +176,6 @@ def compared_by(runs: Iterable[RunResult]) -> Metric:
 
 
 def with_metric(run: RunResult, by: Metric) -> RunResult:
-    """Return a copy of the run in which every evaluation uses the metric `by`."""
     return replace(run, points=tuple(replace(point, by=by) for point in run.points))
 
 
@@ -209,7 +193,6 @@ class Design:
     given: Mapping[str, Any]
     """The common settings as the user gave them, from which the arms are built."""
     common: Mapping[str, Any]
-    """The common settings with all defaults filled in."""
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     budget: BudgetKind
@@ -225,17 +208,14 @@ OUTCOME: Shape = TypeAdapter(RunOutcome)
 
 
 def run_path(folder: Path, arm: str, seed: int) -> Path:
-    """Return the run folder for an arm and a seed."""
     return folder / "runs" / arm / f"seed-{seed}"
 
 
 def log_path(run: Path) -> Path:
-    """Return the log file with the output of a run's process."""
     return run.with_name(f"{run.name}.log")
 
 
 def write_outcome(run: Path, outcome: RunOutcome) -> None:
-    """Write outcome.json."""
     write_text(run / OUTCOME_FILE, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
@@ -254,7 +234,6 @@ def read_outcome(run: Path) -> RunOutcome | None:
 
 
 def write_design(folder: Path, design: Design) -> None:
-    """Write comparison.toml."""
     lines = [
         f"command = {toml_value(design.command)}",
         f"seeds = {toml_value(design.seeds)}",
@@ -331,7 +310,6 @@ def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read a comparison's design, runs and evaluations from its folder."""
     design = read_design(folder)
     environment = folder / "environment.json"
     shared = ("command", "arms", "seeds", "budget", "amount", "findings")
@@ -348,7 +326,6 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
-    """Return the recorded best accuracy of a policy that gives every prompt the same answer."""
     for run in runs:
         for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
             value = row.get("best_constant")
@@ -357,10 +334,6 @@ def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
 
 
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
-    """Read the outcome and evaluations of one run.
-
-    A run that has not started has no evaluations.
-    """
     path = run_path(folder, arm, seed)
     ended = read_outcome(path) or RunOutcome(key="", state="unfinished")
     run, where = RunFolder(path), str(path.relative_to(folder))

@@ -36,14 +36,11 @@ class CheckpointResult:
 
     seed: int
     difference: float
-    """The first arm's mean minus the second arm's mean."""
     gained: int
     """The number of prompts that only the first arm's checkpoint solves."""
     lost: int
     p_value: float
-    """The p-value of McNemar's exact test or, for rewards, of the sign test."""
     p_holm: float
-    """The p-value after Holm's correction over all pairs and seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +52,7 @@ class PairResult:
     seeds: tuple[int, ...]
     missing: tuple[str, ...]
     differences: tuple[float, ...]
-    """For each seed, the first arm's final accuracy minus the second arm's final accuracy (or the
-    difference of their mean rewards)."""
     mean: float | None
-    """The mean of `differences`, or None if no seed has finished in both arms."""
     difference: Estimate | None
     """The mean difference with its interval over seeds. The intervals of all pairs contain their
     true differences together with 95 % confidence, so an interval excludes 0 if and only if
@@ -66,34 +60,18 @@ class PairResult:
     have equal final weights in every seed.
     """
     difference_new_prompts: Estimate | None
-    """The mean difference, with an interval that covers the choice of seeds and of prompts, for all
-    pairs together."""
     p_value: float | None
-    """The two-sided p-value of the test over seeds, before the correction for several pairs."""
     p_corrected: float | None
-    """`p_value` times the number of tested pairs (Bonferroni)."""
     p_student: float | None
-    """The p-value of the paired t-test alone, before the correction. It does not consider runs that
-    end very differently from all seeds."""
     p_sign: float | None
-    """The p-value of the exact sign test over seeds, before the correction."""
     cancelling_share: float | None
-    """The share of runs, unlike all seeds, that would make the means equal if these runs of one
-    arm ended at the lowest or the highest possible value."""
     decision: Decision
     better: str | None
-    """The name of the significantly better arm, or None if neither arm is significantly better."""
     seeds_needed: int | None
-    """The number of seeds needed to detect the observed difference with 80 % power. `seeds_needed`
-    is None if `decision` is not "cannot tell", or if more than MOST_SEEDS seeds would be needed."""
     detectable: float | None
-    """A difference that this number of seeds detects with at least 80 % power; the statement holds
-    with a probability of 90 %."""
     checkpoints: tuple[CheckpointResult, ...]
     summary: str = ""
-    """A sentence that names the better algorithm, written by conclusion.py."""
     checkpoint_summary: str = ""
-    """A sentence that names the better checkpoint for each seed, written by conclusion.py."""
     by: Metric = "success"
 
 
@@ -108,7 +86,6 @@ class _Pair:
     """The success or reward of the first arm's completions, with the shape [seeds, prompts]."""
     b: Array
     same: bool
-    """Whether the final weights of the two arms are equal in every seed."""
     by: Metric
 
     @property
@@ -122,28 +99,20 @@ class _Pair:
 
     @property
     def bounds(self) -> Bounds:
-        """The lowest and the highest possible value: 0 and 1 for success."""
         return (0.0, 1.0) if self.by == "success" else likely_bounds([self.a, self.b])
 
     @property
     def means(self) -> tuple[Array, Array]:
-        """The mean values of both arms for each seed."""
         return self.a.mean(axis=1), self.b.mean(axis=1)
 
     @property
     def tested(self) -> bool:
-        """Whether the pair has enough seeds for a test, and different final weights."""
         return len(self.seeds) >= FEW_SEEDS and not self.same
 
 
 def pair_results(
     runs: Mapping[str, Sequence[RunResult]], missing: Mapping[str, tuple[str, ...]]
 ) -> tuple[PairResult, ...]:
-    """Compare every pair of arms.
-
-    `runs` maps each arm to its finished runs. `missing` maps each arm to one line per unfinished
-    run.
-    """
     pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
     level = LEVEL / max(1, sum(pair.tested for pair in pairs))
     return tuple(
@@ -167,7 +136,6 @@ def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _
 def _result(
     pair: _Pair, level: float, missing: tuple[str, ...], checkpoints: tuple[CheckpointResult, ...]
 ) -> PairResult:
-    """Build the result of a pair. `level` is the level of its test, corrected for several pairs."""
     differences = pair.differences if pair.seeds else np.zeros(0)
     result = PairResult(
         first=pair.first,
@@ -221,7 +189,6 @@ def _result(
 
 
 def _decide(pair: _Pair) -> Decision:
-    """Return what is known of a pair before the test over seeds."""
     if not pair.seeds:
         return "nothing to compare"
     if pair.same:
@@ -234,7 +201,6 @@ def _decide(pair: _Pair) -> Decision:
 
 
 def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
-    """Compare the final checkpoints of every pair and seed, and correct all p-values together."""
     found = [
         [
             paired_difference(a.tolist(), b.tolist(), span=1.0 if pair.by == "success" else None)
@@ -271,15 +237,12 @@ class Conclusion:
 
     headline: str
     cautions: tuple[str, ...]
-    """Reasons to trust the headline less, such as missing runs, few seeds or collapses."""
     complete: bool
-    """Whether all planned runs have finished."""
     arms: tuple[ArmResult, ...]
     pairs: tuple[PairResult, ...]
 
     @property
     def by(self) -> Metric:
-        """The metric that compares the arms."""
         return next((arm.by for arm in self.arms if arm.seeds), "success")
 
 
@@ -322,7 +285,6 @@ def _check_same_prompts(runs: Iterable[RunResult]) -> None:
 
 
 def _ended_early(comparison: Comparison, runs: Mapping[str, Sequence[RunResult]]) -> Iterator[str]:
-    """Yield a caution if runs ended before their budget, for example by train.stop_on."""
     used = AXES[comparison.budget][1]
     early = [
         f"{run.arm} seed {run.seed} at {used(run.points[-1]):,} {comparison.budget}"
@@ -369,7 +331,6 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that names the better algorithm, or says why none is known to be better."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -412,7 +373,6 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
 
 
 def _untested(few: Sequence[PairResult]) -> str:
-    """Return a sentence that names the pairs that share too few seeds for a test."""
     names = _listed([f"{pair.first} - {pair.second}" for pair in few])
     return f" Not tested, with fewer than {FEW_SEEDS} seeds in common: {names}." if few else ""
 
@@ -442,7 +402,6 @@ def _loser(pair: PairResult) -> str:
 
 
 def _pair_summary(pair: PairResult, tested: int) -> str:
-    """Return a sentence that names the better algorithm of a pair, or says that none is better."""
     both = f"{pair.first} and {pair.second}"
     seeds = count(len(pair.seeds), "seed")
     match pair.decision:
@@ -498,7 +457,6 @@ def _leads(pair: PairResult, tested: int) -> bool:
 
 
 def _leading(pair: PairResult, tested: int) -> str:
-    """Say what would make the means of a pair equal, although its seeds agree."""
     assert pair.cancelling_share is not None
     first, second = pair.first, pair.second
     if (pair.mean or 0.0) < 0:
@@ -517,7 +475,6 @@ def _leading(pair: PairResult, tested: int) -> str:
 
 
 def _evidence(pair: PairResult, tested: int) -> str:
-    """Return the difference in the direction that the sentence names, its interval and its p."""
     difference = pair.difference
     assert difference is not None
     assert pair.p_corrected is not None
@@ -535,7 +492,6 @@ def _evidence(pair: PairResult, tested: int) -> str:
 
 
 def _undecided(pair: PairResult) -> str:
-    """Return how many seeds the observed difference needs, and what these seeds can detect."""
     assert pair.detectable is not None
     seeds = len(pair.seeds)
     if pair.seeds_needed is None:
@@ -554,7 +510,6 @@ def _undecided(pair: PairResult) -> str:
 
 
 def _checkpoint_summary(pair: PairResult) -> str:
-    """Return a sentence that names the better final checkpoint for each seed."""
     if not pair.checkpoints:
         return ""
     sides: dict[str, list[str]] = {pair.first: [], pair.second: [], "": []}
@@ -578,7 +533,6 @@ def _checkpoint_summary(pair: PairResult) -> str:
 def _cautions(
     arms: Sequence[ArmResult], pairs: Sequence[PairResult], as_if_untrained: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the reasons to trust the headline less, as sentences."""
     found = []
     missing = [line for arm in arms for line in arm.missing]
     if missing:
@@ -614,7 +568,6 @@ def _cautions(
 
 
 def _at_constant(arm: ArmResult) -> str:
-    """Return a caution if an arm improved, but does not clearly beat one constant answer."""
     above, answers = arm.above_constant, arm.distinct_answers
     if above is None or arm.final is None or arm.improvement is None:
         return ""
@@ -642,16 +595,10 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Turn the estimate of `A - B` into the estimate of `B - A`."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 arm` or `2 arms`.
-
-    >>> count(1, "arm"), count(2, "arm")
-    ('1 arm', '2 arms')
-    """
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -46,7 +46,6 @@ class Request:
     """A configuration file or a recipe; empty for the default settings."""
     overrides: tuple[str, ...] = ()
     smoke: bool = False
-    """Whether to shrink the common configuration to a short test, as `--smoke` does."""
     algorithms: tuple[str, ...] = ()
     arms: tuple[Arm, ...] = ()
     seeds: int = 3
@@ -56,7 +55,6 @@ class Request:
     """The number of threads of each run, or 0 for a number that suits this machine."""
 
     def command(self) -> str:
-        """Return the `covey compare` command line that requests this comparison."""
         words = ["covey", "compare", *([self.source] if self.source else [])]
         words += ["--algorithms", ",".join(self.algorithms)] if self.algorithms else []
         for arm in self.arms:
@@ -92,7 +90,6 @@ def parse_arm(text: str) -> Arm:
 
 
 def design_comparison(request: Request) -> Design:
-    """Build the design of a requested comparison. Raise an error if the arms are not comparable."""
     if request.smoke:
         given, _ = smoke_settings(request.source, request.overrides)
     else:
@@ -125,7 +122,6 @@ def design_comparison(request: Request) -> Design:
 def _with_budget(
     given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
 ) -> tuple[dict[str, Any], int]:
-    """Return the settings of a request with its budget filled in, and the size of the budget."""
     if budget == "steps":
         amount = common.train.steps if amount is None else amount
         kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
@@ -141,7 +137,6 @@ def _with_budget(
 
 
 def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm] = ()) -> Design:
-    """Add an arm to the design for each algorithm, and then the user's arms."""
     found = {arm.name: arm for arm in design.arms}
     for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
         declared = _declared(design, arm)
@@ -158,7 +153,6 @@ def with_seeds(design: Design, count: int) -> Design:
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return the arm for an algorithm, with all user options that the algorithm supports."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
@@ -206,14 +200,12 @@ def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
 
 
 def config_of(design: Design, arm: Arm, seed: int | None = None) -> Config:
-    """Return the full configuration of an arm for one of the comparison's seeds."""
     config = resolve(parse_config(overridden(design.given, arm.settings)))
     first = config.seed if seed is None else seed
     return config.model_copy(update={"seed": first + arm.seed_offset})
 
 
 def arm_configs(design: Design) -> dict[str, Config]:
-    """Map the name of every arm to its full configuration for the first seed."""
     return {arm.name: config_of(design, arm, min(design.seeds)) for arm in design.arms}
 
 
@@ -248,7 +240,6 @@ def _declared(design: Design, arm: Arm) -> Arm:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested settings into a dict from dotted names to values."""
     found: dict[str, Any] = {}
     for section, values in settings.items():
         if isinstance(values, Mapping):
@@ -281,7 +272,6 @@ HOSTING = ("environment.workers", "environment.timeout", "environment.gigabytes"
 
 
 def check_prompts(configs: Mapping[str, Config]) -> None:
-    """Raise an error if held-out prompts are also training prompts, or differ between arms."""
     first, expected = next(iter(configs)), ""
     seen: list[dict[str, object]] = []
     for name, config in configs.items():
@@ -307,7 +297,6 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
 
 
 def task_digest(task: Task) -> str:
-    """Return two SHA-256 digests: of a task's training prompts and of its held-out prompts."""
     return " ".join(prompts_digest(prompts) for prompts in (task.train(), task.held_out()))
 
 
@@ -322,7 +311,6 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 
 def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
-    """Return the possible problems known before training, each with the names of its arms."""
     from covey.lab.plan.findings import coincidences, findings
 
     rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -336,7 +324,6 @@ def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row
 
 
 def _differing_arms(design: Design) -> Iterator[Row]:
-    """Yield a finding for each condition, such as the reward, that differs between the arms."""
     arms = design.arms if len(design.arms) > 1 else ()
     common = design.common
     reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
@@ -357,12 +344,10 @@ def _differing_arms(design: Design) -> Iterator[Row]:
 
 
 def _affects_evaluations(key: str) -> bool:
-    """Return whether a setting affects how the policy generates the held-out completions."""
     return key in GENERATION or (key.startswith("environment.") and key not in HOSTING)
 
 
 def _kept_options(design: Design) -> Iterator[Row]:
-    """Yield a finding for each arm that takes options from a recipe for another algorithm."""
     recipe = design.common["objective"]["name"]
     for arm in design.arms:
         if not (kept := kept_options(design, arm)):
@@ -379,7 +364,6 @@ def _kept_options(design: Design) -> Iterator[Row]:
 
 
 def _finding(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> Iterator[Row]:
-    """Yield a finding about the given arms. Yield nothing if there are no arms."""
     if names := ", ".join(arm.name for arm in arms):
         yield {
             "title": title, "why": why, "remedy": remedy, "docs": "docs/compare.md", "arms": names,
@@ -390,7 +374,6 @@ def _finding(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> Itera
 
 
 PARENT = Path("comparisons")
-"""The default parent folder of comparisons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,14 +458,12 @@ def checked(prepared: Prepared) -> Prepared:
 
 
 def parallel_runs(design: Design) -> int:
-    """Return how many runs this machine can train at the same time."""
     if _on_gpu([parse_config(design.common)]):
         return 1
     return max(1, (os.cpu_count() or 1) // design.threads)
 
 
 def _threads(configs: dict[str, Config], runs: int) -> int:
-    """Return the number of threads of each run. On a CPU, the runs share the cores equally."""
     import torch
 
     if _on_gpu(configs.values()):

@@ -92,15 +92,10 @@ class Job:
 
     @property
     def path(self) -> Path:
-        """The run folder."""
         return Path(self.folder)
 
 
 def make_jobs(folder: Path, design: Design) -> list[Job]:
-    """Return one job for each arm and seed.
-
-    Jobs are ordered by seed, so that all arms make progress together.
-    """
     weights: dict[str, str] = {}
     data: dict[str, str] = {}
     common = parse_config(design.common)
@@ -133,7 +128,6 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
 
 
 def _starting_weights(config: Config) -> str:
-    """Return the digest of a model's initial weights, without an adapter."""
     model = config.model.model_copy(update={"device": "cpu"})
     alone = config.model_copy(update={"model": model, "adapter": Adapter()})
     return fingerprint(load_model(alone)).weights
@@ -145,12 +139,7 @@ def _start(config: Config, weights: str) -> str:
 
 
 def inputs_digest(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
-    """Return a digest of all inputs that determine a run's result.
-
-    The inputs are the configuration, the initial weights, the number of threads, and the contents
-    of data and reward functions. The digest includes the contents of files, because users may edit
-    the files.
-    """
+    """Return a digest of all inputs that determine a run's result."""
     scoring = [
         [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
     ]
@@ -192,7 +181,6 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
 
 
 def _difference(key: str | None, job: Job) -> str:
-    """Return what distinguishes the run with another key from a job."""
     inputs, _, code = (key or "").partition("-")
     if inputs == job.key.partition("-")[0]:
         return "other code of Covey, or other versions of torch or transformers"
@@ -237,19 +225,16 @@ class Running:
 
     jobs: Sequence[Job]
     status: dict[str, Status] = field(default_factory=dict)
-    """Maps each job's run folder to the job's status."""
     stopping: bool = False
 
     def __post_init__(self) -> None:
         self.status = {job.folder: "waiting" for job in self.jobs}
 
     def having(self, status: Status) -> list[Job]:
-        """Return the jobs that have the given status."""
         return [job for job in self.jobs if self.status[job.folder] == status]
 
 
 Watch = Callable[[Running], None]
-"""A function that receives the status of all jobs several times a second."""
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:
@@ -310,10 +295,6 @@ def start(job: Job) -> subprocess.Popen[bytes]:
 
 
 def _ended(job: Job, process: subprocess.Popen[bytes], stopping: bool) -> Status:
-    """Return the final status of a run.
-
-    If the run's process died, write outcome.json for the run.
-    """
     assert process.stdin is not None
     process.stdin.close()
     outcome = read_outcome(job.path)
@@ -379,7 +360,6 @@ class Progress:
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, running: Running) -> None:
-        """Update the live table every half second or, without a table, print lines about runs."""
         elapsed = time.monotonic() - self.last
         if self.live is not None:
             ended = not running.having("running") and not running.having("waiting")
@@ -420,7 +400,6 @@ class Progress:
 
 
 def show_design(prepared: Prepared, console: Screen) -> None:
-    """Print a comparison's arms, the settings in which they differ, and warnings."""
     design = prepared.design
     runs = len(design.arms) * len(design.seeds)
     seeds = ", ".join(str(seed) for seed in design.seeds)
@@ -465,7 +444,6 @@ def run_comparison(prepared: Prepared, parallel: int | None, console: Screen) ->
 
 @contextmanager
 def _progress(design: Design, console: Screen) -> Iterator[Watch]:
-    """Yield the progress display: a live table in a terminal, and plain lines elsewhere."""
     progress = Progress(console=console, budget=design.budget, amount=design.amount)
     if console.quiet or not console.is_terminal:
         yield progress
@@ -499,20 +477,16 @@ class LogTracker(Tracker):
     """Prints the evaluations and notes of a run to its log."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Print the number of finished steps, and the number of completions per step."""
         self.note(f"after step {done} of {steps}, {rollouts} completions per step")
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Print the accuracy of an evaluation."""
         self.note(f"step {step}: {evaluation.estimates['greedy'].value:.1%}")
 
     def note(self, text: str) -> None:
-        """Print a line."""
         print(printable(text), flush=True)
 
 
 def main() -> None:
-    """Read a job from standard input, and train its run."""
     job = Job(**json.loads(sys.stdin.buffer.readline()))
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:

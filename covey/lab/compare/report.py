@@ -63,10 +63,8 @@ If a chart has several metrics, the chart shows the first metric that the run lo
 defined in docs/metrics.md.
 """
 HEALTH_POINTS = 200
-"""The largest number of points in a chart. In a run with more than HEALTH_POINTS steps, each point
-is the mean of several steps."""
+"""The largest number of points in a chart."""
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
-"""The number of example prompts of each kind in the report."""
 
 COMPLETION = MappingProxyType(
     {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
@@ -83,7 +81,6 @@ class Example:
     prompt: str
     target: str
     completions: Mapping[str, Mapping[str, Any]]
-    """Maps each arm to its completion, as a dict of `text`, `correct`, `tokens` and `finish`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +94,12 @@ class ReportContents:
     """The numbers of prompts that all arms, some arms or no arm solves. `agreement` is None if no
     run has finished, or if arms are compared by reward."""
     texts: Mapping[str, tuple[str, str]]
-    """Maps each prompt id to the prompt's text and its target; empty if no run saved
-    completions."""
     example_seed: int | None
-    """The seed of the runs whose completions are shown as examples."""
     examples: tuple[Example, ...]
     health: Mapping[str, tuple[Trend, ...]]
-    """Maps each chart of the report to one curve for each arm."""
 
 
 def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
-    """Collect the contents of a report. `folder` is the comparison's folder."""
     seed = _common_seed(comparison)
     rows = {}
     for arm in comparison.arms:
@@ -201,7 +193,6 @@ def trends(
 
 
 def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) -> Trend:
-    """Return the mean of a metric over an arm's runs, at each step that has the metric."""
     values: dict[int, list[float]] = {}
     for log in logs:
         for row in log:
@@ -225,12 +216,10 @@ redefined."""
 COLOURS = 8
 """The number of arm colors in the style sheet; further arms reuse the colors with dashed lines."""
 LONGEST_COMPLETION = 3000
-"""The maximum number of characters of a completion in the HTML report."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[report]'."
 
 
 def write_reports(folder: Path, comparison: Comparison) -> None:
-    """Write report.html, report.md and report.json into the comparison's folder."""
     contents = report_contents(folder, comparison)
     write_text(folder / "report.html", page(contents))
     write_text(folder / "report.md", markdown(contents))
@@ -238,14 +227,12 @@ def write_reports(folder: Path, comparison: Comparison) -> None:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """Return JSON text with one line for each top-level field, so that a field is easy to find."""
     dump = partial(json.dumps, allow_nan=False, default=str)
     lines = [f"{dump(name)}: {dump(finite(value))}" for name, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def report_data(contents: ReportContents) -> dict[str, Any]:
-    """Return the contents of report.json as a dict."""
     comparison, texts = contents.comparison, contents.texts
     evaluated = (run.points[0].correct for run in comparison.runs if run.points)
     return {
@@ -299,7 +286,6 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def terminal_report(comparison: Comparison) -> RenderableType:
-    """Return the report for a terminal: headline, tables, cautions, summaries and findings."""
     found = conclude(comparison)
     lines = [
         _text(found.headline, style="bold"),
@@ -324,7 +310,6 @@ def _table(made: TextTable) -> Table:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Return text without control characters and rich markup, for a terminal."""
     return Text(printable(text), style=style)
 
 
@@ -332,7 +317,6 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def page(contents: ReportContents) -> str:
-    """Return the HTML report, from the template comparison.html."""
     comparison, library = contents.comparison, _plotly_source()
     chart_data = {  # what comparison.js draws
         "arms": [arm.name for arm in comparison.arms],
@@ -365,10 +349,6 @@ def page(contents: ReportContents) -> str:
 
 
 def markdown(contents: ReportContents) -> str:
-    """Return the Markdown report, from the template comparison.md.
-
-    The Markdown report can be posted as a comment on GitHub.
-    """
     return _rendered("comparison.md", contents, fenced=fenced)
 
 
@@ -386,10 +366,6 @@ def _rendered(name: str, contents: ReportContents, **values: Any) -> str:
 
 
 def _plotly_source() -> str | None:
-    """Return the script of plotly, or None if plotly is not installed.
-
-    Without plotly, the report has no charts.
-    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -46,7 +46,6 @@ CHECKPOINT_NOTE = (
 
 
 def result_table(found: Conclusion) -> TextTable:
-    """Return a table with the initial and the final accuracy (or mean reward) of each arm."""
     constant = any(arm.above_constant is not None for arm in found.arms)
     distinct = any(arm.distinct_answers is not None for arm in found.arms)
     more = [*["above constant"] * constant, *["answers"] * distinct]
@@ -75,17 +74,12 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 
 
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the confidence interval of an improvement.
-
-    With two seeds, return the improvement of each seed instead of an interval.
-    """
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
     return _interval(change, arm.by)
 
 
 def reward_table(found: Conclusion) -> TextTable:
-    """Return a table with the mean reward of each arm, and the means of its reward components."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],
@@ -106,7 +100,6 @@ def reward_table(found: Conclusion) -> TextTable:
 
 
 def training_table(found: Conclusion) -> TextTable:
-    """Return a table with the best accuracy, mean accuracy and collapsed seeds of each arm."""
     return TextTable(
         title="Over training",
         head=["arm", "final, 95 % interval", "best", "mean over training", "collapsed"],
@@ -133,7 +126,6 @@ def _final_interval(arm: ArmResult) -> str:
 
 
 def speed_table(found: Conclusion) -> TextTable:
-    """Return a table of the time that each arm takes to reach certain accuracies."""
     timed = next((arm.time_to_accuracy for arm in found.arms if arm.time_to_accuracy), ())
     levels = [each.accuracy for each in timed]
     rows = []
@@ -155,12 +147,10 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summaries of all pairs of arms, without the summary that the headline repeats."""
     return [pair.summary for pair in found.pairs if not found.headline.startswith(pair.summary)]
 
 
 def pair_table(found: Conclusion) -> TextTable:
-    """Return a table with a row for each pair of arms."""
     return TextTable(
         title="Pairs of arms",
         head=["first - second", "difference", "95 % interval", "p", "seeds", "needed"],
@@ -198,7 +188,6 @@ def _needed(pair: PairResult) -> str:
 
 
 def checkpoint_table(found: Conclusion) -> TextTable:
-    """Return a table that compares the final checkpoints of each pair of arms, for each seed."""
     return TextTable(
         title="Checkpoints of each seed",
         head=["first, second", "seed", "difference", "only 1st", "only 2nd", "p"],
@@ -219,7 +208,6 @@ def checkpoint_table(found: Conclusion) -> TextTable:
 
 
 def differences_table(comparison: Comparison) -> TextTable:
-    """Return a table of the settings in which each arm differs from the common configuration."""
     rows = []
     for arm in comparison.arms:
         rows += [
@@ -235,13 +223,11 @@ def differences_table(comparison: Comparison) -> TextTable:
 
 
 def finding_title(row: Mapping[str, str]) -> str:
-    """Return the title of a finding, followed by the names of its arms."""
     arms = f" ({row['arms']})" if row.get("arms") else ""
     return f"{row.get('title', '')}{arms}"
 
 
 def runs_table(comparison: Comparison) -> TextTable:
-    """Return a table of all runs, with the error of each failed run."""
     return TextTable(
         title="Runs",
         head=["arm", "seed", "state", "steps", "tokens", "seconds", "weights", "error"],
@@ -260,7 +246,6 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return a table with the numbers of prompts that all arms, no arm or one arm solves."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -278,7 +263,6 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Return a sentence about how often two arms, or two seeds of one arm, disagree on a prompt."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (
@@ -291,7 +275,6 @@ def _disagreement(found: Agreement) -> str:
 
 
 def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> TextTable:
-    """Return a table of the prompts on which arms differ most, with their texts if known."""
     return TextTable(
         title="Prompts on which arms differ most",
         head=["prompt", "target", *found.runs],
@@ -307,7 +290,6 @@ def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> T
 
 
 def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
-    """Return a table with the values of a learning curve."""
     return TextTable(
         title=curve.arm,
         head=[*AXES, "mean", "lowest", "highest", *(f"seed {seed}" for seed in curve.seeds)],
@@ -326,7 +308,6 @@ def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
 
 
 def health_table(health: Mapping[str, Sequence[Trend]]) -> TextTable:
-    """Return a table with the first and the last value of each training metric."""
     return TextTable(
         title="First and last of each metric",
         head=["metric", "arm", "first", "last"],
@@ -352,7 +333,6 @@ def _interval(estimate: Estimate, by: Metric) -> str:
 
 
 def shown_level(estimate: Estimate | None, arm: ArmResult) -> str:
-    """Format an arm's accuracy, or its mean reward."""
     return EMPTY if estimate is None else value_text(arm.by, estimate.value)
 
 
@@ -366,7 +346,6 @@ COST_NOTE = (
 
 
 def cost_table(found: Conclusion) -> TextTable:
-    """Return a table with the training time, memory and final accuracy of each arm."""
     costs = [(arm, arm.cost) for arm in found.arms if arm.cost is not None]
     return TextTable(
         title="Cost of a run",

@@ -44,7 +44,6 @@ class Trend:
 
 
 def page_file(name: str) -> str:
-    """Return the text of a template, style sheet or script in this folder."""
     return files("covey.lab.page").joinpath(name).read_text("utf-8")
 
 
@@ -66,7 +65,6 @@ def _environment(*, markdown: bool) -> Environment:
 
 
 def visible(value: object) -> object:
-    """Make control characters visible in all text, except in trusted markup."""
     return value if isinstance(value, Markup) else printable(str(value))
 
 
@@ -92,17 +90,12 @@ def literal(value: object) -> Markup:
 
 
 def fenced(text: str) -> Markup:
-    """Return text as a Markdown code block.
-
-    The fence of the code block is longer than any fence in the text.
-    """
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return Markup(f"{fence}\n{printable(text.rstrip())}\n{fence}")
 
 
 def style_sheet() -> Markup:
-    """Return the style sheet of all reports."""
     return Markup(page_file("report.css"))
 
 
