@@ -61,6 +61,11 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
     runs = [run for run in comparison.runs_of(arm) if run.points]
     columns = _columns([run for run in runs if run.finished])
     values = [[point.value for point in column] for column in columns]
+    seeds = {}
+    for run in runs if columns else ():
+        by_step = {point.step: point.value for point in run.points}
+        earlier = (by_step.get(column[0].step) for column in columns[:-1])
+        seeds[run.seed] = (*earlier, run.points[-1].value if run.finished else None)
     return Curve(
         arm=arm,
         lines=tuple(
@@ -79,15 +84,8 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
         mean=tuple(_mean(column) for column in values),
         low=tuple(min(column) for column in values),
         high=tuple(max(column) for column in values),
-        seeds={run.seed: _at(run, columns) for run in runs if columns},
+        seeds=seeds,
     )
-
-
-def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
-    """Return a run's accuracy at each step of the mean curve, with the final accuracy last."""
-    by_step = {point.step: point.value for point in run.points}
-    earlier = (by_step.get(column[0].step) for column in columns[:-1])
-    return (*earlier, run.points[-1].value if run.finished else None)
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
@@ -213,6 +211,10 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
         best = _by_prompt([max(run.points, key=lambda point: point.value) for run in runs])
         areas = [statistics.area(_axis(run, budget), _by_prompt(run.points).T, end) for run in runs]
         collapses = (_collapse(run) for run in runs)
+        answers = [n for run in runs if (n := run.points[-1].distinct_answers) is not None]
+        constant = comparison.best_constant if by == "success" else None
+        cpu = [run.cpu_seconds for run in runs if run.cpu_seconds]
+        memory = [run.memory_gib for run in runs if run.memory_gib]
         results.append(
             ArmResult(
                 arm=arm,
@@ -227,24 +229,18 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
                 by=by,
                 finals=tuple(last.mean(axis=1).tolist()),
                 improvements=tuple((last - first).mean(axis=1).tolist()),
-                distinct_answers=_distinct_answers(runs),
-                above_constant=_above_constant(comparison, last, by),
+                distinct_answers=sum(answers) / len(answers) if answers else None,
+                above_constant=None if constant is None else float(last.mean()) - constant,
                 rewards=_rewards(runs),
                 collapsed=tuple(each for each in collapses if each is not None),
-                cost=_cost(runs),
+                cost=Cost(
+                    seconds=float(np.median([run.points[-1].seconds for run in runs])),
+                    cpu_seconds=float(np.median(cpu)) if cpu else None,
+                    memory_gib=max(memory, default=None),
+                ),
             )
         )
     return tuple(results)
-
-
-def _cost(runs: Sequence[RunResult]) -> Cost:
-    cpu = [run.cpu_seconds for run in runs if run.cpu_seconds]
-    memory = [run.memory_gib for run in runs if run.memory_gib]
-    return Cost(
-        seconds=float(np.median([run.points[-1].seconds for run in runs])),
-        cpu_seconds=float(np.median(cpu)) if cpu else None,
-        memory_gib=max(memory) if memory else None,
-    )
 
 
 def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
@@ -307,17 +303,6 @@ def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
                 improvement=statistics.change(last - first, _span(first, last)),
             )
     return found
-
-
-def _above_constant(comparison: Comparison, last: Array, by: Metric) -> float | None:
-    constant = comparison.best_constant
-    return None if constant is None or by != "success" else float(last.mean()) - constant
-
-
-def _distinct_answers(runs: Sequence[RunResult]) -> float | None:
-    counts = [run.points[-1].distinct_answers for run in runs]
-    known = [count for count in counts if count is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _axis(run: RunResult, name: str) -> list[float]:
@@ -384,8 +369,6 @@ def _collapse(run: RunResult) -> Collapse | None:
 
 MOST_DIFFERENT = 12
 
-Runs = Mapping[str, Sequence[RunResult]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedPrompt:
@@ -426,6 +409,11 @@ def prompt_agreement(comparison: Comparison) -> Agreement | None:
     alone = [next(iter(arms)) for arms in solvers if len(arms) == 1 < len(runs)]
     by_all = sum(len(arms) == len(runs) for arms in solvers)
     by_none = sum(not arms for arms in solvers)
+
+    def gap(prompt: SolvedPrompt) -> float:
+        shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]
+        return max(shares) - min(shares)
+
     return Agreement(
         runs={arm: len(mine) for arm, mine in runs.items()},
         num_prompts=len(prompts),
@@ -442,7 +430,12 @@ def prompt_agreement(comparison: Comparison) -> Agreement | None:
             for a, b in itertools.product(one, other)
             if a.seed == b.seed
         ),
-        most_different=_most_different(prompts, runs),
+        # The sort is stable, so ties keep the order of the task.
+        most_different=tuple(
+            prompt
+            for prompt in sorted(prompts, key=gap, reverse=True)[:MOST_DIFFERENT]
+            if gap(prompt) > 0
+        ),
     )
 
 
@@ -452,13 +445,3 @@ def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:
         a, b = one.points[-1].correct, other.points[-1].correct
         shares.append(sum(a[name] != b[name] for name in a) / len(a))
     return sum(shares) / len(shares) if shares else None
-
-
-def _most_different(prompts: Sequence[SolvedPrompt], runs: Runs) -> tuple[SolvedPrompt, ...]:
-
-    def gap(prompt: SolvedPrompt) -> float:
-        shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]
-        return max(shares) - min(shares)
-
-    ordered = sorted(prompts, key=gap, reverse=True)  # stable: ties keep the order of the task
-    return tuple(prompt for prompt in ordered[:MOST_DIFFERENT] if gap(prompt) > 0)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from covey.config import parse_config, to_toml, toml_lines, toml_value
-from covey.config.other_names import check_names, new_setting, translated
 from covey.errors import RunError
 from covey.notices import notice
 from covey.records.files import write_text
@@ -131,18 +130,31 @@ class RunResult(RunOutcome):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The arms, runs and evaluations of a comparison, from which Covey writes the report."""
+class Design:
+    """The settings, arms, seeds and budget of a comparison, as comparison.toml stores them."""
 
-    name: str
     command: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The common settings as the user gave them, from which the arms are built."""
+    common: Mapping[str, Any] = field(default_factory=dict)
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     budget: BudgetKind
     amount: int
-    runs: tuple[RunResult, ...]
+    """The budget of each run, in the unit that `budget` names."""
+    threads: int = 0
+    """The number of threads of each run. It never changes within a comparison, because it affects
+    the rounding of sums on a CPU."""
     findings: tuple[Mapping[str, str], ...] = ()
     """Possible problems that were found before training, in the format of `Finding.row()`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(Design):
+    """A design with its runs and their evaluations, from which Covey writes the report."""
+
+    name: str
+    runs: tuple[RunResult, ...]
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     best_constant: float | None = None
@@ -183,25 +195,6 @@ def with_metric(run: RunResult, by: Metric) -> RunResult:
 
 
 DESIGN_FILE, OUTCOME_FILE = "comparison.toml", "outcome.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Design:
-    """The settings, arms, seeds and budget of a comparison, as comparison.toml stores them."""
-
-    command: str
-    given: Mapping[str, Any]
-    """The common settings as the user gave them, from which the arms are built."""
-    common: Mapping[str, Any]
-    arms: tuple[Arm, ...]
-    seeds: tuple[int, ...]
-    budget: BudgetKind
-    amount: int
-    threads: int
-    """The number of threads of each run. The number of threads never changes within a comparison,
-    because it affects the rounding of sums on a CPU.
-    """
-    findings: tuple[Mapping[str, str], ...] = ()
 
 
 OUTCOME: Shape = TypeAdapter(RunOutcome)
@@ -263,7 +256,6 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml, and rename settings of Covey 0.1 to their current names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(
@@ -272,10 +264,15 @@ def read_design(folder: Path) -> Design:
         )
     try:
         data = tomllib.loads(read_text(file))
-        old = check_names(data["common"]) is not None
-        if old:
-            data |= {name: translated(data[name]) for name in ("given", "common")}
-        arms = tuple(_read_arm(_renamed(arm) if old else arm) for arm in data.pop("arms"))
+        arms = tuple(
+            Arm(
+                name=row["name"],
+                settings=tuple(row["settings"]),
+                seed_offset=row["seed_offset"],
+                differences={**row["differences"], **dict.fromkeys(row["without"])},
+            )
+            for row in data.pop("arms")
+        )
         seeds, findings = tuple(data.pop("seeds")), tuple(data.pop("findings", []))
         return Design(**data, arms=arms, seeds=seeds, findings=findings)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -285,52 +282,21 @@ def read_design(folder: Path) -> Design:
         ) from None
 
 
-def _read_arm(row: Mapping[str, Any]) -> Arm:
-    return Arm(
-        name=row["name"],
-        settings=tuple(row["settings"]),
-        seed_offset=row["seed_offset"],
-        differences={**row["differences"], **dict.fromkeys(row["without"])},
-    )
-
-
-def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an arm of Covey 0.1, with its settings renamed to their current names."""
-
-    def new(key: str) -> str:
-        return new_setting(key) or key
-
-    settings = [setting.partition("=") for setting in arm["settings"]]
-    return {
-        **arm,
-        "settings": [f"{new(key.strip())}{equals}{value}" for key, equals, value in settings],
-        "differences": {new(key): value for key, value in arm["differences"].items()},
-        "without": [new(key) for key in arm["without"]],
-    }
-
-
 def load_comparison(folder: Path) -> Comparison:
     design = read_design(folder)
     environment = folder / "environment.json"
-    shared = ("command", "arms", "seeds", "budget", "amount", "findings")
     runs = [_load_run(folder, arm.name, seed) for arm in design.arms for seed in design.seeds]
+    logs = (RunFolder(folder / run.folder).evaluations(note=lambda text: None) for run in runs)
+    constant = next((row.get("best_constant") for rows in logs for row in rows), None)
     by = compared_by(runs)
     return Comparison(
-        **{name: getattr(design, name) for name in shared},
+        **{item.name: getattr(design, item.name) for item in fields(Design)},
         name=folder.resolve().name,
         runs=tuple(with_metric(run, by) for run in runs),
-        best_constant=_best_constant(folder, runs),
+        best_constant=None if constant is None else float(constant),
         environment=RunFolder(folder).environment() if environment.exists() else {},
         config_toml=to_toml(parse_config(design.common)),
     )
-
-
-def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
-    for run in runs:
-        for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
-            value = row.get("best_constant")
-            return None if value is None else float(value)
-    return None
 
 
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:

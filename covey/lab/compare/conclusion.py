@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +14,7 @@ from covey.evaluation.intervals import Estimate, likely_bounds, paired_differenc
 from covey.lab.compare import statistics
 from covey.lab.compare.arm_results import AXES, UNREADABLE, ArmResult, arm_results
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
-from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS, Array, Bounds
+from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS, Array
 from covey.records.estimate_text import value_text
 
 # Results of every pair of arms: the better algorithm, and the better final checkpoints.
@@ -53,166 +53,77 @@ class PairResult:
     missing: tuple[str, ...]
     differences: tuple[float, ...]
     mean: float | None
-    difference: Estimate | None
+    difference: Estimate | None = None
     """The mean difference with its interval over seeds. The intervals of all pairs contain their
     true differences together with 95 % confidence, so an interval excludes 0 if and only if
     `p_corrected` is below 5 %. `difference` is None with fewer than three seeds, or if both arms
     have equal final weights in every seed.
     """
-    difference_new_prompts: Estimate | None
-    p_value: float | None
-    p_corrected: float | None
-    p_student: float | None
-    p_sign: float | None
-    cancelling_share: float | None
+    difference_new_prompts: Estimate | None = None
+    p_value: float | None = None
+    p_corrected: float | None = None
+    p_student: float | None = None
+    p_sign: float | None = None
+    cancelling_share: float | None = None
     decision: Decision
-    better: str | None
-    seeds_needed: int | None
-    detectable: float | None
-    checkpoints: tuple[CheckpointResult, ...]
+    better: str | None = None
+    seeds_needed: int | None = None
+    detectable: float | None = None
+    checkpoints: tuple[CheckpointResult, ...] = ()
     summary: str = ""
     checkpoint_summary: str = ""
     by: Metric = "success"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
-    """The final evaluations of two arms, on the seeds and prompts that the arms have in common."""
-
-    first: str
-    second: str
-    seeds: tuple[int, ...]
-    a: Array
-    """The success or reward of the first arm's completions, with the shape [seeds, prompts]."""
-    b: Array
-    same: bool
-    by: Metric
-
-    @property
-    def differences(self) -> Array:
-        """The difference of the two arms' mean values for each seed (first minus second arm).
-
-        The sums over prompts are subtracted before the division by the number of prompts, so that
-        equal accuracies give exactly 0.
-        """
-        return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
-
-    @property
-    def bounds(self) -> Bounds:
-        return (0.0, 1.0) if self.by == "success" else likely_bounds([self.a, self.b])
-
-    @property
-    def means(self) -> tuple[Array, Array]:
-        return self.a.mean(axis=1), self.b.mean(axis=1)
-
-    @property
-    def tested(self) -> bool:
-        return len(self.seeds) >= FEW_SEEDS and not self.same
-
-
 def pair_results(
     runs: Mapping[str, Sequence[RunResult]], missing: Mapping[str, tuple[str, ...]]
 ) -> tuple[PairResult, ...]:
-    pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
-    level = LEVEL / max(1, sum(pair.tested for pair in pairs))
-    return tuple(
-        _result(pair, level, missing[pair.first] + missing[pair.second], checkpoints)
-        for pair, checkpoints in zip(pairs, _checkpoints(pairs), strict=True)
-    )
-
-
-def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _Pair:
-    by_seed = [{run.seed: run for run in runs[arm]} for arm in (first, second)]
-    seeds = tuple(seed for seed in by_seed[0] if seed in by_seed[1])
-    ends = [[mine[seed] for seed in seeds] for mine in by_seed]
-    a, b = (np.array([run.points[-1].values for run in mine], dtype=float) for mine in ends)
-    same = bool(seeds) and all(
-        one.weights == other.weights != "" for one, other in zip(*ends, strict=True)
-    )
-    by: Metric = next((run.points[-1].by for run in ends[0]), "success")
-    return _Pair(first=first, second=second, seeds=seeds, a=a, b=b, same=same, by=by)
-
-
-def _result(
-    pair: _Pair, level: float, missing: tuple[str, ...], checkpoints: tuple[CheckpointResult, ...]
-) -> PairResult:
-    differences = pair.differences if pair.seeds else np.zeros(0)
-    result = PairResult(
-        first=pair.first,
-        second=pair.second,
-        seeds=pair.seeds,
-        missing=missing,
-        differences=tuple(differences.tolist()),
-        mean=float(differences.mean()) if pair.seeds else None,
-        difference=None,
-        difference_new_prompts=None,
-        p_value=None,
-        p_corrected=None,
-        p_student=None,
-        p_sign=None,
-        cancelling_share=None,
-        decision=_decide(pair),
-        better=None,
-        seeds_needed=None,
-        detectable=None,
-        checkpoints=checkpoints,
-        by=pair.by,
-    )
-    if not pair.tested:
-        return result
-    (a, b), bounds, items = pair.means, pair.bounds, pair.a.shape[1]
-    mean, span = float(differences.mean()), bounds[1] - bounds[0]
-    p_value = float(statistics.seed_test(a, b, items, bounds))
-    low, high = (float(end) for end in statistics.seed_bounds(a, b, items, bounds, level))
-    other = statistics.change(pair.a - pair.b, span, level)
-    decision, needed = result.decision, None
-    if decision == "cannot tell" and p_value < level:
-        decision = "better"
-    elif decision == "cannot tell":
-        deviation = float(statistics.seed_deviation(differences, items, span))
-        worse = min(float(a.mean()), float(b.mean()))
-        needed = statistics.seeds_needed(mean, deviation, level, worse, bounds)
-    return replace(
-        result,
-        difference=Estimate(mean, low, high),
-        difference_new_prompts=Estimate(mean, min(low, other.low), max(high, other.high)),
-        p_value=p_value,
-        p_corrected=min(1.0, p_value * LEVEL / level),
-        p_student=float(statistics.student_test(differences, items, span)),
-        p_sign=statistics.sign_test(differences.tolist()),
-        cancelling_share=float(statistics.cancelling_share(a, b, bounds)),
-        decision=decision,
-        better=None if decision != "better" else pair.first if mean > 0 else pair.second,
-        seeds_needed=needed,
-        detectable=statistics.detectable(a, b, items, bounds, level),
-    )
-
-
-def _decide(pair: _Pair) -> Decision:
-    if not pair.seeds:
-        return "nothing to compare"
-    if pair.same:
-        return "same policy"
-    if len(pair.seeds) == 1:
-        return "one seed"
-    if np.array_equal(pair.a, pair.b):
-        return "no difference"
-    return "cannot tell" if pair.tested else "two seeds"
-
-
-def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
+    """Compare every pair of arms over the seeds that both have finished."""
+    pairs: list[tuple[PairResult, Array, Array]] = []
+    for first, second in itertools.combinations(runs, 2):
+        one, other = ({run.seed: run for run in runs[arm]} for arm in (first, second))
+        seeds = tuple(seed for seed in one if seed in other)
+        ends = [[mine[seed] for seed in seeds] for mine in (one, other)]
+        # The success or reward of every completion, with the shape [seeds, prompts].
+        a, b = (np.array([run.points[-1].values for run in mine], dtype=float) for mine in ends)
+        decision: Decision = "cannot tell"
+        if not seeds:
+            decision = "nothing to compare"
+        elif all(x.weights == y.weights != "" for x, y in zip(*ends, strict=True)):
+            decision = "same policy"
+        elif len(seeds) == 1:
+            decision = "one seed"
+        elif np.array_equal(a, b):
+            decision = "no difference"
+        elif len(seeds) < FEW_SEEDS:
+            decision = "two seeds"
+        # Sums are subtracted before the division, so that equal accuracies give exactly 0.
+        differences = (a.sum(axis=1) - b.sum(axis=1)) / a.shape[1] if seeds else np.zeros(0)
+        pair = PairResult(
+            first=first,
+            second=second,
+            seeds=seeds,
+            missing=missing[first] + missing[second],
+            differences=tuple(differences.tolist()),
+            mean=float(differences.mean()) if seeds else None,
+            decision=decision,
+            by=next((run.points[-1].by for run in ends[0]), "success"),
+        )
+        pairs.append((pair, a, b))
+    level = LEVEL / max(1, sum(_is_tested(pair) for pair, _, _ in pairs))
     found = [
         [
-            paired_difference(a.tolist(), b.tolist(), span=1.0 if pair.by == "success" else None)
-            for a, b in zip(pair.a, pair.b, strict=True)
+            paired_difference(x.tolist(), y.tolist(), span=1.0 if pair.by == "success" else None)
+            for x, y in zip(a, b, strict=True)
         ]
-        if not pair.same
+        if pair.decision != "same policy"
         else []
-        for pair in pairs
+        for pair, a, b in pairs
     ]
     p_holm = iter(statistics.holm([each.p_value for results in found for each in results]))
-    return [
-        tuple(
+    done = []
+    for (pair, a, b), results in zip(pairs, found, strict=True):
+        checkpoints = tuple(
             CheckpointResult(
                 seed=seed,
                 difference=each.estimate.value,
@@ -223,8 +134,49 @@ def _checkpoints(pairs: Sequence[_Pair]) -> list[tuple[CheckpointResult, ...]]:
             )
             for seed, each in zip(pair.seeds, results, strict=False)  # empty for the same policy
         )
-        for pair, results in zip(pairs, found, strict=True)
-    ]
+        tested = _tested(pair, a, b, level) if _is_tested(pair) else pair
+        done.append(replace(tested, checkpoints=checkpoints))
+    return tuple(done)
+
+
+def _is_tested(pair: PairResult) -> bool:
+    return len(pair.seeds) >= FEW_SEEDS and pair.decision != "same policy"
+
+
+def _tested(pair: PairResult, first: Array, second: Array, level: float) -> PairResult:
+    """Test a pair at a level that is corrected for several pairs."""
+    bounds = (0.0, 1.0) if pair.by == "success" else likely_bounds([first, second])
+    a, b, items, span = (
+        first.mean(axis=1),
+        second.mean(axis=1),
+        first.shape[1],
+        bounds[1] - bounds[0],
+    )
+    differences, mean = np.array(pair.differences), pair.mean or 0.0
+    p_value = float(statistics.seed_test(a, b, items, bounds))
+    low, high = (float(end) for end in statistics.seed_bounds(a, b, items, bounds, level))
+    other = statistics.change(first - second, span, level)
+    decision, needed = pair.decision, None
+    if decision == "cannot tell" and p_value < level:
+        decision = "better"
+    elif decision == "cannot tell":
+        deviation = float(statistics.seed_deviation(differences, items, span))
+        worse = min(float(a.mean()), float(b.mean()))
+        needed = statistics.seeds_needed(mean, deviation, level, worse, bounds)
+    return replace(
+        pair,
+        difference=Estimate(mean, low, high),
+        difference_new_prompts=Estimate(mean, min(low, other.low), max(high, other.high)),
+        p_value=p_value,
+        p_corrected=min(1.0, p_value * LEVEL / level),
+        p_student=float(statistics.student_test(differences, items, span)),
+        p_sign=statistics.sign_test(pair.differences),
+        cancelling_share=float(statistics.cancelling_share(a, b, bounds)),
+        decision=decision,
+        better=None if decision != "better" else pair.first if mean > 0 else pair.second,
+        seeds_needed=needed,
+        detectable=statistics.detectable(a, b, items, bounds, level),
+    )
 
 
 UNITS: Mapping[Metric, str] = {"success": "points", "reward": "in mean reward"}
@@ -249,7 +201,14 @@ class Conclusion:
 def conclude(comparison: Comparison) -> Conclusion:
     """Return the conclusion of a comparison, from its finished runs only."""
     runs = comparison.finished_runs()
-    _check_same_prompts(run for mine in runs.values() for run in mine)
+    finished = [run for mine in runs.values() for run in mine]
+    for run, point in [(each, point) for each in finished for point in each.points]:
+        if list(point.correct) != list(finished[0].points[0].correct):
+            raise RunError(
+                f"arm {run.arm} with seed {run.seed} and arm {finished[0].arm} with seed "
+                f"{finished[0].seed} were evaluated on different prompts at step {point.step}; "
+                "delete one of these two runs, and repeat the command"
+            )
     arms = arm_results(comparison)
     pairs = pair_results(runs, {arm.arm: arm.missing for arm in arms})
     tested = sum(pair.p_value is not None for pair in pairs)
@@ -259,58 +218,36 @@ def conclude(comparison: Comparison) -> Conclusion:
         )
         for pair in pairs
     )
+    cautions = _cautions(arms, pairs, _as_if_untrained(comparison, finished, pairs))
+    used = AXES[comparison.budget][1]
+    early = [
+        f"{run.arm} seed {run.seed} at {used(run.points[-1]):,} {comparison.budget}"
+        for run in finished
+        if used(run.points[-1]) < comparison.amount
+    ]
+    if early:
+        cautions.append(
+            f"Not all runs have a last evaluation at their budget of {comparison.amount:,} "
+            f"{comparison.budget}: {'; '.join(early)}."
+        )
     return Conclusion(
         headline=_headline(arms, pairs),
-        cautions=(
-            *_cautions(arms, pairs, _as_if_untrained(comparison, runs, pairs)),
-            *_ended_early(comparison, runs),
-        ),
+        cautions=tuple(cautions),
         complete=not any(arm.missing for arm in arms),
         arms=arms,
         pairs=pairs,
     )
 
 
-def _check_same_prompts(runs: Iterable[RunResult]) -> None:
-    first: RunResult | None = None
-    for run in runs:
-        first = first or run
-        for point in run.points:
-            if list(point.correct) != list(first.points[0].correct):
-                raise RunError(
-                    f"arm {run.arm} with seed {run.seed} and arm {first.arm} with seed "
-                    f"{first.seed} were evaluated on different prompts at step {point.step}; "
-                    "delete one of these two runs, and repeat the command"
-                )
-
-
-def _ended_early(comparison: Comparison, runs: Mapping[str, Sequence[RunResult]]) -> Iterator[str]:
-    used = AXES[comparison.budget][1]
-    early = [
-        f"{run.arm} seed {run.seed} at {used(run.points[-1]):,} {comparison.budget}"
-        for mine in runs.values()
-        for run in mine
-        if used(run.points[-1]) < comparison.amount
-    ]
-    if early:
-        yield (
-            f"Not all runs have a last evaluation at their budget of {comparison.amount:,} "
-            f"{comparison.budget}: {'; '.join(early)}."
-        )
-
-
 def _as_if_untrained(
-    comparison: Comparison,
-    runs: Mapping[str, Sequence[RunResult]],
-    pairs: Sequence[PairResult],
+    comparison: Comparison, finished: Sequence[RunResult], pairs: Sequence[PairResult]
 ) -> list[str]:
     """Return sentences with each pair's mean difference, computed as if failed runs were untrained.
 
-    An untrained run has the accuracy of its arm before training. The mean difference shows how much
-    failed runs could change the conclusion.
+    An untrained run has the accuracy of its arm before training.
     """
-    starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
-    ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
+    starts = {run.arm: run.points[0].value for run in finished}
+    ends = {(run.arm, run.seed): run.points[-1].value for run in finished}
     for run in comparison.runs:
         if run.state == "failed" and run.arm in starts:
             ends[run.arm, run.seed] = starts[run.arm]
@@ -353,13 +290,19 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
             "Too few seeds to rank the arms: two seeds do not show how much is chance. The tables "
             "have the result of each seed; run at least three."
         )
-    untested = _untested(few)
+    untested = ""
+    if few:
+        missed = _listed([f"{pair.first} - {pair.second}" for pair in few])
+        untested = f" Not tested, with fewer than {FEW_SEEDS} seeds in common: {missed}."
     if len(tested) == 1:
         return tested[0].summary + untested
     decided = [pair for pair in tested if pair.better]
     if not decided:
+        widest = max(tested, key=lambda pair: abs(pair.mean or 0.0))
         return (
-            _none_decided(tested, "in the tested pairs" if few else "between the arms") + untested
+            f"No significant difference {'in the tested pairs' if few else 'between the arms'} "
+            f"with this budget. The largest is between {widest.first} and {widest.second}: "
+            f"{_change(widest.mean or 0.0, widest.by)}.{untested}"
         )
     for arm in finished:
         wins = [pair for pair in decided if pair.better == arm.arm]
@@ -372,11 +315,6 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
     return f"{start}: {found}{rest}.{untested}"
 
 
-def _untested(few: Sequence[PairResult]) -> str:
-    names = _listed([f"{pair.first} - {pair.second}" for pair in few])
-    return f" Not tested, with fewer than {FEW_SEEDS} seeds in common: {names}." if few else ""
-
-
 def _nothing_to_test(finished: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
     if pairs and all(pair.decision == "same policy" for pair in pairs):
         names = _listed([arm.arm for arm in finished])
@@ -387,14 +325,6 @@ def _nothing_to_test(finished: Sequence[ArmResult], pairs: Sequence[PairResult])
     if len(finished) == 1:
         return f"Only {finished[0].arm} has finished runs: there is nothing to compare it with."
     return "No two arms have finished the same seed: there is nothing to compare."
-
-
-def _none_decided(tested: Sequence[PairResult], where: str) -> str:
-    widest = max(tested, key=lambda pair: abs(pair.mean or 0.0))
-    return (
-        f"No significant difference {where} with this budget. The largest is between "
-        f"{widest.first} and {widest.second}: {_change(widest.mean or 0.0, widest.by)}."
-    )
 
 
 def _loser(pair: PairResult) -> str:
@@ -532,7 +462,7 @@ def _checkpoint_summary(pair: PairResult) -> str:
 
 def _cautions(
     arms: Sequence[ArmResult], pairs: Sequence[PairResult], as_if_untrained: Sequence[str]
-) -> tuple[str, ...]:
+) -> list[str]:
     found = []
     missing = [line for arm in arms for line in arm.missing]
     if missing:
@@ -564,7 +494,7 @@ def _cautions(
         for arm in arms
         for one in arm.collapsed
     ]
-    return tuple(found)
+    return found
 
 
 def _at_constant(arm: ArmResult) -> str:
