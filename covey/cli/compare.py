@@ -146,7 +146,7 @@ def compare_command(
     differences are significant. After a crash, the same command resumes the comparison.
     """
     from covey.lab.compare.design import Request, checked, extend, parse_arm, prepare
-    from covey.lab.compare.launch import write_report
+    from covey.lab.compare.report import write_report
 
     if report is not None:
         return write_report(report, Screen(soft_wrap=True))

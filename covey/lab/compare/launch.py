@@ -19,9 +19,9 @@ import time
 import tomllib
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +41,6 @@ from covey.lab.compare.comparison import (
     OUTCOME_FILE,
     Design,
     RunOutcome,
-    load_comparison,
     log_path,
     read_outcome,
     run_path,
@@ -50,7 +49,7 @@ from covey.lab.compare.comparison import (
 )
 from covey.lab.compare.conclusion import count
 from covey.lab.compare.design import Prepared, config_of, parallel_runs, task_digest
-from covey.lab.compare.report import terminal_report, write_reports
+from covey.lab.compare.report import write_report
 from covey.lab.compare.tables import NO_OPTION, finding_title
 from covey.loop import train
 from covey.notices import notice
@@ -101,15 +100,20 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
     common = parse_config(design.common)
     code = code_digest()
     jobs = []
-    for seed in design.seeds:
+    for seed in design.seeds:  # the outer loop, so that all arms make progress together
         for arm in design.arms:
             config = config_of(design, arm, seed)
             model, task = config.model.path, config.task.model_dump_json()
             if model not in weights:
-                weights[model] = _starting_weights(config)
+                device = config.model.model_copy(update={"device": "cpu"})
+                alone = config.model_copy(update={"model": device, "adapter": Adapter()})
+                weights[model] = fingerprint(load_model(alone)).weights
             if task not in data:
                 data[task] = task_digest(task_of(config))
-            start = _start(config, weights[model])
+            adapter = None
+            if config.adapter.rank:
+                adapter = {**config.adapter.model_dump(), "seed": config.seed}
+            start = _digest([weights[model], config.model.dtype, config.model.device, adapter])
             inputs = inputs_digest(
                 config, common, start=start, data=data[task], threads=design.threads
             )
@@ -125,17 +129,6 @@ def make_jobs(folder: Path, design: Design) -> list[Job]:
                 )
             )
     return jobs
-
-
-def _starting_weights(config: Config) -> str:
-    model = config.model.model_copy(update={"device": "cpu"})
-    alone = config.model_copy(update={"model": model, "adapter": Adapter()})
-    return fingerprint(load_model(alone)).weights
-
-
-def _start(config: Config, weights: str) -> str:
-    adapter = {**config.adapter.model_dump(), "seed": config.seed} if config.adapter.rank else None
-    return _digest([weights, config.model.dtype, config.model.device, adapter])
 
 
 def inputs_digest(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
@@ -165,7 +158,7 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
         about = RunFolder(path).environment(lambda text: None)
         key = about.get("key") if ended is None else ended.key
         if job.key != key:
-            _move_aside(path, _difference(key, job))
+            _move_aside(path, key, job.key)
             ended = None
     if ended is not None and ended.state == "done":
         return False
@@ -180,16 +173,14 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     return True
 
 
-def _difference(key: str | None, job: Job) -> str:
-    inputs, _, code = (key or "").partition("-")
-    if inputs == job.key.partition("-")[0]:
-        return "other code of Covey, or other versions of torch or transformers"
-    if code == job.key.partition("-")[2]:
-        return "other settings, data or rewards"
-    return "other code, and perhaps other settings, data or rewards"
-
-
-def _move_aside(path: Path, difference: str) -> None:
+def _move_aside(path: Path, old: str | None, new: str) -> None:
+    """Rename the folder of a run that has another key than its job."""
+    inputs, _, code = (old or "").partition("-")
+    difference = "other code, and perhaps other settings, data or rewards"
+    if inputs == new.partition("-")[0]:
+        difference = "other code of Covey, or other versions of torch or transformers"
+    elif code == new.partition("-")[2]:
+        difference = "other settings, data or rewards"
     for number in range(1, 1000):
         aside = path.with_name(f"{path.name}.aside-{number}")
         if not aside.exists():
@@ -209,43 +200,96 @@ def _move_aside(path: Path, difference: str) -> None:
     )
 
 
-def _finished_elsewhere(parent: Path) -> dict[str, Path]:
-    """Map the digest of each finished run to its folder, for all comparisons in `parent`."""
-    found = {}
-    for file in sorted(parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
-        ended = read_outcome(file.parent)
-        if ended is not None and ended.state == "done":
-            found[ended.key] = file.parent
-    return found
+LIVE_SECONDS = 0.5
+"""The time between updates of the table in a terminal."""
+PLAIN_SECONDS = 10.0
+"""The time between a run's progress lines in a log."""
+STYLES: dict[Status, str] = {
+    "waiting": "dim",
+    "running": "",
+    "done": "green",
+    "failed": "red",
+    "stopped": "yellow",
+}
 
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """The jobs of a comparison, with the status of each job."""
+    """The jobs of a comparison, with the status of each job, and the display of their progress."""
 
     jobs: Sequence[Job]
+    design: Design
+    console: Console
+    live: Live | None = None
+    """A table in a terminal; without it, progress is shown as plain lines."""
     status: dict[str, Status] = field(default_factory=dict)
     stopping: bool = False
-
-    def __post_init__(self) -> None:
-        self.status = {job.folder: "waiting" for job in self.jobs}
+    shown: dict[str, Status] = field(default_factory=dict)
+    last: float = field(default_factory=time.monotonic)
 
     def having(self, status: Status) -> list[Job]:
         return [job for job in self.jobs if self.status[job.folder] == status]
 
+    def show(self) -> None:
+        """Update the table or, without one, print lines about runs, if it is time."""
+        elapsed = time.monotonic() - self.last
+        budget, amount = self.design.budget, self.design.amount
+        if self.live is not None:
+            if elapsed < LIVE_SECONDS and (self.having("running") or self.having("waiting")):
+                return
+            self.last = time.monotonic()
+            table = Table(
+                title="stopping: each run saves its current step" if self.stopping else None
+            )
+            for heading in ("arm", "seed", "", "spent", "step", "held-out"):
+                table.add_column(heading, justify="left" if heading in ("arm", "") else "right")
+            for job in self.jobs:
+                status = self.status[job.folder]
+                progress = run_progress(job, budget, amount)
+                cells = (Text(printable(job.arm)), str(job.seed), status, *progress)
+                table.add_row(*cells, style=STYLES[status])
+            self.live.update(table, refresh=True)
+            return
+        if again := elapsed > PLAIN_SECONDS:
+            self.last = time.monotonic()
+        for job in self.jobs:
+            status = self.status[job.folder]
+            changed = status != self.shown.get(job.folder, "waiting")
+            if changed or (again and status == "running"):
+                self.shown[job.folder] = status
+                spent, step, result = run_progress(job, budget, amount)
+                outcome = read_outcome(job.path) if status == "failed" else None
+                error = f": {outcome.error}" if outcome is not None else ""
+                line = f"{job.arm} seed {job.seed}: {status}, {spent}, step {step}, {result}"
+                self.console.print(line + error)
 
-Watch = Callable[[Running], None]
+
+def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
+    """Return three texts: the used share of the budget, the step, and the newest evaluation."""
+    step = last_row(job.path / "steps.jsonl")
+    evaluation = last_row(job.path / "eval.jsonl")
+    spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
+    found = [
+        f"{label} {value_text(name, evaluation[name]['value'])}"
+        for name, label in (("greedy", "accuracy"), ("reward", "reward"))
+        if name in evaluation
+    ]
+    return f"{spent:.0%}", str(step.get("step", 0)), ", ".join(found) or "not evaluated"
 
 
-def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:
+def run_jobs(folder: Path, running: Running, parallel: int) -> None:
     """Run all unfinished jobs, at most `parallel` at a time.
 
     On Ctrl-C, each run saves its current step and stops.
     """
-    running = Running(jobs=jobs)
-    elsewhere = _finished_elsewhere(folder.parent)
-    waiting = deque(job for job in jobs if ready(job, elsewhere))
-    running.status |= {job.folder: "done" for job in jobs if job not in waiting}
+    # A run that another comparison in the same parent folder has finished is not repeated.
+    elsewhere = {}
+    for file in sorted(folder.parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
+        ended = read_outcome(file.parent)
+        if ended is not None and ended.state == "done":
+            elsewhere[ended.key] = file.parent
+    waiting = deque(job for job in running.jobs if ready(job, elsewhere))
+    running.status = {job.folder: "waiting" if job in waiting else "done" for job in running.jobs}
     processes: dict[subprocess.Popen[bytes], Job] = {}
     try:
         while waiting or processes:
@@ -257,7 +301,7 @@ def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> 
                     job = waiting.popleft()
                     processes[start(job)] = job
                     running.status[job.folder] = "running"
-                watch(running)
+                running.show()
                 time.sleep(POLL_SECONDS)
             except KeyboardInterrupt:
                 if running.stopping:
@@ -270,8 +314,7 @@ def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> 
         for process in processes:
             process.kill()
             process.wait()
-    watch(running)
-    return running
+    running.show()
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
@@ -303,97 +346,17 @@ def _ended(job: Job, process: subprocess.Popen[bytes], stopping: bool) -> Status
     if stopping:
         return "stopped"
     job.path.mkdir(parents=True, exist_ok=True)
-    error = _cause(process.returncode, log_path(job.path))
+    code, log = process.returncode, log_path(job.path)
+    if code == -signal.SIGKILL:
+        error = "killed (SIGKILL), perhaps because the machine ran out of memory"
+    elif code < 0:
+        error = f"killed by {signal.Signals(-code).name}"
+    else:
+        lines = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+        error = f"exited with code {code}: {last}"
     write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=error))
     return "failed"
-
-
-def _cause(code: int, log: Path) -> str:
-    if code == -signal.SIGKILL:
-        return "killed (SIGKILL), perhaps because the machine ran out of memory"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-    return f"exited with code {code}: {last}"
-
-
-# The progress of all runs, as a live table or as plain lines.
-
-
-LIVE_SECONDS = 0.5
-PLAIN_SECONDS = 10.0
-"""LIVE_SECONDS is the time between updates of the table in a terminal, and PLAIN_SECONDS is the
-time between a run's progress lines in a log.
-"""
-STYLES: dict[Status, str] = {
-    "waiting": "dim",
-    "running": "",
-    "done": "green",
-    "failed": "red",
-    "stopped": "yellow",
-}
-
-
-def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
-    """Return three texts: the used share of the budget, the step, and the newest evaluation."""
-    step = last_row(job.path / "steps.jsonl")
-    evaluation = last_row(job.path / "eval.jsonl")
-    spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
-    found = [
-        f"{label} {value_text(name, evaluation[name]['value'])}"
-        for name, label in (("greedy", "accuracy"), ("reward", "reward"))
-        if name in evaluation
-    ]
-    return f"{spent:.0%}", str(step.get("step", 0)), ", ".join(found) or "not evaluated"
-
-
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """Shows progress as a live table in a terminal, and as plain lines in logs and pipes."""
-
-    console: Console
-    budget: str
-    amount: int
-    live: Live | None = None
-    shown: dict[str, Status] = field(default_factory=dict)
-    last: float = field(default_factory=time.monotonic)
-
-    def __call__(self, running: Running) -> None:
-        elapsed = time.monotonic() - self.last
-        if self.live is not None:
-            ended = not running.having("running") and not running.having("waiting")
-            if elapsed >= LIVE_SECONDS or ended:
-                self.last = time.monotonic()
-                self.live.update(self._table(running), refresh=True)
-            return
-        if again := elapsed > PLAIN_SECONDS:
-            self.last = time.monotonic()
-        for job in running.jobs:
-            status = running.status[job.folder]
-            changed = status != self.shown.get(job.folder, "waiting")
-            if changed or (again and status == "running"):
-                self.shown[job.folder] = status
-                self._print(job, status)
-
-    def _print(self, job: Job, status: Status) -> None:
-        spent, step, result = run_progress(job, self.budget, self.amount)
-        outcome = read_outcome(job.path) if status == "failed" else None
-        error = f": {outcome.error}" if outcome is not None else ""
-        line = f"{job.arm} seed {job.seed}: {status}, {spent}, step {step}, {result}"
-        self.console.print(line + error)
-
-    def _table(self, running: Running) -> Table:
-        title = "stopping: each run saves its current step" if running.stopping else None
-        table = Table(title=title)
-        for heading in ("arm", "seed", "", "spent", "step", "held-out"):
-            table.add_column(heading, justify="left" if heading in ("arm", "") else "right")
-        for job in running.jobs:
-            status = running.status[job.folder]
-            progress = run_progress(job, self.budget, self.amount)
-            cells = (Text(printable(job.arm)), str(job.seed), status, *progress)
-            table.add_row(*cells, style=STYLES[status])
-        return table
 
 
 # A whole comparison: its arms, runs and report.
@@ -435,32 +398,13 @@ def run_comparison(prepared: Prepared, parallel: int | None, console: Screen) ->
             about = describe_environment(min(design.seeds), "", design.threads)
             del about["command"], about["device"]
             write_text(folder / "environment.json", json.dumps(about, indent=2) + "\n")
-        with _progress(design, console) as watch:
-            running = run_jobs(folder, jobs, parallel or parallel_runs(design), watch)
+        running = Running(jobs=jobs, design=design, console=console)
+        table = console.is_terminal and not console.quiet
+        with Live(console=console, auto_refresh=False) if table else nullcontext() as running.live:
+            run_jobs(folder, running, parallel or parallel_runs(design))
     if not running.stopping:
         write_report(folder, console)
     return running
-
-
-@contextmanager
-def _progress(design: Design, console: Screen) -> Iterator[Watch]:
-    progress = Progress(console=console, budget=design.budget, amount=design.amount)
-    if console.quiet or not console.is_terminal:
-        yield progress
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        yield replace(progress, live=live)
-
-
-def write_report(folder: Path, console: Screen) -> None:
-    """Write the report files of a comparison. Print the report and the errors of failed runs."""
-    comparison = load_comparison(folder)
-    write_reports(folder, comparison)
-    console.print(terminal_report(comparison))
-    for run in comparison.runs:
-        if run.state == "failed":
-            console.print(f"failed: {run.arm} seed {run.seed}: {run.error}")
-    console.print(f"report   {folder / 'report.html'}")
 
 
 # The other side of the pipe: one run in a process of its own. It reads its job as one line from
@@ -495,8 +439,12 @@ def main() -> None:
         code = STOPPED
     except BaseException as error:
         print(printable(traceback.format_exc()), file=sys.stderr)
+        text = str(error)
+        if not isinstance(error, CoveyError):
+            text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        text = printable_line(text, LONGEST_ERROR)
         job.path.mkdir(parents=True, exist_ok=True)
-        write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=_one_line(error)))
+        write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=text))
         code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()
@@ -508,14 +456,6 @@ def _exit_with_parent() -> None:
     while sys.stdin.buffer.read(1):
         pass
     os._exit(STOPPED)
-
-
-def _one_line(error: BaseException) -> str:
-    """Format an error as one line, with its class name unless it is a CoveyError."""
-    text = str(error)
-    if not isinstance(error, CoveyError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return printable_line(text, LONGEST_ERROR)
 
 
 def run_job(job: Job) -> int:
@@ -532,7 +472,20 @@ def run_job(job: Job) -> int:
             scorer = stack.enter_context(closing(scorer_of(common)))
             known = baselines_of(common, scorer, run.held_out)
             run.eval_scorer, run.baselines = scorer, known
-        folder = _run_folder(job, config, run)
+        if (job.path / "config.toml").is_file():
+            folder = RunFolder.open(job.path)
+        else:
+            environment = describe_environment(
+                config.seed, str(run.policy.model.device), torch.get_num_threads()
+            )
+            environment |= {
+                "reward": run.scorer.identity,
+                "evaluation_reward": run.eval_scorer.identity,
+                **run.facts,
+                "arm": job.arm,
+                "key": job.key,
+            }
+            folder = RunFolder.create(job.path, job.config_toml, environment)
         log = LogTracker()
         log.note(f"generation: {run.engine.info.backend}")
         with folder.locked(), stop_signal() as stop:
@@ -558,22 +511,6 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _run_folder(job: Job, config: Config, run: Run) -> RunFolder:
-    if (job.path / "config.toml").is_file():
-        return RunFolder.open(job.path)
-    environment = describe_environment(
-        config.seed, str(run.policy.model.device), torch.get_num_threads()
-    )
-    environment |= {
-        "reward": run.scorer.identity,
-        "evaluation_reward": run.eval_scorer.identity,
-        **run.facts,
-        "arm": job.arm,
-        "key": job.key,
-    }
-    return RunFolder.create(job.path, job.config_toml, environment)
 
 
 def checkpoint_digest(folder: Path) -> str:

@@ -27,7 +27,7 @@ from covey._version import __version__
 from covey.escape import printable
 from covey.lab.compare import tables
 from covey.lab.compare.arm_results import AXES, Agreement, Curve, learning_curve, prompt_agreement
-from covey.lab.compare.comparison import Comparison, Point, RunResult
+from covey.lab.compare.comparison import Comparison, Point, RunResult, load_comparison
 from covey.lab.compare.conclusion import Conclusion, conclude, count
 from covey.lab.page import (
     TextTable,
@@ -42,6 +42,7 @@ from covey.lab.page import (
 )
 from covey.records.files import finite, write_text
 from covey.records.folder import RunFolder
+from covey.screen import Screen
 
 # The contents of a report.
 
@@ -217,6 +218,17 @@ COLOURS = 8
 """The number of arm colors in the style sheet; further arms reuse the colors with dashed lines."""
 LONGEST_COMPLETION = 3000
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[report]'."
+
+
+def write_report(folder: Path, console: Screen) -> None:
+    """Write the report files of a comparison. Print the report and the errors of failed runs."""
+    comparison = load_comparison(folder)
+    write_reports(folder, comparison)
+    console.print(terminal_report(comparison))
+    for run in comparison.runs:
+        if run.state == "failed":
+            console.print(f"failed: {run.arm} seed {run.seed}: {run.error}")
+    console.print(f"report   {folder / 'report.html'}")
 
 
 def write_reports(folder: Path, comparison: Comparison) -> None:
