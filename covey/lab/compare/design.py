@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -311,63 +311,56 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 
 def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
+    """Return the possible problems that are known before training, with the names of their arms."""
     from covey.lab.plan.findings import coincidences, findings
 
     rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for arm, config in configs.items():
+    for name, config in configs.items():
         for finding in findings(config):
-            rows.setdefault(tuple(finding.row().items()), []).append(arm)
+            rows.setdefault(tuple(finding.row().items()), []).append(name)
     across = [dict(finding.row()) for finding in coincidences(configs)]
-    single = [{**dict(row), "arms": ", ".join(arms)} for row, arms in rows.items()]
-    own = (*_differing_arms(design), *_kept_options(design))
-    return (*across, *own, *single)
+    single = [{**dict(row), "arms": ", ".join(names)} for row, names in rows.items()]
+    own: list[Row] = []
 
+    def add(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> None:
+        if names := ", ".join(arm.name for arm in arms):
+            about = {"title": title, "why": why, "remedy": remedy}
+            own.append({**about, "docs": "docs/compare.md", "arms": names})
 
-def _differing_arms(design: Design) -> Iterator[Row]:
     arms = design.arms if len(design.arms) > 1 else ()
     common = design.common
     reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
-    yield from _finding(
+    add(
         [arm for arm in arms if any(key.startswith("reward.") for key in arm.differences)],
         title="some arms are trained on a different reward than the one that evaluates them",
         why="The common reward scores the held-out completions of all arms, so that accuracies "
         "mean the same; an arm that is not trained on it may be at a disadvantage.",
         remedy=f"choose it with evaluate.reward.name; now it is {reward}",
     )
-    yield from _finding(
+    add(
         [arm for arm in arms if any(map(_affects_evaluations, arm.differences))],
         title="some arms generate the held-out completions with their own settings",
         why="Their prompt format, stop strings, length limit or environment also apply in "
         "evaluations, so a difference may come from these settings, without any learning.",
         remedy="compare the first evaluations, before training; or change the setting for all arms",
     )
+    for arm in design.arms:
+        if kept := kept_options(design, arm):
+            values = ", ".join(f"objective.{key} = {toml_value(v)}" for key, (v, _) in kept.items())
+            usual = ", ".join(f"{key} = {toml_value(v)}" for key, (_, v) in kept.items())
+            add(
+                [arm],
+                title=f"options of the recipe are kept: {values}",
+                why=f"The recipe sets them for {common['objective']['name']}; {arm.name}'s own "
+                f"defaults are {usual}.",
+                remedy=f"for the defaults of {arm.name}, add the arm "
+                f"'{arm.name}-default: {arm.settings[0]}'",
+            )
+    return (*across, *own, *single)
 
 
 def _affects_evaluations(key: str) -> bool:
     return key in GENERATION or (key.startswith("environment.") and key not in HOSTING)
-
-
-def _kept_options(design: Design) -> Iterator[Row]:
-    recipe = design.common["objective"]["name"]
-    for arm in design.arms:
-        if not (kept := kept_options(design, arm)):
-            continue
-        values = ", ".join(f"objective.{key} = {toml_value(v)}" for key, (v, _) in kept.items())
-        own = ", ".join(f"{key} = {toml_value(default)}" for key, (_, default) in kept.items())
-        yield from _finding(
-            [arm],
-            title=f"options of the recipe are kept: {values}",
-            why=f"The recipe sets them for {recipe}; {arm.name}'s own defaults are {own}.",
-            remedy=f"for the defaults of {arm.name}, add the arm "
-            f"'{arm.name}-default: {arm.settings[0]}'",
-        )
-
-
-def _finding(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> Iterator[Row]:
-    if names := ", ".join(arm.name for arm in arms):
-        yield {
-            "title": title, "why": why, "remedy": remedy, "docs": "docs/compare.md", "arms": names,
-        }  # fmt: skip
 
 
 # The folder of a comparison: new, resumed or extended.
@@ -452,7 +445,13 @@ def checked(prepared: Prepared) -> Prepared:
     check_prompts(configs)  # also for a resumed comparison, because its data may have been edited
     if old is not None and [a.name for a in old.arms] == [a.name for a in design.arms]:
         return prepared
-    threads = design.threads or _threads(configs, runs=len(design.arms) * len(design.seeds))
+    threads = design.threads
+    if not threads and _on_gpu(configs.values()):
+        import torch
+
+        threads = torch.get_num_threads()
+    elif not threads:  # the runs share the cores equally
+        threads = max(1, (os.cpu_count() or 1) // (len(design.arms) * len(design.seeds)))
     findings = known_beforehand(design, configs)
     return replace(prepared, design=replace(design, threads=threads, findings=findings))
 
@@ -461,14 +460,6 @@ def parallel_runs(design: Design) -> int:
     if _on_gpu([parse_config(design.common)]):
         return 1
     return max(1, (os.cpu_count() or 1) // design.threads)
-
-
-def _threads(configs: dict[str, Config], runs: int) -> int:
-    import torch
-
-    if _on_gpu(configs.values()):
-        return torch.get_num_threads()
-    return max(1, (os.cpu_count() or 1) // runs)
 
 
 def _on_gpu(configs: Iterable[Config]) -> bool:

@@ -27,10 +27,9 @@ from covey._version import __version__
 from covey.escape import printable
 from covey.lab.compare import tables
 from covey.lab.compare.arm_results import AXES, Agreement, Curve, learning_curve, prompt_agreement
-from covey.lab.compare.comparison import Comparison, Point, RunResult, load_comparison
+from covey.lab.compare.comparison import Comparison, RunResult, load_comparison
 from covey.lab.compare.conclusion import Conclusion, conclude, count
 from covey.lab.page import (
-    TextTable,
     Trend,
     embedded_json,
     fenced,
@@ -101,13 +100,22 @@ class ReportContents:
 
 
 def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
-    seed = _common_seed(comparison)
+    # The seed with the most finished runs; on a tie, the first such seed.
+    counts = {
+        seed: sum(run.finished for run in comparison.runs if run.seed == seed)
+        for seed in comparison.seeds
+    }
+    seed = max(counts, key=counts.__getitem__) if any(counts.values()) else None
     rows = {}
+    health: dict[str, list[Trend]] = {panel: [] for panel in HEALTH}
     for arm in comparison.arms:
         for run in comparison.runs_of(arm.name):
             if run.finished and run.seed == seed:
                 items = RunFolder(folder / run.folder).items(run.points[-1].step, note=_ignore)
                 rows[arm.name] = {row["prompt_id"]: row for row in items}
+        logs = [RunFolder(folder / r.folder).steps(_ignore) for r in comparison.runs_of(arm.name)]
+        for panel, drawn in trends(arm.name, HEALTH, logs).items():
+            health[panel].append(drawn)
     rows = {arm: items for arm, items in rows.items() if items}
     by_reward = any(point.by == "reward" for run in comparison.runs for point in run.points)
     return ReportContents(
@@ -118,17 +126,8 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
         texts={i: (r["prompt"], r["target"]) for a in rows.values() for i, r in a.items()},
         example_seed=seed if rows else None,
         examples=choose_examples(rows),
-        health=_health(folder, comparison),
+        health={panel: tuple(drawn) for panel, drawn in health.items() if drawn},
     )
-
-
-def _common_seed(comparison: Comparison) -> int | None:
-    """Return the seed with the most finished runs; on a tie, the first such seed."""
-    counts = {
-        seed: sum(run.finished for run in comparison.runs if run.seed == seed)
-        for seed in comparison.seeds
-    }
-    return max(counts, key=counts.__getitem__) if any(counts.values()) else None
 
 
 def _ignore(text: str) -> None:
@@ -165,16 +164,6 @@ def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tupl
             )
     order = list(EXAMPLES)
     return tuple(sorted(chosen, key=lambda example: order.index(example.kind)))
-
-
-def _health(folder: Path, comparison: Comparison) -> dict[str, tuple[Trend, ...]]:
-    found: dict[str, list[Trend]] = {}
-    for arm in comparison.arms:
-        runs = comparison.runs_of(arm.name)
-        logs = [RunFolder(folder / run.folder).steps(_ignore) for run in runs]
-        for panel, drawn in trends(arm.name, HEALTH, logs).items():
-            found.setdefault(panel, []).append(drawn)
-    return {panel: tuple(found[panel]) for panel in HEALTH if panel in found}
 
 
 def trends(
@@ -223,25 +212,23 @@ MISSING = "Charts are left out: they need plotly, from pip install 'covey[report
 def write_report(folder: Path, console: Screen) -> None:
     """Write the report files of a comparison. Print the report and the errors of failed runs."""
     comparison = load_comparison(folder)
-    write_reports(folder, comparison)
-    console.print(terminal_report(comparison))
+    console.print(terminal_report(comparison, write_reports(folder, comparison)))
     for run in comparison.runs:
         if run.state == "failed":
             console.print(f"failed: {run.arm} seed {run.seed}: {run.error}")
     console.print(f"report   {folder / 'report.html'}")
 
 
-def write_reports(folder: Path, comparison: Comparison) -> None:
+def write_reports(folder: Path, comparison: Comparison) -> Conclusion:
+    """Write the report files of a comparison, and return its conclusion."""
     contents = report_contents(folder, comparison)
     write_text(folder / "report.html", page(contents))
     write_text(folder / "report.md", markdown(contents))
-    write_text(folder / "report.json", _json(report_data(contents)))
-
-
-def _json(data: Mapping[str, Any]) -> str:
     dump = partial(json.dumps, allow_nan=False, default=str)
-    lines = [f"{dump(name)}: {dump(finite(value))}" for name, value in data.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    # One line for each top-level field, so that a field is easy to find.
+    fields = [f"{dump(k)}: {dump(finite(v))}" for k, v in report_data(contents).items()]
+    write_text(folder / "report.json", "{\n" + ",\n".join(fields) + "\n}\n")
+    return contents.conclusion
 
 
 def report_data(contents: ReportContents) -> dict[str, Any]:
@@ -281,24 +268,19 @@ def report_data(contents: ReportContents) -> dict[str, Any]:
 
 def _run(run: RunResult) -> dict[str, Any]:
     names = ("arm", "seed", "state", "error", "folder", "weights", "memory_gib", "cpu_seconds")
+    numbers = ("step", "tokens", "updates", "seconds", "accuracy")
     return {name: getattr(run, name) for name in names} | {
-        "evaluations": list(map(_point, run.points))
+        "evaluations": [
+            {name: getattr(point, name) for name in numbers}
+            # One character per prompt keeps the file small.
+            | {"correct": "".join("01"[each] for each in point.correct.values())}
+            | ({} if point.by == "success" else {"reward": point.value})
+            for point in run.points
+        ]
     }
 
 
-def _point(point: Point) -> dict[str, Any]:
-    names = ("step", "tokens", "updates", "seconds", "accuracy")
-    # One character per prompt keeps the file small.
-    correct = "".join("01"[each] for each in point.correct.values())
-    rewards = {} if point.by == "success" else {"reward": point.value}
-    return {name: getattr(point, name) for name in names} | {"correct": correct, **rewards}
-
-
-# The report for the terminal.
-
-
-def terminal_report(comparison: Comparison) -> RenderableType:
-    found = conclude(comparison)
+def terminal_report(comparison: Comparison, found: Conclusion) -> RenderableType:
     lines = [
         _text(found.headline, style="bold"),
         *(_text(f"! {text}", style="yellow") for text in found.cautions),
@@ -308,17 +290,16 @@ def terminal_report(comparison: Comparison) -> RenderableType:
         _text(f"{tables.finding_title(row)}: {row.get('remedy', '')}", style="dim")
         for row in comparison.findings
     ]
-    made = [tables.result_table(found), tables.cost_table(found)]
-    return Group(*lines[:1], *(_table(one) for one in made if one.rows), *lines[1:])
-
-
-def _table(made: TextTable) -> Table:
-    table = Table(title=_text(made.title), caption=_text(made.note))
-    for number, heading in enumerate(made.head):
-        table.add_column(_text(heading), justify="right" if number else "left")
-    for row in made.rows:
-        table.add_row(*(_text(cell) for cell in row))
-    return table
+    shown = []
+    for made in (tables.result_table(found), tables.cost_table(found)):
+        if made.rows:
+            table = Table(title=_text(made.title), caption=_text(made.note))
+            for number, heading in enumerate(made.head):
+                table.add_column(_text(heading), justify="right" if number else "left")
+            for row in made.rows:
+                table.add_row(*map(_text, row))
+            shown.append(table)
+    return Group(*lines[:1], *shown, *lines[1:])
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -329,7 +310,13 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def page(contents: ReportContents) -> str:
-    comparison, library = contents.comparison, _plotly_source()
+    comparison = contents.comparison
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        scripts = []
+    else:
+        scripts = [str(get_plotlyjs()), page_file("comparison.js")]
     chart_data = {  # what comparison.js draws
         "arms": [arm.name for arm in comparison.arms],
         "by": comparison.by,
@@ -337,7 +324,6 @@ def page(contents: ReportContents) -> str:
         "curves": [asdict(curve) for curve in contents.curves],
         "health": {panel: [asdict(t) for t in trends] for panel, trends in contents.health.items()},
     }
-    scripts = [library, page_file("comparison.js")] if library is not None else []
     about = (
         f"{count(len(comparison.arms), 'arm')}, {count(len(comparison.seeds), 'seed')} each, "
         f"{comparison.amount:,} {comparison.budget} per run"
@@ -375,11 +361,3 @@ def _rendered(name: str, contents: ReportContents, **values: Any) -> str:
         environment=json.dumps(dict(contents.comparison.environment), indent=2, default=str),
         **values,
     )
-
-
-def _plotly_source() -> str | None:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        return None
-    return str(get_plotlyjs())

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from covey.evaluation.intervals import Estimate
 from covey.lab.compare.arm_results import AXES, Agreement, ArmResult, Curve, TimeToAccuracy
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
-from covey.lab.compare.conclusion import TESTS, Conclusion, PairResult, points
+from covey.lab.compare.conclusion import TESTS, Conclusion, points
 from covey.lab.page import TextTable, Trend
 from covey.records.estimate_text import value_text
 
@@ -35,6 +35,7 @@ PAIR_NOTE = (
     "and only if p is below 0.05. Both consider runs unlike all seeds. Needed: seeds per "
     "arm for 80 % power if the difference is as observed."
 )
+NEEDED = {"cannot tell": "too many", "one seed": "at least 3", "two seeds": "at least 3"}
 DIFFERENCES: Mapping[Metric, str] = {
     "success": "Percentage points",
     "reward": "Difference of mean rewards",
@@ -66,17 +67,11 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
         shown_level(arm.initial, arm),
         shown_level(arm.final, arm),
         EMPTY if change is None else points(change.value, arm.by),
-        EMPTY if change is None else _improvement_interval(arm, change),
+        _interval(change, arm.by, arm.improvements if arm.seeds == 2 else ()),
         *([EMPTY if above is None else points(above)] if constant else []),
         *([EMPTY if answers is None else f"{answers:.3g}"] if distinct else []),
         str(arm.seeds),
     ]
-
-
-def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    if arm.seeds == 2:
-        return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
-    return _interval(change, arm.by)
 
 
 def reward_table(found: Conclusion) -> TextTable:
@@ -158,33 +153,19 @@ def pair_table(found: Conclusion) -> TextTable:
             [
                 f"{pair.first} - {pair.second}",
                 EMPTY if pair.mean is None else points(pair.mean, pair.by),
-                _pair_interval(pair),
+                _interval(
+                    pair.difference,
+                    pair.by,
+                    pair.differences if pair.decision == "two seeds" else (),
+                ),
                 EMPTY if pair.p_corrected is None else p_value(pair.p_corrected),
                 str(len(pair.seeds)),
-                _needed(pair),
+                str(pair.seeds_needed or NEEDED.get(pair.decision, EMPTY)),
             ]
             for pair in found.pairs
         ],
         note=PAIR_NOTE.format(difference=DIFFERENCES[found.by]),
     )
-
-
-def _pair_interval(pair: PairResult) -> str:
-    if pair.difference is not None:
-        return _interval(pair.difference, pair.by)
-    if pair.decision == "two seeds":
-        return f"by seed: {', '.join(points(each, pair.by) for each in pair.differences)}"
-    return EMPTY
-
-
-def _needed(pair: PairResult) -> str:
-    if pair.seeds_needed is not None:
-        return str(pair.seeds_needed)
-    return {
-        "cannot tell": "too many",
-        "one seed": "at least 3",
-        "two seeds": "at least 3",
-    }.get(pair.decision, EMPTY)
 
 
 def checkpoint_table(found: Conclusion) -> TextTable:
@@ -328,7 +309,12 @@ def p_value(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _interval(estimate: Estimate, by: Metric) -> str:
+def _interval(estimate: Estimate | None, by: Metric, seeds: Sequence[float] = ()) -> str:
+    """Format an interval of a difference or, with two seeds, the difference of each."""
+    if seeds:
+        return f"by seed: {', '.join(points(each, by) for each in seeds)}"
+    if estimate is None:
+        return EMPTY
     return f"[{points(estimate.low, by)}, {points(estimate.high, by)}]"
 
 

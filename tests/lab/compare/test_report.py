@@ -268,12 +268,9 @@ def test_points_and_p_values_are_rounded() -> None:
     ]
 
 
-def test_terminal_shows_headline_then_table_then_pairs_then_findings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(report, "conclude", lambda comparison: sample.conclusion())
+def test_terminal_shows_headline_then_table_then_pairs_then_findings() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(terminal_report(sample.comparison()))
+    console.print(terminal_report(sample.comparison(), sample.conclusion()))
     text = console.export_text()
     order = ["Cannot tell grpo and <b> apart", "improvement", "+83.3", "[+47.5, +100.0]", "seed 3: killed",
              "about 7 seeds would be needed", "<b> is the same as grpo"]  # fmt: skip
