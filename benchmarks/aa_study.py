@@ -29,8 +29,7 @@ from scipy import stats
 
 import covey
 from covey.lab.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.lab.compare.conclusion import conclude
-from covey.lab.compare.pair_results import PairResult
+from covey.lab.compare.conclusion import PairResult, conclude
 from covey.lab.compare.statistics import LEVEL, power
 from covey.records.files import append_line
 from covey.records.records import read_lines

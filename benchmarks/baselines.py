@@ -3,7 +3,7 @@
     python benchmarks/baselines.py FOLDER --run      # compare first, an hour on one core
     python benchmarks/baselines.py FOLDER            # summarise a comparison that is done
 
-All arms have the same prompts, first rollouts, number of training steps and seeds. DPO is there a
+All arms have the same prompts, number of training steps and seeds. DPO is there a
 second time with a fifth of the learning rate: at GRPO's rate it does not learn.
 """
 

@@ -308,8 +308,8 @@ def compare(
     After Ctrl-C, each run saves its current step, and `compare` raises KeyboardInterrupt. To resume
     the comparison, call `compare` again with the same arguments.
     """
-    from covey.lab.compare.execute import run_comparison, show_design
-    from covey.lab.compare.prepare import PARENT, checked, prepare
+    from covey.lab.compare.design import PARENT, checked, prepare
+    from covey.lab.compare.launch import run_comparison, show_design
 
     check_types(recipe=config, folder=folder, seeds=seeds, parallel=parallel)
     check_types(dataset=dataset, held_out=held_out)

@@ -29,7 +29,7 @@ PARTS = {
     "lora": ("models/adapter.py",),
     "gguf": ("models/gguf.py",),
     "tasks": ("tasks/", "rewards/gym/", "rewards/math/"),
-    "report": ("analysis/compare/report_files.py",),
+    "report": ("analysis/compare/report.py",),
     "tensorboard": ("run/trackers/tensorboard.py",),
     "wandb": ("run/trackers/wandb.py",),
     "trackio": ("run/trackers/trackio.py",),

@@ -16,7 +16,7 @@ NO_TORCH = [
     "covey.environments",
     "covey.evaluation",
     "covey.lab.compare.conclusion",
-    "covey.lab.compare.report_files",
+    "covey.lab.compare.report",
     "covey.lab.rewards.checks",
     "covey.lab.ui.server",
     "covey.records.folder",

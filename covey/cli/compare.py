@@ -12,7 +12,7 @@ from covey.errors import ConfigError
 from covey.screen import Screen
 
 if TYPE_CHECKING:
-    from covey.lab.compare.prepare import Prepared
+    from covey.lab.compare.design import Prepared
 
 SEEDS = 3
 INTERRUPTED = 130
@@ -145,9 +145,8 @@ def compare_command(
     All arms have the same initial weights, prompts and training budget. The report shows which
     differences are significant. After a crash, the same command resumes the comparison.
     """
-    from covey.lab.compare.design import Request, parse_arm
-    from covey.lab.compare.execute import write_report
-    from covey.lab.compare.prepare import checked, extend, prepare
+    from covey.lab.compare.design import Request, checked, extend, parse_arm, prepare
+    from covey.lab.compare.report import write_report
 
     if report is not None:
         return write_report(report, Screen(soft_wrap=True))
@@ -174,7 +173,7 @@ def compare_command(
 
 def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
     """Print the design of a comparison and, unless --dry-run is given, run the comparison."""
-    from covey.lab.compare.execute import run_comparison, show_design
+    from covey.lab.compare.launch import run_comparison, show_design
 
     console = Screen(soft_wrap=True)
     show_design(prepared, console)

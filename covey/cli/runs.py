@@ -125,7 +125,7 @@ def report_command(
     if out is not None and not out.is_dir():
         raise RunError(f"--out {out}: this folder does not exist; create the folder first")
 
-    from covey.lab.report.write import write_run_report
+    from covey.lab.report import write_run_report
 
     for file in write_run_report(run, out or path):
         echo(str(file))

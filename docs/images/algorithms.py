@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from covey.lab.compare.report_contents import Trend
-from covey.lab.report.write import sheet
+from covey.lab.page import Trend
+from covey.lab.report import sheet
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks/results/every_algorithm.json"

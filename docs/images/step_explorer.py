@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.lab.explain.small_step import option_defaults, small_step
-from covey.lab.page.render import security_policy, style_sheet
+from covey.lab.page import security_policy, style_sheet
 from covey.lab.ui.server import static_file
 
 LENGTHS = (4, 8, 6, 5, 7, 3)

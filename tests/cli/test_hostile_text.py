@@ -16,7 +16,7 @@ from rich.table import Table
 from covey.cli import main
 from covey.cli.main import run
 from covey.config import toml_value
-from covey.lab.compare.report_files import terminal_report, write_reports
+from covey.lab.compare.report import terminal_report, write_reports
 from covey.models.language_model import LanguageModel
 from covey.screen import Screen, cell
 from tests.lab.compare.sample_comparison import comparison, fill
@@ -155,7 +155,7 @@ def test_reports_of_a_comparison_hold_no_orders(tmp_path: Path) -> None:
         "findings": ({"title": HOSTILE, "why": HOSTILE, "remedy": HOSTILE, "docs": HOSTILE},),
     }
     made = comparison(**changes)
-    write_reports(fill(tmp_path, HOSTILE), made)
+    found = write_reports(fill(tmp_path, HOSTILE), made)
     for name in ("report.html", "report.md", "report.json"):
         text = (tmp_path / name).read_text(encoding="utf-8")
         ours = re.sub("<script>.*?</script>", "", text, flags=re.DOTALL)  # plotly's own program
@@ -163,7 +163,7 @@ def test_reports_of_a_comparison_hold_no_orders(tmp_path: Path) -> None:
         assert (r"\u001b]0;t" if name == "report.json" else r"x1b") in text
     assert json.loads((tmp_path / "report.json").read_text())["name"] == HOSTILE
     screen = Screen(file=io.StringIO(), width=200)
-    screen.print(terminal_report(made))
+    screen.print(terminal_report(made, found))
     assert ORDERS.findall(screen.file.getvalue()) == []
 
 
@@ -185,7 +185,7 @@ def test_a_terminal_gets_colours_of_ours_and_nothing_else() -> None:
 
 def test_every_command_prints_through_the_screen() -> None:
     package = Path(main.__file__).parents[1]
-    shared = [package / "analysis/start_notes.py", package / "analysis/compare/execute.py"]
+    shared = [package / "lab/start_notes.py", package / "lab/compare/launch.py"]
     sources = [*shared, *sorted((package / "cli").glob("*.py"))]
     made = [s.name for s in sources if re.search(r"(?<![\w.])(Console|print)\(", s.read_text())]
-    assert made == ["main.py"]  # it shows tracebacks
+    assert made == ["launch.py", "main.py"]  # the log of a run, escaped; and tracebacks

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from covey.lab.page.render import embedded_json, script, security_policy
+from covey.lab.page import embedded_json, script, security_policy
 from covey.records.files import finite
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>&\""

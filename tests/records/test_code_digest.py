@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from covey.records import provenance
 from covey.records.provenance import code_digest
-from covey.run import provenance
 
 
 def package(folder: Path) -> Path:
-    for name in ("objective/loss.py", "cli/main.py", "analysis/compare/run_process.py"):
+    for name in ("objective/loss.py", "cli/main.py", "lab/compare/launch.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("one = 1\n")
     return folder
@@ -21,8 +21,8 @@ def package(folder: Path) -> Path:
     [
         ("objective/loss.py", True),
         ("objective/new.py", True),
-        ("analysis/compare/run_process.py", True),
-        ("analysis/compare/conclusion.py", False),
+        ("lab/compare/launch.py", True),
+        ("lab/compare/conclusion.py", False),
         ("cli/main.py", False),
     ],
 )

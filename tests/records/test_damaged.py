@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import run as covey
-from covey.lab.compare.comparison import RunOutcome
-from covey.lab.compare.comparison_folder import write_design, write_outcome
+from covey.lab.compare.comparison import RunOutcome, write_design, write_outcome
 from covey.lab.compare.design import Request, design_comparison
 
 SETTINGS = (

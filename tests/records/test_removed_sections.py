@@ -10,7 +10,7 @@ import pytest
 from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import ConfigError
-from covey.lab.report.write import write_run_report
+from covey.lab.report import write_run_report
 from covey.records.folder import RunFolder
 
 SECTION = '\n[reward_change]\nreason = "less weight on the form"\nexpected_effect = ""\n'

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -13,8 +15,98 @@ from covey.evaluation.intervals import Estimate, likely_bounds
 from covey.evaluation.items import is_graded
 from covey.lab.compare import statistics
 from covey.lab.compare.comparison import Comparison, Metric, Point, RunResult
-from covey.lab.compare.learning_curves import AXES
 from covey.lab.compare.statistics import Array
+
+# Learning curves: held-out accuracy during training.
+
+
+AXES: Mapping[str, tuple[str, Callable[[Point], float]]] = MappingProxyType(
+    {
+        "steps": ("training steps", lambda point: point.step),
+        "tokens": ("tokens sampled for training", lambda point: point.tokens),
+        "updates": ("optimizer steps", lambda point: point.updates),
+        "seconds": ("seconds of training", lambda point: point.seconds),
+    }
+)
+"""Maps each x axis to its label, and to a function that returns the x value of an evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The learning curve of one run: the x value and the accuracy of each evaluation."""
+
+    seed: int
+    state: str
+    x: Mapping[str, tuple[float, ...]]
+    accuracy: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The learning curves of an arm's runs, and the mean of its finished runs."""
+
+    arm: str
+    lines: tuple[Line, ...]
+    x: Mapping[str, tuple[float, ...]]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    """The lowest accuracy of any finished run."""
+    high: tuple[float, ...]
+    seeds: Mapping[int, tuple[float | None, ...]]
+    """Maps each seed to its accuracies at the steps of the mean curve. An accuracy is None if the
+    run was not evaluated at the step."""
+
+
+def learning_curve(comparison: Comparison, arm: str) -> Curve:
+    runs = [run for run in comparison.runs_of(arm) if run.points]
+    columns = _columns([run for run in runs if run.finished])
+    values = [[point.value for point in column] for column in columns]
+    seeds = {}
+    for run in runs if columns else ():
+        by_step = {point.step: point.value for point in run.points}
+        earlier = (by_step.get(column[0].step) for column in columns[:-1])
+        seeds[run.seed] = (*earlier, run.points[-1].value if run.finished else None)
+    return Curve(
+        arm=arm,
+        lines=tuple(
+            Line(
+                seed=run.seed,
+                state=run.state,
+                x={axis: tuple(map(of, run.points)) for axis, (_, of) in AXES.items()},
+                accuracy=tuple(point.value for point in run.points),
+            )
+            for run in runs
+        ),
+        x={
+            axis: tuple(_mean([of(point) for point in column]) for column in columns)
+            for axis, (_, of) in AXES.items()
+        },
+        mean=tuple(_mean(column) for column in values),
+        low=tuple(min(column) for column in values),
+        high=tuple(max(column) for column in values),
+        seeds=seeds,
+    )
+
+
+def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
+    """Return, for each step of the mean curve, the evaluations that the curve averages.
+
+    The mean curve has the steps at which all runs were evaluated. The last value of the mean curve
+    averages the last evaluation of each run, because runs with a token budget end at different
+    steps.
+    """
+    if not runs:
+        return []
+    by_step = [{point.step: point for point in run.points} for run in runs]
+    shared = set(by_step[0]).intersection(*by_step[1:])
+    ends = [run.points[-1] for run in runs]
+    earlier = sorted(step for step in shared if all(step < end.step for end in ends))
+    return [*([run[step] for run in by_step] for step in earlier), ends]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
 
 UNREADABLE = "without a readable evaluation of"
 
@@ -33,9 +125,7 @@ class TimeToAccuracy:
 
     accuracy: float
     reached: int
-    """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """The median cost over seeds, in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
@@ -48,11 +138,8 @@ class Cost:
     """
 
     seconds: float
-    """The median training time over seeds, without the first step and without evaluations."""
     cpu_seconds: float | None
-    """The median CPU time of a run's process over seeds, including evaluations."""
     memory_gib: float | None
-    """The largest peak memory of the arm's runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +172,10 @@ class ArmResult:
     arm: str
     seeds: int
     missing: tuple[str, ...]
-    """One line for each planned run that did not finish."""
     initial: Estimate | None = None
     final: Estimate | None = None
-    """The final accuracy, averaged over seeds. The confidence interval covers the variation between
-    seeds and between prompts."""
     improvement: Estimate | None = None
-    """The final accuracy minus the initial accuracy."""
     best: Estimate | None = None
-    """The highest accuracy of each run, averaged over seeds. The average of the highest accuracies
-    is biased upwards, because the best evaluation is partly luck."""
     area: Estimate | None = None
     """The mean accuracy over training, from the start up to the largest budget that every run
     reached. The confidence interval covers the variation between seeds and between prompts."""
@@ -102,15 +183,10 @@ class ArmResult:
     collapsed: tuple[Collapse, ...] = ()
     by: Metric = "success"
     finals: tuple[float, ...] = ()
-    """The final accuracy (or mean reward) of each seed."""
     improvements: tuple[float, ...] = ()
-    """The change of accuracy (or mean reward) from the first to the last evaluation of each
-    seed."""
     distinct_answers: float | None = None
     """The number of different final answers in the last evaluation, averaged over seeds."""
     above_constant: float | None = None
-    """The final accuracy minus the best accuracy of a policy that gives every prompt the same
-    answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
     """Maps `reward` to the mean reward of greedy completions, and `parts/NAME` to the mean of each
     reward component. `rewards` is empty if every reward is 1 for success and 0 for failure.
@@ -119,7 +195,6 @@ class ArmResult:
 
 
 def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
-    """Return the result of every arm."""
     arms = comparison.finished_runs()
     budget = comparison.budget
     levels = _levels([runs for runs in arms.values() if runs])
@@ -136,6 +211,10 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
         best = _by_prompt([max(run.points, key=lambda point: point.value) for run in runs])
         areas = [statistics.area(_axis(run, budget), _by_prompt(run.points).T, end) for run in runs]
         collapses = (_collapse(run) for run in runs)
+        answers = [n for run in runs if (n := run.points[-1].distinct_answers) is not None]
+        constant = comparison.best_constant if by == "success" else None
+        cpu = [run.cpu_seconds for run in runs if run.cpu_seconds]
+        memory = [run.memory_gib for run in runs if run.memory_gib]
         results.append(
             ArmResult(
                 arm=arm,
@@ -150,28 +229,21 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
                 by=by,
                 finals=tuple(last.mean(axis=1).tolist()),
                 improvements=tuple((last - first).mean(axis=1).tolist()),
-                distinct_answers=_distinct_answers(runs),
-                above_constant=_above_constant(comparison, last, by),
+                distinct_answers=sum(answers) / len(answers) if answers else None,
+                above_constant=None if constant is None else float(last.mean()) - constant,
                 rewards=_rewards(runs),
                 collapsed=tuple(each for each in collapses if each is not None),
-                cost=_cost(runs),
+                cost=Cost(
+                    seconds=float(np.median([run.points[-1].seconds for run in runs])),
+                    cpu_seconds=float(np.median(cpu)) if cpu else None,
+                    memory_gib=max(memory, default=None),
+                ),
             )
         )
     return tuple(results)
 
 
-def _cost(runs: Sequence[RunResult]) -> Cost:
-    cpu = [run.cpu_seconds for run in runs if run.cpu_seconds]
-    memory = [run.memory_gib for run in runs if run.memory_gib]
-    return Cost(
-        seconds=float(np.median([run.points[-1].seconds for run in runs])),
-        cpu_seconds=float(np.median(cpu)) if cpu else None,
-        memory_gib=max(memory) if memory else None,
-    )
-
-
 def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:
-    """Return one line for each planned run of the arm that did not finish."""
     by_seed = {run.seed: run for run in comparison.runs_of(arm)}
     lines = []
     for seed in sorted({*comparison.seeds, *by_seed}):
@@ -203,7 +275,6 @@ def _values(run: RunResult) -> list[float]:
 
 
 def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
-    """Return the means of the reward and its components, over prompts scored in every run."""
     ends = [(run.points[0], run.points[-1]) for run in runs]
     scored = [
         (row, point.correct[prompt])
@@ -232,17 +303,6 @@ def _rewards(runs: Sequence[RunResult]) -> dict[str, RewardResult]:
                 improvement=statistics.change(last - first, _span(first, last)),
             )
     return found
-
-
-def _above_constant(comparison: Comparison, last: Array, by: Metric) -> float | None:
-    constant = comparison.best_constant
-    return None if constant is None or by != "success" else float(last.mean()) - constant
-
-
-def _distinct_answers(runs: Sequence[RunResult]) -> float | None:
-    counts = [run.points[-1].distinct_answers for run in runs]
-    known = [count for count in counts if count is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _axis(run: RunResult, name: str) -> list[float]:
@@ -303,3 +363,85 @@ def _collapse(run: RunResult) -> Collapse | None:
     else:
         return None
     return Collapse(seed=run.seed, before=before, final=last.value, kind=kind)
+
+
+# Agreement of arms: how many held-out prompts all arms, only one arm or no arm solves.
+
+MOST_DIFFERENT = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedPrompt:
+    """A held-out prompt, and for each arm the number of finished runs that solve the prompt."""
+
+    id: str
+    solved: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """The numbers of held-out prompts that all arms, some arms or no arm solves.
+
+    An arm solves a prompt if more than half of the arm's finished runs solve the prompt.
+    """
+
+    runs: Mapping[str, int]
+    num_prompts: int
+    solved_by_all: int
+    solved_by_none: int
+    solved_by_some: int
+    solved_only_by: Mapping[str, int]
+    disagreement_between_seeds: float | None
+    disagreement_between_arms: float | None
+    most_different: tuple[SolvedPrompt, ...]
+
+
+def prompt_agreement(comparison: Comparison) -> Agreement | None:
+    runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
+    if not runs:
+        return None
+    correct = {arm: [run.points[-1].correct for run in mine] for arm, mine in runs.items()}
+    prompts = [
+        SolvedPrompt(id=name, solved={arm: sum(c[name] for c in correct[arm]) for arm in runs})
+        for name in next(iter(correct.values()))[0]
+    ]
+    solvers = [{arm for arm, n in p.solved.items() if 2 * n > len(runs[arm])} for p in prompts]
+    alone = [next(iter(arms)) for arms in solvers if len(arms) == 1 < len(runs)]
+    by_all = sum(len(arms) == len(runs) for arms in solvers)
+    by_none = sum(not arms for arms in solvers)
+
+    def gap(prompt: SolvedPrompt) -> float:
+        shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]
+        return max(shares) - min(shares)
+
+    return Agreement(
+        runs={arm: len(mine) for arm, mine in runs.items()},
+        num_prompts=len(prompts),
+        solved_by_all=by_all,
+        solved_by_none=by_none,
+        solved_by_some=len(prompts) - by_all - by_none - len(alone),
+        solved_only_by={arm: alone.count(arm) for arm in runs} if len(runs) > 1 else {},
+        disagreement_between_seeds=_disagreement(
+            pair for mine in runs.values() for pair in itertools.combinations(mine, 2)
+        ),
+        disagreement_between_arms=_disagreement(
+            (a, b)
+            for one, other in itertools.combinations(runs.values(), 2)
+            for a, b in itertools.product(one, other)
+            if a.seed == b.seed
+        ),
+        # The sort is stable, so ties keep the order of the task.
+        most_different=tuple(
+            prompt
+            for prompt in sorted(prompts, key=gap, reverse=True)[:MOST_DIFFERENT]
+            if gap(prompt) > 0
+        ),
+    )
+
+
+def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:
+    shares = []
+    for one, other in pairs:
+        a, b = one.points[-1].correct, other.points[-1].correct
+        shares.append(sum(a[name] != b[name] for name in a) / len(a))
+    return sum(shares) / len(shares) if shares else None

@@ -2,17 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
 
 from covey.errors import RunError
-from covey.evaluation.intervals import Estimate
-from covey.lab.compare.arm_results import UNREADABLE, ArmResult, arm_results
+from covey.evaluation.intervals import Estimate, likely_bounds, paired_difference
+from covey.lab.compare import statistics
+from covey.lab.compare.arm_results import AXES, UNREADABLE, ArmResult, arm_results
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
-from covey.lab.compare.learning_curves import AXES
-from covey.lab.compare.pair_results import PairResult, pair_results
-from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS
+from covey.lab.compare.statistics import FEW_SEEDS, LEVEL, MOST_SEEDS, Array
 from covey.records.estimate_text import value_text
+
+# Results of every pair of arms: the better algorithm, and the better final checkpoints.
+
+
+Decision = Literal[
+    "same policy", "no difference", "better", "cannot tell", "one seed", "two seeds",
+    "nothing to compare",
+]  # fmt: skip
+"""Two arms have the "same policy" if their weights are equal in every seed. Two arms have "no
+difference" if their results are equal on every prompt. The decisions "one seed" and "two seeds"
+mean that there are too few seeds to rank the arms.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointResult:
+    """The comparison of two arms' final checkpoints for one seed."""
+
+    seed: int
+    difference: float
+    gained: int
+    """The number of prompts that only the first arm's checkpoint solves."""
+    lost: int
+    p_value: float
+    p_holm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairResult:
+    """The comparison of two arms over the seeds that both arms finished."""
+
+    first: str
+    second: str
+    seeds: tuple[int, ...]
+    missing: tuple[str, ...]
+    differences: tuple[float, ...]
+    mean: float | None
+    difference: Estimate | None = None
+    """The mean difference with its interval over seeds. The intervals of all pairs contain their
+    true differences together with 95 % confidence, so an interval excludes 0 if and only if
+    `p_corrected` is below 5 %. `difference` is None with fewer than three seeds, or if both arms
+    have equal final weights in every seed.
+    """
+    difference_new_prompts: Estimate | None = None
+    p_value: float | None = None
+    p_corrected: float | None = None
+    p_student: float | None = None
+    p_sign: float | None = None
+    cancelling_share: float | None = None
+    decision: Decision
+    better: str | None = None
+    seeds_needed: int | None = None
+    detectable: float | None = None
+    checkpoints: tuple[CheckpointResult, ...] = ()
+    summary: str = ""
+    checkpoint_summary: str = ""
+    by: Metric = "success"
+
+
+def pair_results(
+    runs: Mapping[str, Sequence[RunResult]], missing: Mapping[str, tuple[str, ...]]
+) -> tuple[PairResult, ...]:
+    """Compare every pair of arms over the seeds that both have finished."""
+    pairs: list[tuple[PairResult, Array, Array]] = []
+    for first, second in itertools.combinations(runs, 2):
+        one, other = ({run.seed: run for run in runs[arm]} for arm in (first, second))
+        seeds = tuple(seed for seed in one if seed in other)
+        ends = [[mine[seed] for seed in seeds] for mine in (one, other)]
+        # The success or reward of every completion, with the shape [seeds, prompts].
+        a, b = (np.array([run.points[-1].values for run in mine], dtype=float) for mine in ends)
+        decision: Decision = "cannot tell"
+        if not seeds:
+            decision = "nothing to compare"
+        elif all(x.weights == y.weights != "" for x, y in zip(*ends, strict=True)):
+            decision = "same policy"
+        elif len(seeds) == 1:
+            decision = "one seed"
+        elif np.array_equal(a, b):
+            decision = "no difference"
+        elif len(seeds) < FEW_SEEDS:
+            decision = "two seeds"
+        # Sums are subtracted before the division, so that equal accuracies give exactly 0.
+        differences = (a.sum(axis=1) - b.sum(axis=1)) / a.shape[1] if seeds else np.zeros(0)
+        pair = PairResult(
+            first=first,
+            second=second,
+            seeds=seeds,
+            missing=missing[first] + missing[second],
+            differences=tuple(differences.tolist()),
+            mean=float(differences.mean()) if seeds else None,
+            decision=decision,
+            by=next((run.points[-1].by for run in ends[0]), "success"),
+        )
+        pairs.append((pair, a, b))
+    level = LEVEL / max(1, sum(_is_tested(pair) for pair, _, _ in pairs))
+    found = [
+        [
+            paired_difference(x.tolist(), y.tolist(), span=1.0 if pair.by == "success" else None)
+            for x, y in zip(a, b, strict=True)
+        ]
+        if pair.decision != "same policy"
+        else []
+        for pair, a, b in pairs
+    ]
+    p_holm = iter(statistics.holm([each.p_value for results in found for each in results]))
+    done = []
+    for (pair, a, b), results in zip(pairs, found, strict=True):
+        checkpoints = tuple(
+            CheckpointResult(
+                seed=seed,
+                difference=each.estimate.value,
+                gained=each.gained,
+                lost=each.lost,
+                p_value=each.p_value,
+                p_holm=next(p_holm),
+            )
+            for seed, each in zip(pair.seeds, results, strict=False)  # empty for the same policy
+        )
+        tested = _tested(pair, a, b, level) if _is_tested(pair) else pair
+        done.append(replace(tested, checkpoints=checkpoints))
+    return tuple(done)
+
+
+def _is_tested(pair: PairResult) -> bool:
+    return len(pair.seeds) >= FEW_SEEDS and pair.decision != "same policy"
+
+
+def _tested(pair: PairResult, first: Array, second: Array, level: float) -> PairResult:
+    """Test a pair at a level that is corrected for several pairs."""
+    bounds = (0.0, 1.0) if pair.by == "success" else likely_bounds([first, second])
+    a, b, items, span = (
+        first.mean(axis=1),
+        second.mean(axis=1),
+        first.shape[1],
+        bounds[1] - bounds[0],
+    )
+    differences, mean = np.array(pair.differences), pair.mean or 0.0
+    p_value = float(statistics.seed_test(a, b, items, bounds))
+    low, high = (float(end) for end in statistics.seed_bounds(a, b, items, bounds, level))
+    other = statistics.change(first - second, span, level)
+    decision, needed = pair.decision, None
+    if decision == "cannot tell" and p_value < level:
+        decision = "better"
+    elif decision == "cannot tell":
+        deviation = float(statistics.seed_deviation(differences, items, span))
+        worse = min(float(a.mean()), float(b.mean()))
+        needed = statistics.seeds_needed(mean, deviation, level, worse, bounds)
+    return replace(
+        pair,
+        difference=Estimate(mean, low, high),
+        difference_new_prompts=Estimate(mean, min(low, other.low), max(high, other.high)),
+        p_value=p_value,
+        p_corrected=min(1.0, p_value * LEVEL / level),
+        p_student=float(statistics.student_test(differences, items, span)),
+        p_sign=statistics.sign_test(pair.differences),
+        cancelling_share=float(statistics.cancelling_share(a, b, bounds)),
+        decision=decision,
+        better=None if decision != "better" else pair.first if mean > 0 else pair.second,
+        seeds_needed=needed,
+        detectable=statistics.detectable(a, b, items, bounds, level),
+    )
+
 
 UNITS: Mapping[Metric, str] = {"success": "points", "reward": "in mean reward"}
 TESTS: Mapping[Metric, str] = {"success": "McNemar's exact test", "reward": "sign test"}
@@ -24,22 +189,26 @@ class Conclusion:
 
     headline: str
     cautions: tuple[str, ...]
-    """Reasons to trust the headline less, such as missing runs, few seeds or collapses."""
     complete: bool
-    """Whether all planned runs have finished."""
     arms: tuple[ArmResult, ...]
     pairs: tuple[PairResult, ...]
 
     @property
     def by(self) -> Metric:
-        """The metric that compares the arms."""
         return next((arm.by for arm in self.arms if arm.seeds), "success")
 
 
 def conclude(comparison: Comparison) -> Conclusion:
     """Return the conclusion of a comparison, from its finished runs only."""
     runs = comparison.finished_runs()
-    _check_same_prompts(run for mine in runs.values() for run in mine)
+    finished = [run for mine in runs.values() for run in mine]
+    for run, point in [(each, point) for each in finished for point in each.points]:
+        if list(point.correct) != list(finished[0].points[0].correct):
+            raise RunError(
+                f"arm {run.arm} with seed {run.seed} and arm {finished[0].arm} with seed "
+                f"{finished[0].seed} were evaluated on different prompts at step {point.step}; "
+                "delete one of these two runs, and repeat the command"
+            )
     arms = arm_results(comparison)
     pairs = pair_results(runs, {arm.arm: arm.missing for arm in arms})
     tested = sum(pair.p_value is not None for pair in pairs)
@@ -49,59 +218,36 @@ def conclude(comparison: Comparison) -> Conclusion:
         )
         for pair in pairs
     )
+    cautions = _cautions(arms, pairs, _as_if_untrained(comparison, finished, pairs))
+    used = AXES[comparison.budget][1]
+    early = [
+        f"{run.arm} seed {run.seed} at {used(run.points[-1]):,} {comparison.budget}"
+        for run in finished
+        if used(run.points[-1]) < comparison.amount
+    ]
+    if early:
+        cautions.append(
+            f"Not all runs have a last evaluation at their budget of {comparison.amount:,} "
+            f"{comparison.budget}: {'; '.join(early)}."
+        )
     return Conclusion(
         headline=_headline(arms, pairs),
-        cautions=(
-            *_cautions(arms, pairs, _as_if_untrained(comparison, runs, pairs)),
-            *_ended_early(comparison, runs),
-        ),
+        cautions=tuple(cautions),
         complete=not any(arm.missing for arm in arms),
         arms=arms,
         pairs=pairs,
     )
 
 
-def _check_same_prompts(runs: Iterable[RunResult]) -> None:
-    first: RunResult | None = None
-    for run in runs:
-        first = first or run
-        for point in run.points:
-            if list(point.correct) != list(first.points[0].correct):
-                raise RunError(
-                    f"arm {run.arm} with seed {run.seed} and arm {first.arm} with seed "
-                    f"{first.seed} were evaluated on different prompts at step {point.step}; "
-                    "delete one of these two runs, and repeat the command"
-                )
-
-
-def _ended_early(comparison: Comparison, runs: Mapping[str, Sequence[RunResult]]) -> Iterator[str]:
-    """Yield a caution if runs ended before their budget, for example by train.stop_on."""
-    used = AXES[comparison.budget][1]
-    early = [
-        f"{run.arm} seed {run.seed} at {used(run.points[-1]):,} {comparison.budget}"
-        for mine in runs.values()
-        for run in mine
-        if used(run.points[-1]) < comparison.amount
-    ]
-    if early:
-        yield (
-            f"Not all runs have a last evaluation at their budget of {comparison.amount:,} "
-            f"{comparison.budget}: {'; '.join(early)}."
-        )
-
-
 def _as_if_untrained(
-    comparison: Comparison,
-    runs: Mapping[str, Sequence[RunResult]],
-    pairs: Sequence[PairResult],
+    comparison: Comparison, finished: Sequence[RunResult], pairs: Sequence[PairResult]
 ) -> list[str]:
     """Return sentences with each pair's mean difference, computed as if failed runs were untrained.
 
-    An untrained run has the accuracy of its arm before training. The mean difference shows how much
-    failed runs could change the conclusion.
+    An untrained run has the accuracy of its arm before training.
     """
-    starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
-    ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
+    starts = {run.arm: run.points[0].value for run in finished}
+    ends = {(run.arm, run.seed): run.points[-1].value for run in finished}
     for run in comparison.runs:
         if run.state == "failed" and run.arm in starts:
             ends[run.arm, run.seed] = starts[run.arm]
@@ -122,7 +268,6 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Return a sentence that names the better algorithm, or says why none is known to be better."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -145,13 +290,19 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
             "Too few seeds to rank the arms: two seeds do not show how much is chance. The tables "
             "have the result of each seed; run at least three."
         )
-    untested = _untested(few)
+    untested = ""
+    if few:
+        missed = _listed([f"{pair.first} - {pair.second}" for pair in few])
+        untested = f" Not tested, with fewer than {FEW_SEEDS} seeds in common: {missed}."
     if len(tested) == 1:
         return tested[0].summary + untested
     decided = [pair for pair in tested if pair.better]
     if not decided:
+        widest = max(tested, key=lambda pair: abs(pair.mean or 0.0))
         return (
-            _none_decided(tested, "in the tested pairs" if few else "between the arms") + untested
+            f"No significant difference {'in the tested pairs' if few else 'between the arms'} "
+            f"with this budget. The largest is between {widest.first} and {widest.second}: "
+            f"{_change(widest.mean or 0.0, widest.by)}.{untested}"
         )
     for arm in finished:
         wins = [pair for pair in decided if pair.better == arm.arm]
@@ -162,12 +313,6 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
     rest = "; the other pairs do not differ significantly" if len(decided) < len(tested) else ""
     start = "In the tested pairs" if few else "No arm is better than all others"
     return f"{start}: {found}{rest}.{untested}"
-
-
-def _untested(few: Sequence[PairResult]) -> str:
-    """Return a sentence that names the pairs that share too few seeds for a test."""
-    names = _listed([f"{pair.first} - {pair.second}" for pair in few])
-    return f" Not tested, with fewer than {FEW_SEEDS} seeds in common: {names}." if few else ""
 
 
 def _nothing_to_test(finished: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
@@ -182,20 +327,11 @@ def _nothing_to_test(finished: Sequence[ArmResult], pairs: Sequence[PairResult])
     return "No two arms have finished the same seed: there is nothing to compare."
 
 
-def _none_decided(tested: Sequence[PairResult], where: str) -> str:
-    widest = max(tested, key=lambda pair: abs(pair.mean or 0.0))
-    return (
-        f"No significant difference {where} with this budget. The largest is between "
-        f"{widest.first} and {widest.second}: {_change(widest.mean or 0.0, widest.by)}."
-    )
-
-
 def _loser(pair: PairResult) -> str:
     return pair.second if pair.better == pair.first else pair.first
 
 
 def _pair_summary(pair: PairResult, tested: int) -> str:
-    """Return a sentence that names the better algorithm of a pair, or says that none is better."""
     both = f"{pair.first} and {pair.second}"
     seeds = count(len(pair.seeds), "seed")
     match pair.decision:
@@ -251,7 +387,6 @@ def _leads(pair: PairResult, tested: int) -> bool:
 
 
 def _leading(pair: PairResult, tested: int) -> str:
-    """Say what would make the means of a pair equal, although its seeds agree."""
     assert pair.cancelling_share is not None
     first, second = pair.first, pair.second
     if (pair.mean or 0.0) < 0:
@@ -270,7 +405,6 @@ def _leading(pair: PairResult, tested: int) -> str:
 
 
 def _evidence(pair: PairResult, tested: int) -> str:
-    """Return the difference in the direction that the sentence names, its interval and its p."""
     difference = pair.difference
     assert difference is not None
     assert pair.p_corrected is not None
@@ -288,7 +422,6 @@ def _evidence(pair: PairResult, tested: int) -> str:
 
 
 def _undecided(pair: PairResult) -> str:
-    """Return how many seeds the observed difference needs, and what these seeds can detect."""
     assert pair.detectable is not None
     seeds = len(pair.seeds)
     if pair.seeds_needed is None:
@@ -307,7 +440,6 @@ def _undecided(pair: PairResult) -> str:
 
 
 def _checkpoint_summary(pair: PairResult) -> str:
-    """Return a sentence that names the better final checkpoint for each seed."""
     if not pair.checkpoints:
         return ""
     sides: dict[str, list[str]] = {pair.first: [], pair.second: [], "": []}
@@ -330,8 +462,7 @@ def _checkpoint_summary(pair: PairResult) -> str:
 
 def _cautions(
     arms: Sequence[ArmResult], pairs: Sequence[PairResult], as_if_untrained: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the reasons to trust the headline less, as sentences."""
+) -> list[str]:
     found = []
     missing = [line for arm in arms for line in arm.missing]
     if missing:
@@ -363,11 +494,10 @@ def _cautions(
         for arm in arms
         for one in arm.collapsed
     ]
-    return tuple(found)
+    return found
 
 
 def _at_constant(arm: ArmResult) -> str:
-    """Return a caution if an arm improved, but does not clearly beat one constant answer."""
     above, answers = arm.above_constant, arm.distinct_answers
     if above is None or arm.final is None or arm.improvement is None:
         return ""
@@ -395,16 +525,10 @@ def _change(value: float, by: Metric) -> str:
 
 
 def _negated(estimate: Estimate) -> Estimate:
-    """Turn the estimate of `A - B` into the estimate of `B - A`."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 arm` or `2 arms`.
-
-    >>> count(1, "arm"), count(2, "arm")
-    ('1 arm', '2 arms')
-    """
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -8,40 +8,33 @@ measured in the same way. Even an arm that overrides the reward is evaluated wit
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import itertools
+import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from covey.config import Config, parse_config, toml_value
 from covey.config.algorithm_names import PAIRED
 from covey.config.load import overridden, read_settings
-from covey.config.resolve import resolve
+from covey.config.resolve import held_out_of, resolve, task_of
 from covey.config.smoke import smoke_settings
-from covey.errors import ConfigError
-from covey.lab.compare.comparison import Arm, BudgetKind
-from covey.lab.compare.comparison_folder import Design
+from covey.errors import ConfigError, DataError, RunError
+from covey.lab.compare.comparison import DESIGN_FILE, Arm, BudgetKind, Design, read_design
 from covey.notices import notice
-from covey.objective import find_algorithm
+from covey.tasks import Task
+from covey.tasks.task import shared_prompts
+from covey.types import Prompt
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """Settings that no arm may change. To train with different seeds than the other arms, an arm can
 add an offset, such as `seed+=1000`."""
-SAMPLING = ("model.", "adapter.", "task.", "rollout.", "environment.", "seed")
-"""Settings, or whole sections, that affect the rollouts of the first step."""
-NOT_SAMPLING = (
-    "engine.max_concurrent",
-    "engine.cache_gigabytes",
-    "model.gradient_checkpointing",
-    "model.offload_activations",
-    "model.deterministic",
-    "environment.workers",
-    "environment.timeout",
-    "environment.gigabytes",
-)
-"""Exceptions to `SAMPLING`: settings that do not affect the rollouts of the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +45,6 @@ class Request:
     """A configuration file or a recipe; empty for the default settings."""
     overrides: tuple[str, ...] = ()
     smoke: bool = False
-    """Whether to shrink the common configuration to a short test, as `--smoke` does."""
     algorithms: tuple[str, ...] = ()
     arms: tuple[Arm, ...] = ()
     seeds: int = 3
@@ -62,7 +54,6 @@ class Request:
     """The number of threads of each run, or 0 for a number that suits this machine."""
 
     def command(self) -> str:
-        """Return the `covey compare` command line that requests this comparison."""
         words = ["covey", "compare", *([self.source] if self.source else [])]
         words += ["--algorithms", ",".join(self.algorithms)] if self.algorithms else []
         for arm in self.arms:
@@ -98,7 +89,6 @@ def parse_arm(text: str) -> Arm:
 
 
 def design_comparison(request: Request) -> Design:
-    """Build the design of a requested comparison. Raise an error if the arms are not comparable."""
     if request.smoke:
         given, _ = smoke_settings(request.source, request.overrides)
     else:
@@ -131,7 +121,6 @@ def design_comparison(request: Request) -> Design:
 def _with_budget(
     given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
 ) -> tuple[dict[str, Any], int]:
-    """Return the settings of a request with its budget filled in, and the size of the budget."""
     if budget == "steps":
         amount = common.train.steps if amount is None else amount
         kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
@@ -147,7 +136,6 @@ def _with_budget(
 
 
 def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm] = ()) -> Design:
-    """Add an arm to the design for each algorithm, and then the user's arms."""
     found = {arm.name: arm for arm in design.arms}
     for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
         declared = _declared(design, arm)
@@ -164,7 +152,6 @@ def with_seeds(design: Design, count: int) -> Design:
 
 
 def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
-    """Return the arm for an algorithm, with all user options that the algorithm supports."""
     label = name.replace(":", ".")
     if _common_algorithm(given) == name:
         return Arm(name=label)
@@ -212,14 +199,12 @@ def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
 
 
 def config_of(design: Design, arm: Arm, seed: int | None = None) -> Config:
-    """Return the full configuration of an arm for one of the comparison's seeds."""
     config = resolve(parse_config(overridden(design.given, arm.settings)))
     first = config.seed if seed is None else seed
     return config.model_copy(update={"seed": first + arm.seed_offset})
 
 
 def arm_configs(design: Design) -> dict[str, Config]:
-    """Map the name of every arm to its full configuration for the first seed."""
     return {arm.name: config_of(design, arm, min(design.seeds)) for arm in design.arms}
 
 
@@ -238,9 +223,8 @@ def _declared(design: Design, arm: Arm) -> Arm:
     fixed = [key for key in differences if key.startswith(FIXED)]
     if config.preferences.file:
         raise ConfigError(
-            "config: a comparison cannot use preferences.file, because all arms start from the "
-            "same sampled rollouts; delete preferences.file to take the preference pairs from "
-            "sampled groups"
+            "config: a comparison cannot use preferences.file, because arms learn from what "
+            "they sample; delete preferences.file to take the preference pairs from sampled groups"
         )
     if fixed:
         key, value = fixed[0], toml_value(differences[fixed[0]])
@@ -255,7 +239,6 @@ def _declared(design: Design, arm: Arm) -> Arm:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested settings into a dict from dotted names to values."""
     found: dict[str, Any] = {}
     for section, values in settings.items():
         if isinstance(values, Mapping):
@@ -265,15 +248,222 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def shares_first_rollouts(arm: Arm) -> bool:
-    """Return whether an arm has the same rollouts in the first step as the common configuration."""
-    changed = [key for key in arm.differences if key.startswith(SAMPLING)]
-    return all(key in NOT_SAMPLING for key in changed)
-
-
 def same_comparison(old: Design, new: Design) -> bool:
     """Return whether the old design has the common settings and all arms of the new design."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
     want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)
     return alike and want.items() <= have.items()
+
+
+# Checks before training that a comparison is fair, and possible problems.
+
+
+Row = Mapping[str, str]
+
+GENERATION = (
+    "rollout.max_tokens", "rollout.stop", "model.template", "model.chat_options", "model.prefill",
+)  # fmt: skip
+"""Settings that affect how the policy generates completions, both in training and in
+evaluations."""
+HOSTING = ("environment.workers", "environment.timeout", "environment.gigabytes")
+"""Settings of the environment that do not affect completions."""
+
+
+def check_prompts(configs: Mapping[str, Config]) -> None:
+    first, expected = next(iter(configs)), ""
+    seen: list[dict[str, object]] = []
+    for name, config in configs.items():
+        task = task_of(config)
+        held_out = held_out_of(config, task)
+        digest = prompts_digest(held_out)
+        expected = expected or digest  # the digest of the first arm
+        if digest != expected:
+            raise ConfigError(
+                f"arm {name} and arm {first} have different held-out prompts, so their accuracies "
+                "cannot be compared; use the same [task] settings for all arms"
+            )
+        section = config.task.model_dump()
+        if section in seen:
+            continue
+        seen.append(section)
+        if found := shared_prompts(task.train(), held_out):
+            raise DataError(
+                f"task: {len(found)} of {len(held_out)} held-out prompts are also training "
+                "prompts, so evaluations would measure memorization; remove these prompts from the "
+                f"training data; the first such prompt is {found[0].id}: {found[0].text!r}"
+            )
+
+
+def task_digest(task: Task) -> str:
+    return " ".join(prompts_digest(prompts) for prompts in (task.train(), task.held_out()))
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Return the SHA-256 digest of prompts, including all data that scoring reads."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        messages = [dict(message) for message in prompt.messages]
+        row = [prompt.id, prompt.task, messages, prompt.target, dict(prompt.info)]
+        digest.update(json.dumps(row, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
+    """Return the possible problems that are known before training, with the names of their arms."""
+    from covey.lab.plan.findings import coincidences, findings
+
+    rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, config in configs.items():
+        for finding in findings(config):
+            rows.setdefault(tuple(finding.row().items()), []).append(name)
+    across = [dict(finding.row()) for finding in coincidences(configs)]
+    single = [{**dict(row), "arms": ", ".join(names)} for row, names in rows.items()]
+    own: list[Row] = []
+
+    def add(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> None:
+        if names := ", ".join(arm.name for arm in arms):
+            about = {"title": title, "why": why, "remedy": remedy}
+            own.append({**about, "docs": "docs/compare.md", "arms": names})
+
+    arms = design.arms if len(design.arms) > 1 else ()
+    common = design.common
+    reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
+    add(
+        [arm for arm in arms if any(key.startswith("reward.") for key in arm.differences)],
+        title="some arms are trained on a different reward than the one that evaluates them",
+        why="The common reward scores the held-out completions of all arms, so that accuracies "
+        "mean the same; an arm that is not trained on it may be at a disadvantage.",
+        remedy=f"choose it with evaluate.reward.name; now it is {reward}",
+    )
+    add(
+        [arm for arm in arms if any(map(_affects_evaluations, arm.differences))],
+        title="some arms generate the held-out completions with their own settings",
+        why="Their prompt format, stop strings, length limit or environment also apply in "
+        "evaluations, so a difference may come from these settings, without any learning.",
+        remedy="compare the first evaluations, before training; or change the setting for all arms",
+    )
+    for arm in design.arms:
+        if kept := kept_options(design, arm):
+            values = ", ".join(f"objective.{key} = {toml_value(v)}" for key, (v, _) in kept.items())
+            usual = ", ".join(f"{key} = {toml_value(v)}" for key, (_, v) in kept.items())
+            add(
+                [arm],
+                title=f"options of the recipe are kept: {values}",
+                why=f"The recipe sets them for {common['objective']['name']}; {arm.name}'s own "
+                f"defaults are {usual}.",
+                remedy=f"for the defaults of {arm.name}, add the arm "
+                f"'{arm.name}-default: {arm.settings[0]}'",
+            )
+    return (*across, *own, *single)
+
+
+def _affects_evaluations(key: str) -> bool:
+    return key in GENERATION or (key.startswith("environment.") and key not in HOSTING)
+
+
+# The folder of a comparison: new, resumed or extended.
+
+
+PARENT = Path("comparisons")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A comparison that is ready to run."""
+
+    folder: Path
+    design: Design
+    previous: Design | None
+    """The design of the comparison that the folder already contains, or None."""
+
+
+def prepare(request: Request, folder: Path | None = None) -> Prepared:
+    """Choose the folder of a comparison.
+
+    If the folder already contains a comparison with the same design, resume this comparison.
+    Without `folder`, choose the next free folder comparisons/NAME-N.
+    """
+    design = design_comparison(request)
+    if len(design.arms) < 2:
+        raise ConfigError(
+            "nothing to compare: give at least two arms, such as the algorithms grpo and gspo"
+        )
+    stem = Path(request.source).stem or "dataset"
+    numbered = (PARENT / f"{stem}-{number}" for number in itertools.count(1))
+    for path in numbered if folder is None else [folder]:
+        if (path / DESIGN_FILE).is_file():
+            if same_comparison(read_design(path), design):
+                return extend(path, seeds=len(design.seeds), threads=request.threads)
+        elif not path.exists() or not any(path.iterdir()):
+            return Prepared(folder=path, design=design, previous=None)
+        elif folder is not None:
+            raise RunError(
+                f"{path} already contains files that do not belong to a comparison; choose another "
+                "folder"
+            )
+    raise ConfigError(
+        f"{folder} already contains a comparison with different settings, arms or budget; choose "
+        f"another folder, or add an arm with covey compare --folder {folder} --add ALGORITHM"
+    )
+
+
+def extend(
+    folder: Path,
+    algorithms: Iterable[str] = (),
+    arms: Iterable[Arm] = (),
+    seeds: int | None = None,
+    threads: int = 0,
+) -> Prepared:
+    """Add arms or seeds to the comparison in a folder, without changing its existing runs."""
+    old = read_design(folder)
+    if threads not in (0, old.threads):
+        raise ConfigError(
+            f"--threads {threads}: the existing runs in {folder} use {old.threads} threads, and "
+            "another number of threads would change the last digits of the results; leave out "
+            "--threads, or choose another --folder"
+        )
+    new = with_arms(old, algorithms, arms)
+    new = new if seeds is None else with_seeds(new, seeds)
+    if new != old:
+        words = ["covey", "compare", "--folder", str(folder)]
+        for arm in new.arms[len(old.arms) :]:
+            words += ["--arm", arm.text]
+        words += ["--seeds", str(len(new.seeds))] if new.seeds != old.seeds else []
+        new = replace(new, command=f"{old.command}\n{shlex.join(words)}")
+    return Prepared(folder=folder, design=new, previous=old)
+
+
+def checked(prepared: Prepared) -> Prepared:
+    """Raise an error if a comparison is unfair.
+
+    The returned comparison contains the possible problems and the number of threads.
+    """
+    design, old = prepared.design, prepared.previous
+    configs = arm_configs(design)
+    check_prompts(configs)  # also for a resumed comparison, because its data may have been edited
+    if old is not None and [a.name for a in old.arms] == [a.name for a in design.arms]:
+        return prepared
+    threads = design.threads
+    if not threads and _on_gpu(configs.values()):
+        import torch
+
+        threads = torch.get_num_threads()
+    elif not threads:  # the runs share the cores equally
+        threads = max(1, (os.cpu_count() or 1) // (len(design.arms) * len(design.seeds)))
+    findings = known_beforehand(design, configs)
+    return replace(prepared, design=replace(design, threads=threads, findings=findings))
+
+
+def parallel_runs(design: Design) -> int:
+    if _on_gpu([parse_config(design.common)]):
+        return 1
+    return max(1, (os.cpu_count() or 1) // design.threads)
+
+
+def _on_gpu(configs: Iterable[Config]) -> bool:
+    import torch
+
+    devices = {config.model.device for config in configs}
+    found = torch.cuda.is_available()
+    return any(d.startswith("cuda") or (d == "auto" and found) for d in devices)

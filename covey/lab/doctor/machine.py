@@ -16,7 +16,7 @@ import torch
 
 from covey.config import Config, to_toml
 from covey.config.resolve import reward_of, task_of
-from covey.lab.compare.run_process import peak_memory
+from covey.lab.compare.launch import peak_memory
 from covey.lab.doctor.result import Clock, Result
 from covey.lab.plan.forecast import Forecast, size_text
 from covey.lab.rewards.checks import Lab, examine

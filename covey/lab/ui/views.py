@@ -203,8 +203,7 @@ def rollouts_file(site: Site, query: Query) -> Path:
 def report(site: Site, query: Query) -> str:
     """Return the report of a comparison as HTML, from the current state of its runs."""
     place = site.place(query, "comparison", "comparison")
-    from covey.lab.compare.comparison_folder import load_comparison
-    from covey.lab.compare.report_contents import report_contents
-    from covey.lab.compare.report_files import page
+    from covey.lab.compare.comparison import load_comparison
+    from covey.lab.compare.report import page, report_contents
 
     return page(report_contents(place.path, load_comparison(place.path)))

@@ -9,8 +9,7 @@ from typing import Any
 from covey.evaluation.intervals import Estimate
 from covey.lab.compare.arm_results import ArmResult, Collapse, TimeToAccuracy
 from covey.lab.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.lab.compare.conclusion import Conclusion
-from covey.lab.compare.pair_results import CheckpointResult, PairResult
+from covey.lab.compare.conclusion import CheckpointResult, Conclusion, PairResult
 
 EVIL = (
     "</pre><script>alert('x')</script><img src=http://evil.test/x onerror=alert(2)> | `a` *b* @me"
@@ -28,7 +27,7 @@ def point(step: int, solved: str) -> Point:
 def run(arm: str, seed: int, *solved: str, state: str = "done", error: str = "") -> RunResult:
     points = tuple(point(10 * number, digits) for number, digits in enumerate(solved))
     return RunResult(
-        arm=arm, seed=seed, state=state, error=error, points=points, first_rollouts=f"first-{seed}",
+        arm=arm, seed=seed, state=state, error=error, points=points,
         folder=f"runs/{arm}/seed-{seed}", weights="" if error else f"{arm}{seed}".ljust(64, "0"),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from covey.lab.compare.run_process import checkpoint_digest
+from covey.lab.compare.launch import checkpoint_digest
 
 WEIGHTS = {"b": torch.tensor([[1.0, -0.0]]), "a": torch.tensor([3, 4], dtype=torch.int64)}
 

@@ -20,9 +20,9 @@ from covey.lab.compare.comparison import (
     compared_by,
     with_metric,
 )
-from covey.lab.compare.conclusion import Conclusion, conclude
-from covey.lab.compare.pair_results import PairResult
-from covey.lab.compare.report_tables import (
+from covey.lab.compare.conclusion import Conclusion, PairResult, conclude
+from covey.lab.compare.statistics import holm, seeds_needed
+from covey.lab.compare.tables import (
     checkpoint_table,
     pair_table,
     result_table,
@@ -30,7 +30,6 @@ from covey.lab.compare.report_tables import (
     speed_table,
     training_table,
 )
-from covey.lab.compare.statistics import holm, seeds_needed
 
 ITEMS = 100
 START = 20

@@ -11,8 +11,8 @@ from covey.errors import ConfigError
 from covey.lab.compare.arm_results import Cost, arm_results
 from covey.lab.compare.conclusion import conclude
 from covey.lab.compare.design import Request, config_of, design_comparison, kept_options
-from covey.lab.compare.report_tables import cost_table
-from covey.lab.compare.run_process import peak_memory
+from covey.lab.compare.launch import peak_memory
+from covey.lab.compare.tables import cost_table
 from covey.lab.doctor import machine
 from tests.lab.compare.sample_comparison import comparison, run
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from covey.lab.compare.arm_results import learning_curve
 from covey.lab.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.lab.compare.learning_curves import learning_curve
-from covey.lab.compare.report_tables import curve_table
+from covey.lab.compare.tables import curve_table
 
 
 def point(step: int, correct: int, tokens: int | None = None) -> Point:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from covey.lab.compare.launch import Job
-from covey.lab.compare.progress import run_progress
+from covey.lab.compare.launch import Job, run_progress
 
 
 def test_a_graded_reward_is_shown_beside_the_accuracy(tmp_path: Path) -> None:
-    texts = dict.fromkeys(("shared", "config_toml", "common_toml", "start", "key"), "")
+    texts = dict.fromkeys(("config_toml", "common_toml", "key"), "")
     job = Job(arm="grpo", seed=0, folder=str(tmp_path), threads=1, **texts)
     assert run_progress(job, "steps", 4) == ("0%", "0", "not evaluated")
     (tmp_path / "steps.jsonl").write_text('{"step": 3}\n')

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from covey.lab.compare.arm_results import prompt_agreement
 from covey.lab.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.lab.compare.report_contents import prompt_agreement
-from covey.lab.compare.report_tables import contested_table, solved_table
+from covey.lab.compare.tables import contested_table, solved_table
 
 # Who solves prompts a to f at the end: one digit per prompt.
 RUNS = {

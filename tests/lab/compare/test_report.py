@@ -13,29 +13,28 @@ import pytest
 from rich.console import Console
 
 from covey.errors import DiskError
-from covey.lab.compare import report_contents as contents_module
-from covey.lab.compare import report_files
-from covey.lab.compare.report_contents import ReportContents, report_contents
-from covey.lab.compare.report_files import (
+from covey.lab.compare import report
+from covey.lab.compare.report import (
     MISSING,
     SCHEMA,
+    ReportContents,
     markdown,
     page,
+    report_contents,
     report_data,
     terminal_report,
     write_reports,
 )
-from covey.lab.compare.report_tables import (
+from covey.lab.compare.tables import (
     p_value,
     pair_summaries,
     pair_table,
     points,
     result_table,
-    runs_table,
     speed_table,
     training_table,
 )
-from covey.lab.page.render import fenced, page_file, plain
+from covey.lab.page import fenced, page_file, plain
 from tests.lab.compare import sample_comparison as sample
 
 # Attributes by which a page may load something.
@@ -54,7 +53,7 @@ LOADING = {
 
 @pytest.fixture
 def contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReportContents:
-    monkeypatch.setattr(contents_module, "conclude", lambda comparison: sample.conclusion())
+    monkeypatch.setattr(report, "conclude", lambda comparison: sample.conclusion())
     return report_contents(sample.fill(tmp_path), sample.comparison())
 
 
@@ -269,12 +268,9 @@ def test_points_and_p_values_are_rounded() -> None:
     ]
 
 
-def test_terminal_shows_headline_then_table_then_pairs_then_findings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(report_files, "conclude", lambda comparison: sample.conclusion())
+def test_terminal_shows_headline_then_table_then_pairs_then_findings() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(terminal_report(sample.comparison()))
+    console.print(terminal_report(sample.comparison(), sample.conclusion()))
     text = console.export_text()
     order = ["Cannot tell grpo and <b> apart", "improvement", "+83.3", "[+47.5, +100.0]", "seed 3: killed",
              "about 7 seeds would be needed", "<b> is the same as grpo"]  # fmt: skip
@@ -385,14 +381,3 @@ def test_nonfinite_numbers_are_null(tmp_path: Path) -> None:
 def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"report\.html"):
         write_reports(tmp_path / "nowhere", sample.comparison())
-
-
-def test_runs_table_says_whether_first_rollouts_were_shared() -> None:
-    assert "same rollouts in the first step." in runs_table(sample.comparison()).note
-    outcomes = sample.comparison().runs
-    other = replace(outcomes[3], first_rollouts="else")
-    apart = sample.comparison(runs=(*outcomes[:3], other))
-    assert (
-        "Not all arms learned from the same rollouts in the first step (seed 1)"
-        in runs_table(apart).note
-    )

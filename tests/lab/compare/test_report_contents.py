@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from covey.lab.compare.comparison import Arm, Comparison, Point, RunResult
-from covey.lab.compare.report_contents import (
+from covey.lab.compare.report import (
     HEALTH,
     HEALTH_POINTS,
     choose_examples,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import run as command
-from covey.lab.report.contents import RunReport, headline, run_report
-from covey.lab.report.write import svg, ticks, write_run_report
+from covey.lab.report import RunReport, headline, run_report, svg, ticks, write_run_report
 from covey.records.folder import RunFolder
 from tests.lab.ui.browser import Browser
 from tests.lab.ui.conftest import browser as browser

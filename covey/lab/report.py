@@ -1,31 +1,42 @@
-"""Collects the contents of a run's report for its HTML and Markdown files.
+"""Writes the HTML and Markdown reports of a run.
 
-If files in the run folder are missing or damaged, the report says so and shows the other files.
+    report.html   one page that opens offline and runs no script
+    report.md     the same for a comment or a wiki, with report.svg for its curves
+
+A report depends only on the run, so two reports of the same run are equal.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from markupsafe import Markup, escape
+
+from covey._version import __version__
 from covey.errors import RunError
-from covey.lab.compare.report_contents import (
+from covey.lab.compare.report import (
     HEALTH,
     Example,
-    Trend,
     choose_examples,
     trends,
 )
-from covey.lab.page.render import TextTable
+from covey.lab.page import TextTable, Trend, fenced, render, security_policy, style_sheet
 from covey.records.estimate_text import change_text, estimate_text, value_text
+from covey.records.files import write_text
 from covey.records.folder import RunFolder, settings_of
 from covey.records.health import Finding, timeline
 from covey.records.metric_registry import is_number
 from covey.records.records import MOST_TEXT, Note, read_bytes
 from covey.records.rollout_index import Entry, RolloutIndex
+
+# The contents of the report.
+
 
 PANELS = MappingProxyType(
     {
@@ -39,11 +50,8 @@ PANELS = MappingProxyType(
 metrics of a chart, the chart shows the first of them.
 """
 SAMPLES = 3
-"""The report has two lists of SAMPLES rollouts: the rollouts with the highest rewards, and the
-rollouts with the lowest rewards."""
 READ_SECONDS = 60.0
-"""The time limit, in seconds, for reading the last step's rollouts. The report ignores rollouts
-that could not be read within the time limit."""
+"""The time limit, in seconds, for reading the last step's rollouts."""
 KINDS = MappingProxyType(
     {
         "arms differ": "Changed",
@@ -62,7 +70,6 @@ class RunReport:
     headline: str
     about: str
     trends: Mapping[str, Trend]
-    """Maps each chart of the report to its curve."""
     evaluations: TextTable
     examples: Sequence[Example]
     """Held-out prompts with their greedy completions before and after training."""
@@ -78,7 +85,6 @@ class RunReport:
 
 
 def run_report(run: RunFolder) -> RunReport:
-    """Collect all contents of a run's report."""
     notes: list[str] = []
     steps, evaluations = run.steps(notes.append), run.evaluations(notes.append)
     environment = run.environment(notes.append)
@@ -101,7 +107,6 @@ def run_report(run: RunFolder) -> RunReport:
 
 
 def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Return one sentence with the result of the run."""
     if len(evaluations) > 1:
         name, what = decided_by(evaluations)
         first, last = evaluations[0][name], evaluations[-1][name]
@@ -121,10 +126,6 @@ def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
 
 
 def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the key of an evaluation's main result, and the name of this result in the report.
-
-    The main result is the accuracy, or the mean reward if no completion was ever correct.
-    """
     correct = any(row["greedy"]["value"] for row in evaluations)
     if correct or not all("reward" in row for row in evaluations):
         return "greedy", "Held-out accuracy"
@@ -147,7 +148,6 @@ def _about(
 
 
 def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Return a table with one row for each evaluation."""
     return TextTable(
         title="Accuracy by step",
         head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],
@@ -181,7 +181,6 @@ def _examples(
 
 
 def _samples(run: RunFolder, note: Note) -> tuple[int | None, list[Mapping[str, Any]]]:
-    """Return the last recorded step, and its rollouts with the highest and lowest rewards."""
     kept = run.numbered("rollouts", ".jsonl")
     if not kept:
         return None, []
@@ -218,3 +217,120 @@ def _config(run: RunFolder, note: Note) -> str:
     except RunError as error:
         note(str(error))
         return "not recorded"
+
+
+LONGEST = 3000
+
+
+def write_run_report(run: RunFolder, folder: Path) -> list[Path]:
+    report = run_report(run)
+    files = {"report.html": html(report), "report.md": markdown(report)}
+    if report.trends:
+        files["report.svg"] = sheet(list(report.trends.items()))
+    for name, text in files.items():
+        write_text(folder / name, text)
+    return [folder / name for name in files]
+
+
+def html(report: RunReport) -> str:
+    style = style_sheet() + STYLE
+    return _rendered("run.html", report, policy=security_policy([]), style=style, svg=svg)
+
+
+def markdown(report: RunReport) -> str:
+    return _rendered("run.md", report, fenced=lambda text: fenced(text[:LONGEST]))
+
+
+def _rendered(name: str, report: RunReport, **values: Any) -> str:
+    return render(name, report=report, kinds=KINDS, longest=LONGEST, version=__version__, **values)
+
+
+# Curves as SVG without scripts, so that they also appear offline, in print and in mail.
+
+WIDTH, HEIGHT = 360, 170
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` round numbers between `low` and `high`, for the ticks of an axis.
+
+    >>> ticks(0.0, 1.0, 4)
+    [0.0, 0.5, 1.0]
+    """
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(n * step, 12) for n in range(first, last + 1)]
+
+
+def svg(title: str, trend: Trend) -> Markup:
+    """Return the chart of a metric as SVG without a style sheet."""
+    x0, x1 = _range(trend.steps, 0.0)
+    y0, y1 = _range(trend.values, 0.06)
+    across = (WIDTH - LEFT - RIGHT) / (x1 - x0)
+    down = (HEIGHT - TOP - BOTTOM) / (y1 - y0)
+
+    def px(x: float) -> str:
+        return f"{LEFT + (x - x0) * across:.1f}"
+
+    def py(y: float) -> str:
+        return f"{TOP + (y1 - y) * down:.1f}"
+
+    points = " ".join(f"{px(x)},{py(y)}" for x, y in zip(trend.steps, trend.values, strict=True))
+    grid = [
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y)}" y2="{py(y)}" class="grid"/>'
+        f'<text x="{LEFT - 6}" y="{py(y)}" dy="4" text-anchor="end">{y:g}</text>'
+        for y in ticks(y0, y1, 4)
+    ]
+    grid += [
+        f'<text x="{px(x)}" y="{HEIGHT - 6}" text-anchor="middle">{x:g}</text>'
+        for x in ticks(x0, x1, 5)
+    ]
+    told = f"{title}: {trend.values[0]:.4g} at step {trend.steps[0]:g}, {trend.values[-1]:.4g} at "
+    told += f"step {trend.steps[-1]:g}"
+    dot = f'<circle cx="{px(trend.steps[-1])}" cy="{py(trend.values[-1])}" r="3" class="dot"/>'
+    return Markup(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'class="curve" aria-label="{escape(told)}">{"".join(grid)}'
+        f'<polyline points="{points}" class="line"/>{dot}</svg>'
+    )
+
+
+STYLE = (
+    ".curve { width: 100%; } .curve text { font: 10px system-ui, sans-serif; fill: var(--quiet); } "
+    ".curve .grid { stroke: var(--grid); } "
+    ".curve .line { fill: none; stroke: var(--arm-0); stroke-width: 1.8; } "
+    ".curve .dot { fill: var(--arm-0); }"
+)
+
+
+def sheet(charts: Sequence[tuple[str, Trend]]) -> str:
+    """Return one SVG file with all charts, for the Markdown report."""
+    rows = -(-len(charts) // 2)
+    parts = []
+    for number, (title, trend) in enumerate(charts):
+        x, y = number % 2 * (WIDTH + 20), number // 2 * (HEIGHT + 34)
+        label = (
+            f'<text x="{LEFT}" y="16" class="title">{escape(f"{title} ({trend.metric})")}</text>'
+        )
+        parts.append(
+            f'<g transform="translate({x} {y})">{label}<svg y="24" width="{WIDTH}" '
+            f'height="{HEIGHT}">{svg(title, trend)}</svg></g>'
+        )
+    colours = (
+        ":root { --quiet: #57606a; --grid: #d5dae0; --arm-0: #0072b2; } "
+        "@media (prefers-color-scheme: dark) "
+        "{ :root { --quiet: #a3acb8; --grid: #363d47; --arm-0: #56a8e0; } } "
+        ".title { font: 600 13px system-ui, sans-serif; fill: var(--quiet); } "
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH + 20} '
+        f'{rows * (HEIGHT + 34)}"><style>{colours}{STYLE}</style>{"".join(parts)}</svg>\n'
+    )
+
+
+def _range(values: Sequence[float], margin: float) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    gap = margin * (high - low) if high > low else 0.1 * abs(high) or 0.5
+    return low - gap, high + gap

@@ -6,13 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 
 from covey.evaluation.intervals import Estimate
-from covey.lab.compare.arm_results import ArmResult, TimeToAccuracy
+from covey.lab.compare.arm_results import AXES, Agreement, ArmResult, Curve, TimeToAccuracy
 from covey.lab.compare.comparison import Comparison, Metric, RunResult
 from covey.lab.compare.conclusion import TESTS, Conclusion, points
-from covey.lab.compare.learning_curves import AXES, Curve
-from covey.lab.compare.pair_results import PairResult
-from covey.lab.compare.report_contents import Agreement, Trend
-from covey.lab.page.render import TextTable
+from covey.lab.page import TextTable, Trend
 from covey.records.estimate_text import value_text
 
 EMPTY = "-"
@@ -38,6 +35,7 @@ PAIR_NOTE = (
     "and only if p is below 0.05. Both consider runs unlike all seeds. Needed: seeds per "
     "arm for 80 % power if the difference is as observed."
 )
+NEEDED = {"cannot tell": "too many", "one seed": "at least 3", "two seeds": "at least 3"}
 DIFFERENCES: Mapping[Metric, str] = {
     "success": "Percentage points",
     "reward": "Difference of mean rewards",
@@ -49,7 +47,6 @@ CHECKPOINT_NOTE = (
 
 
 def result_table(found: Conclusion) -> TextTable:
-    """Return a table with the initial and the final accuracy (or mean reward) of each arm."""
     constant = any(arm.above_constant is not None for arm in found.arms)
     distinct = any(arm.distinct_answers is not None for arm in found.arms)
     more = [*["above constant"] * constant, *["answers"] * distinct]
@@ -70,25 +67,14 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
         shown_level(arm.initial, arm),
         shown_level(arm.final, arm),
         EMPTY if change is None else points(change.value, arm.by),
-        EMPTY if change is None else _improvement_interval(arm, change),
+        _interval(change, arm.by, arm.improvements if arm.seeds == 2 else ()),
         *([EMPTY if above is None else points(above)] if constant else []),
         *([EMPTY if answers is None else f"{answers:.3g}"] if distinct else []),
         str(arm.seeds),
     ]
 
 
-def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the confidence interval of an improvement.
-
-    With two seeds, return the improvement of each seed instead of an interval.
-    """
-    if arm.seeds == 2:
-        return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
-    return _interval(change, arm.by)
-
-
 def reward_table(found: Conclusion) -> TextTable:
-    """Return a table with the mean reward of each arm, and the means of its reward components."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],
@@ -109,7 +95,6 @@ def reward_table(found: Conclusion) -> TextTable:
 
 
 def training_table(found: Conclusion) -> TextTable:
-    """Return a table with the best accuracy, mean accuracy and collapsed seeds of each arm."""
     return TextTable(
         title="Over training",
         head=["arm", "final, 95 % interval", "best", "mean over training", "collapsed"],
@@ -136,7 +121,6 @@ def _final_interval(arm: ArmResult) -> str:
 
 
 def speed_table(found: Conclusion) -> TextTable:
-    """Return a table of the time that each arm takes to reach certain accuracies."""
     timed = next((arm.time_to_accuracy for arm in found.arms if arm.time_to_accuracy), ())
     levels = [each.accuracy for each in timed]
     rows = []
@@ -158,12 +142,10 @@ def _time(found: TimeToAccuracy | None) -> str:
 
 
 def pair_summaries(found: Conclusion) -> list[str]:
-    """Return the summaries of all pairs of arms, without the summary that the headline repeats."""
     return [pair.summary for pair in found.pairs if not found.headline.startswith(pair.summary)]
 
 
 def pair_table(found: Conclusion) -> TextTable:
-    """Return a table with a row for each pair of arms."""
     return TextTable(
         title="Pairs of arms",
         head=["first - second", "difference", "95 % interval", "p", "seeds", "needed"],
@@ -171,10 +153,14 @@ def pair_table(found: Conclusion) -> TextTable:
             [
                 f"{pair.first} - {pair.second}",
                 EMPTY if pair.mean is None else points(pair.mean, pair.by),
-                _pair_interval(pair),
+                _interval(
+                    pair.difference,
+                    pair.by,
+                    pair.differences if pair.decision == "two seeds" else (),
+                ),
                 EMPTY if pair.p_corrected is None else p_value(pair.p_corrected),
                 str(len(pair.seeds)),
-                _needed(pair),
+                str(pair.seeds_needed or NEEDED.get(pair.decision, EMPTY)),
             ]
             for pair in found.pairs
         ],
@@ -182,26 +168,7 @@ def pair_table(found: Conclusion) -> TextTable:
     )
 
 
-def _pair_interval(pair: PairResult) -> str:
-    if pair.difference is not None:
-        return _interval(pair.difference, pair.by)
-    if pair.decision == "two seeds":
-        return f"by seed: {', '.join(points(each, pair.by) for each in pair.differences)}"
-    return EMPTY
-
-
-def _needed(pair: PairResult) -> str:
-    if pair.seeds_needed is not None:
-        return str(pair.seeds_needed)
-    return {
-        "cannot tell": "too many",
-        "one seed": "at least 3",
-        "two seeds": "at least 3",
-    }.get(pair.decision, EMPTY)
-
-
 def checkpoint_table(found: Conclusion) -> TextTable:
-    """Return a table that compares the final checkpoints of each pair of arms, for each seed."""
     return TextTable(
         title="Checkpoints of each seed",
         head=["first, second", "seed", "difference", "only 1st", "only 2nd", "p"],
@@ -222,7 +189,6 @@ def checkpoint_table(found: Conclusion) -> TextTable:
 
 
 def differences_table(comparison: Comparison) -> TextTable:
-    """Return a table of the settings in which each arm differs from the common configuration."""
     rows = []
     for arm in comparison.arms:
         rows += [
@@ -238,35 +204,16 @@ def differences_table(comparison: Comparison) -> TextTable:
 
 
 def finding_title(row: Mapping[str, str]) -> str:
-    """Return the title of a finding, followed by the names of its arms."""
     arms = f" ({row['arms']})" if row.get("arms") else ""
     return f"{row.get('title', '')}{arms}"
 
 
 def runs_table(comparison: Comparison) -> TextTable:
-    """Return a table of all runs, with the error of each failed run."""
     return TextTable(
         title="Runs",
         head=["arm", "seed", "state", "steps", "tokens", "seconds", "weights", "error"],
         rows=[_run(run) for arm in comparison.arms for run in comparison.runs_of(arm.name)],
-        note=f"Runs with equal weights are the same policy, bit for bit. {_shared(comparison)}",
-    )
-
-
-def _shared(comparison: Comparison) -> str:
-    """Return a sentence that says which arms share the rollouts of the first step."""
-    names: dict[int, set[str]] = {}
-    for run in comparison.runs:
-        if run.first_rollouts:
-            names.setdefault(run.seed, set()).add(run.first_rollouts)
-    apart = [str(seed) for seed, found in sorted(names.items()) if len(found) > 1]
-    if not names:
-        return ""
-    if not apart:
-        return "All arms of a seed learned from the same rollouts in the first step."
-    return (
-        f"Not all arms learned from the same rollouts in the first step (seed {', '.join(apart)}): "
-        "they sample differently, or have other seeds."
+        note="Runs with equal weights are the same policy, bit for bit.",
     )
 
 
@@ -280,7 +227,6 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return a table with the numbers of prompts that all arms, no arm or one arm solves."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -298,7 +244,6 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Return a sentence about how often two arms, or two seeds of one arm, disagree on a prompt."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (
@@ -311,7 +256,6 @@ def _disagreement(found: Agreement) -> str:
 
 
 def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> TextTable:
-    """Return a table of the prompts on which arms differ most, with their texts if known."""
     return TextTable(
         title="Prompts on which arms differ most",
         head=["prompt", "target", *found.runs],
@@ -327,7 +271,6 @@ def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> T
 
 
 def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
-    """Return a table with the values of a learning curve."""
     return TextTable(
         title=curve.arm,
         head=[*AXES, "mean", "lowest", "highest", *(f"seed {seed}" for seed in curve.seeds)],
@@ -346,7 +289,6 @@ def curve_table(curve: Curve, by: Metric = "success") -> TextTable:
 
 
 def health_table(health: Mapping[str, Sequence[Trend]]) -> TextTable:
-    """Return a table with the first and the last value of each training metric."""
     return TextTable(
         title="First and last of each metric",
         head=["metric", "arm", "first", "last"],
@@ -367,12 +309,16 @@ def p_value(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _interval(estimate: Estimate, by: Metric) -> str:
+def _interval(estimate: Estimate | None, by: Metric, seeds: Sequence[float] = ()) -> str:
+    """Format an interval of a difference or, with two seeds, the difference of each."""
+    if seeds:
+        return f"by seed: {', '.join(points(each, by) for each in seeds)}"
+    if estimate is None:
+        return EMPTY
     return f"[{points(estimate.low, by)}, {points(estimate.high, by)}]"
 
 
 def shown_level(estimate: Estimate | None, arm: ArmResult) -> str:
-    """Format an arm's accuracy, or its mean reward."""
     return EMPTY if estimate is None else value_text(arm.by, estimate.value)
 
 
@@ -386,7 +332,6 @@ COST_NOTE = (
 
 
 def cost_table(found: Conclusion) -> TextTable:
-    """Return a table with the training time, memory and final accuracy of each arm."""
     costs = [(arm, arm.cost) for arm in found.arms if arm.cost is not None]
     return TextTable(
         title="Cost of a run",

@@ -1,1 +1,0 @@
-"""The report of one run, as an offline HTML page and as Markdown."""
