@@ -142,7 +142,6 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Timed:
     from covey.accel.activation_offload import checkpoint_layers
     from covey.loop import train
     from covey.models.load_model import wrap
-    from covey.policy import checkpoint
     from covey.records.folder import RunFolder
     from covey.run import Run
     from covey.stopping import StopSignal
@@ -162,7 +161,7 @@ def covey_run(sizes: Sizes, name: str, config: Config, *, warmup: int) -> Timed:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch("covey.policy.policy.load_language_model", load),
-        mock.patch.object(checkpoint, "save"),
+        mock.patch.object(Run, "save"),
     ):
         parts = Run.build(config, EvenWords())
         with closing(parts.scorer):

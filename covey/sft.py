@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,7 +163,9 @@ def step_examples(run: Run, step: int) -> tuple[list[Rollout], list[int]]:
 def stack(examples: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
     """Collate solutions into a batch, with one group per solution."""
     blank = Prompt(id="", task="", messages=(), target="")
-    return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in examples], device)
+    # A solution is right; without a reward it would count nowhere in the loss.
+    right = [replace(rollout, reward=1.0) for rollout in examples]
+    return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in right], device)
 
 
 def cross_entropy() -> Objective:

@@ -25,7 +25,6 @@ def train_result(**more: Any) -> covey.TrainResult:
         evaluation={"prompts": 40, "greedy": cell, "parts": {"a": 1.0}},
         model="m" * 9999,
         tokenizer="t" * 9999,
-        interrupted=False,
         **more,
     )
 

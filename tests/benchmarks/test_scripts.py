@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-PARTS = ("described", "own_process")
+PARTS = ("cluster_model", "described", "own_process")
 """Files without a command."""
 
 
