@@ -28,7 +28,7 @@ SOURCES = {
 PARTS = {
     "lora": ("models/adapter.py",),
     "gguf": ("models/gguf.py",),
-    "tasks": ("tasks/", "rewards/gym/", "rewards/math/"),
+    "tasks": ("tasks/", "rewards/gym_scorer.py", "rewards/math/"),
     "report": ("analysis/compare/report_files.py",),
     "tensorboard": ("run/trackers/tensorboard.py",),
     "wandb": ("run/trackers/wandb.py",),

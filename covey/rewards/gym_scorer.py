@@ -1,15 +1,22 @@
-"""Parses an answer and generates a safe copy, for scorers that evaluate answers as code.
-
-Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. A scorer
-that evaluates text never gets the text that a model wrote. Covey parses the answer, allows only the
-types of syntax-tree nodes that this module lists, and generates new text from the syntax tree. The
-parser runs in the sandbox, so that an answer that crashes the parser does no harm.
-"""
+"""Calls the scorers of reasoning_gym datasets. This module runs in the sandbox if the scorer is
+impure."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
+import importlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from covey.tasks.reasoning_gym import entry_of
+
+# Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Such a scorer
+# never gets the text that a model wrote: the answer is parsed, only the kinds of syntax-tree nodes
+# that are listed here are allowed, and new text is written from the tree. The parser runs in the
+# sandbox too, so that an answer that crashes it does no harm.
 
 MAX_DATA = 10_000
 MAX_FORMULA = 1000
@@ -144,3 +151,88 @@ def _named_bits(node: ast.Name | ast.Call, depth: int, names: frozenset[str]) ->
     if not 1 <= len(node.args) <= most:
         raise NotPlainError("arguments that it does not take")
     return sum(_bits(argument, depth - 1, names) for argument in node.args)
+
+
+Entry = Mapping[str, Any]
+
+
+def _as_data(answer: str, entry: Entry) -> str:
+    return plain_data(answer)
+
+
+def _as_sum(answer: str, entry: Entry) -> str:
+    return plain_sum(answer)
+
+
+def _as_formula(answer: str, entry: Entry) -> str:
+    names = re.findall(r"[A-Za-z]\w*", str(entry["answer"]), re.ASCII)  # including its variables
+    return plain_formula(answer, names)
+
+
+EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
+    "binary_matrix": _as_data,
+    "n_queens": _as_data,
+    "spiral_matrix": _as_data,
+    "string_insertion": _as_data,
+    "countdown": _as_sum,
+    "puzzle24": _as_sum,
+    "intermediate_integration": _as_formula,
+    "polynomial_multiplication": _as_formula,
+    "simple_integration": _as_formula,
+}
+"""Maps each dataset whose scorer evaluates answers as code to a function that makes a safe copy of
+an answer."""
+
+
+def load() -> None:
+    """Import slow packages and fill sympy's caches, before any child process is forked."""
+    importlib.import_module("reasoning_gym.composite")
+    sympy = importlib.import_module("sympy")
+    integral = sympy.parse_expr("x**3/3 + sin(2*x)*exp(x) + log(x) + sqrt(x) + C")
+    sympy.simplify(sympy.diff(integral, sympy.Symbol("x")))
+
+
+def prepare(info: Mapping[str, Any]) -> tuple[str, Any, Entry]:
+    """Return the dataset's name, the dataset, and the dataset entry of a prompt."""
+    dataset, entry = entry_of(info)
+    name = info["reasoning_gym"]["dataset"]
+    # An entry of a composite dataset comes from one of its sub-datasets, which scores it.
+    return entry["metadata"]["source_dataset"] if name == "composite" else name, dataset, entry
+
+
+def score(prepared: tuple[str, Any, Entry], text: str) -> float:
+    """Return the score from 0 to 1 that the dataset's own scorer gives to an answer."""
+    name, dataset, entry = prepared
+    try:
+        answer = readable(name, text, entry)
+    except NotPlainError:
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return scored(dataset, answer, entry)
+
+
+def scored(dataset: Any, answer: str, entry: Entry) -> float:
+    """Return the score, from 0 to 1, of an answer that `readable` returned."""
+    try:
+        given = float(dataset.score_answer(answer, entry))
+    except Exception:  # scorers raise different errors for an answer in an unexpected form
+        return 0.0
+    return min(max(given, 0.0), 1.0) if math.isfinite(given) else 0.0
+
+
+def readable(name: str, text: str, entry: Entry) -> str:
+    """Return the text that the scorer gets as the answer.
+
+    A scorer that evaluates answers as code gets new text, which is generated from the answer's
+    syntax tree. Raises NotPlainError if an answer that would be evaluated is neither plain data
+    (numbers, strings, lists) nor arithmetic.
+    """
+    if name not in EVALUATING:
+        return text
+    known = [entry["answer"], *entry["metadata"].get("valid_answers", ())]
+    # The entry's own answers are trusted, and not all of them can be parsed.
+    for answer in known:
+        if isinstance(answer, str) and answer.strip() == text.strip():
+            return answer
+    return EVALUATING[name](text, entry)
