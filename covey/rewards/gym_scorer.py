@@ -13,10 +13,10 @@ from typing import Any
 
 from covey.tasks.reasoning_gym import entry_of
 
-# Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Such a scorer
-# never gets the text that a model wrote: the answer is parsed, only the kinds of syntax-tree nodes
-# that are listed here are allowed, and new text is written from the tree. The parser runs in the
-# sandbox too, so that an answer that crashes it does no harm.
+# Some scorers pass an answer to Python's `eval`, or to sympy, which also evaluates text. Such a
+# scorer never gets the text that a model wrote: the answer is parsed, only the kinds of syntax-tree
+# nodes that are listed here are allowed, and new text is written from the tree. The parser runs in
+# the sandbox too, so that an answer that crashes it does no harm.
 
 MAX_DATA = 10_000
 MAX_FORMULA = 1000

@@ -19,10 +19,11 @@ def identity(name: str, reward: Any) -> str:
     """Return the identity of a reward, for example `math@1#9f2c51d0a3b4`.
 
     The hash covers the reward's options and its source code. For a built-in reward, the source code
-    consists of the packages `covey.rewards` and `covey.sandbox`. For a user's reward, the source
-    code is the function or class with all that it refers to in its file (`source_hash`). Comments,
-    formatting and other code of the file do not count. Rewards with the same identity give the same
-    score to the same completion, except if a module that the file imports has changed.
+    consists of the packages `covey.rewards`, `covey.recipes` and `covey.sandbox`. For a user's
+    reward, the source code is the function or class with all that it refers to in its file
+    (`source_hash`). Comments, formatting and other code of the file do not count. Rewards with the
+    same identity give the same score to the same completion, except if a module that the file
+    imports has changed.
 
     >>> from covey.rewards.think_answer import ThinkAnswer
     >>> identity("think_answer", ThinkAnswer()).startswith("think_answer@1#")
@@ -91,7 +92,11 @@ def _source_of(thing: Any) -> str:
 @cache
 def _own_source() -> str:
     folder = Path(__file__).parent.parent
-    files = [f for part in ("rewards", "sandbox") for f in sorted((folder / part).rglob("*.py"))]
+    files = [
+        f
+        for part in ("rewards", "recipes", "sandbox")
+        for f in sorted((folder / part).rglob("*.py"))
+    ]
     return hashlib.sha256("".join(_file_hash(f) for f in files).encode()).hexdigest()
 
 
