@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from covey.rewards.citations import without_addresses
-from covey.rewards.coherence import coherence
-from covey.rewards.robust import robust_factor
+from covey.rewards.coherence import coherence, robust_factor
 from covey.rewards.score import Reward, Score, at_progress, check_option, max_seconds
 from covey.rewards.text import after_thinking
 from covey.types import Prompt

@@ -16,9 +16,8 @@ from covey.errors import ConfigError, nearest
 from covey.rewards import published, templates
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
-from covey.rewards.coherence import Coherence
+from covey.rewards.coherence import Coherence, Efficiency
 from covey.rewards.countdown import Countdown
-from covey.rewards.efficiency import Efficiency
 from covey.rewards.environment import EnvironmentReward
 from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
 from covey.rewards.instructions import Instructions

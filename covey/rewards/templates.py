@@ -17,7 +17,7 @@ from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
-from covey.rewards.efficiency import Efficiency
+from covey.rewards.coherence import Efficiency
 from covey.rewards.format import ThinkToolForm
 from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer

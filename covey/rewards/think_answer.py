@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-from covey.rewards.robust import robust_factor
+from covey.rewards.coherence import robust_factor
 from covey.rewards.score import Score, TargetReward, check_option
 from covey.rewards.text import only_tags
 from covey.types import Prompt
