@@ -89,6 +89,12 @@ def _standing_alone(before: str, numeral: str, word: str) -> str | None:
     return None if parse_number(numeral + (word if changes_it else "")) is None else numeral
 
 
+def ends_in(text: str, target: str) -> bool:
+    """Whether the last number of a text equals the target."""
+    found, number = last_number(text), parse_number(target)
+    return found is not None and number is not None and parse_number(found) == number
+
+
 def _last_boxed(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` or `\\fbox{...}` if its braces balance."""
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))

@@ -10,13 +10,13 @@ import pytest
 
 from covey.config.schema import Named
 from covey.errors import ConfigError
+from covey.recipes.agent_book.safety import Safety
 from covey.rewards import Reward
 from covey.rewards.coherence import robust_factor
 from covey.rewards.countdown import Countdown
 from covey.rewards.math.numeric_equality import same_numerically
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.registry import make_reward, reward_options
-from covey.rewards.safety import Safety
 from covey.rewards.text import count_words
 from covey.rewards.text_match import ExactText
 from covey.rewards.tool_call import ToolCall

@@ -25,8 +25,7 @@ from covey.lab.rewards.checks import (
 from covey.rewards import Reward
 from covey.rewards.code import CodeTests
 from covey.rewards.mix import Mix
-from covey.rewards.published import gamed_by
-from covey.rewards.registry import make_reward, reward_options
+from covey.rewards.registry import gamed_by, make_reward, reward_options
 from covey.sandbox import require_isolation
 from covey.scoring import Pool
 from covey.tasks import Arithmetic, Code, Countdown, Gsm8k, Jsonl, ReasoningGym, Tools

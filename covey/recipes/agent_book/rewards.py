@@ -15,6 +15,7 @@ from typing import Any
 
 from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
+from covey.recipes.agent_book.safety import Safety
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
 from covey.rewards.coherence import Efficiency
@@ -22,7 +23,6 @@ from covey.rewards.format import ThinkToolForm
 from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
-from covey.rewards.safety import Safety
 from covey.rewards.score import Reward, WithoutTarget
 from covey.rewards.text_match import FuzzyText
 from covey.rewards.tool_call import ToolCall
