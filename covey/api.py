@@ -338,7 +338,7 @@ def _by_name(
 
     The modules of the functions are trusted, because the caller passed the functions.
     """
-    from covey.environments import environment_factory
+    from covey.environments.adapters import environment_factory
     from covey.rewards.user import function_reward, weighted
     from covey.trust import import_path, trust
 
@@ -453,7 +453,7 @@ def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any, environment: Any = None
 ) -> dict[str, Any]:
     """Make a task, a reward and an environment from the arguments of `train` or `evaluate`."""
-    from covey.environments import environment_factory
+    from covey.environments.adapters import environment_factory
     from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
 

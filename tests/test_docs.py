@@ -17,7 +17,7 @@ from covey.config import Config, load_config
 from covey.config.other_names import OTHER_NAMES
 from covey.config.resolve import objective_of, resolve, task_of
 from covey.engines.native.sizes import WIDTHS
-from covey.environments import ENVIRONMENTS
+from covey.environments.registry import ENVIRONMENTS
 from covey.evaluation.items import Item, ItemCompletion
 from covey.objective import ALGORITHMS, build
 from covey.objective.compose import PIECES, composed, options_of
@@ -26,7 +26,7 @@ from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES
 from covey.records.health_checks import CHECKS
 from covey.rewards.registry import REWARDS, make_reward
-from covey.tasks import TASKS
+from covey.tasks.registry import TASKS
 from covey.types import Prompt
 from tools import algorithm_pages, metrics_page, settings_page
 

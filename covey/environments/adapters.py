@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from covey.environments.environment import Start, Step, appended
+from covey.environments.environment import Factory, Start, Step, appended
 from covey.environments.tool_environment import Tool, ToolEnvironment, tools_of
 from covey.errors import ConfigError
 from covey.trust import import_callable
@@ -144,3 +144,13 @@ class ScoredTrlEnvironment(TrlEnvironment):
             if value is not None:  # as in TRL, the function does not apply to this completion
                 found[function.__name__] = weight * float(value)
         return found
+
+
+def environment_factory(environment: Any) -> Factory:
+    """Return the factory for an environment class or function that was passed from Python."""
+    if not callable(environment):
+        raise ConfigError(
+            "environment: pass a class, or a function that creates an environment for each "
+            f"rollout; an object of type {type(environment).__name__} is neither"
+        )
+    return as_environment(environment)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.environments.adapters import environment_factory
 from covey.environments.calls import CALL_FORMATS, assistant_message
 from covey.environments.drive import Driver
-from covey.environments.registry import environment_factory
 from covey.types import Message, Prompt
 
 

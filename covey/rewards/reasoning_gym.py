@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -141,7 +141,7 @@ class ReasoningGym(Reward):
 
 
 @lru_cache(maxsize=256)
-def runs_here(name: str, dataset: type) -> bool:
+def runs_here(name: str, dataset: Hashable) -> bool:
     """Return whether a dataset's scorer runs outside the sandbox.
 
     It does if the dataset uses the library's default comparison, or if its scorer is on the

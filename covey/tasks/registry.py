@@ -11,6 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.errors import ConfigError, CoveyError, DataError, nearest, users_error
+from covey.recipes.agent_calculator.environment import Products
+from covey.recipes.agent_search.library import Library
+from covey.recipes.games.environment import Worlds
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
 from covey.tasks.countdown import Countdown
@@ -19,14 +22,11 @@ from covey.tasks.gsm8k import Gsm8k
 from covey.tasks.hub import Hub
 from covey.tasks.instructions import Instructions
 from covey.tasks.jsonl import Jsonl
-from covey.tasks.library import Library
 from covey.tasks.mixed import Mixed
-from covey.tasks.products import Products
 from covey.tasks.reasoning_gym import ReasoningGym
 from covey.tasks.task import SplitTask, Task
 from covey.tasks.tools import Tools
 from covey.tasks.verifiers import Verifiers
-from covey.tasks.worlds import Worlds
 from covey.trust import import_callable, is_import_path
 from covey.types import Prompt
 

@@ -26,7 +26,12 @@ import covey.sandbox
 from covey.config.schema import Named
 from covey.rewards import Reward
 from covey.rewards.registry import REWARDS, make_reward, reward_options
-from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools, make_task
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.code import Code
+from covey.tasks.countdown import Countdown
+from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.registry import make_task
+from covey.tasks.tools import Tools
 from covey.types import Prompt
 
 SANDBOX = str(Path(covey.sandbox.__file__).parent)

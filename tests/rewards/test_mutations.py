@@ -22,7 +22,12 @@ from covey.rewards import Reward
 from covey.rewards.completion_format import FORMATS, THINKING
 from covey.rewards.registry import REWARDS, make_reward, reward_options
 from covey.sandbox import require_isolation
-from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools, make_task
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.code import Code
+from covey.tasks.countdown import Countdown
+from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.registry import make_task
+from covey.tasks.tools import Tools
 from covey.types import Prompt
 from tests.rewards.test_judge import Server, key, server  # noqa: F401 - fixtures
 

@@ -21,7 +21,8 @@ from covey.rewards.text import count_words
 from covey.rewards.text_match import ExactText
 from covey.rewards.tool_call import ToolCall
 from covey.sandbox import require_isolation
-from covey.tasks import Code, ReasoningGym
+from covey.tasks.code import Code
+from covey.tasks.reasoning_gym import ReasoningGym
 from covey.types import Prompt
 
 THOUGHT = "<think>I add the two numbers and check the sum.</think>"

@@ -12,8 +12,7 @@ from covey.errors import ConfigError, DataError
 from covey.lab.compare.comparison import Arm
 from covey.lab.compare.comparison_folder import Design
 from covey.lab.compare.design import NOT_SAMPLING, kept_options, shares_first_rollouts
-from covey.tasks import Task
-from covey.tasks.task import shared_prompts
+from covey.tasks.task import Task, shared_prompts
 from covey.types import Prompt
 
 Row = Mapping[str, str]

@@ -14,10 +14,10 @@ from pathlib import Path
 from covey.environments.environment import Start, Step
 from covey.environments.tool_environment import ToolEnvironment, ToolError
 from covey.errors import ConfigError, DataError, nearest, reason
+from covey.recipes.agent_search import library
 from covey.rewards.citations import Citations
 from covey.rewards.text import shortened
 from covey.rewards.text_match import ExactText
-from covey.tasks import library
 from covey.types import Message, Prompt
 
 ENDINGS = (".md", ".rst", ".txt")

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from covey.environments.environment import Start, Step, appended
-from covey.environments.programs import Programs
+from covey.environments.python import Programs
 from covey.environments.tool_environment import ToolEnvironment, ToolError
 from covey.errors import ConfigError
 from covey.rewards.code import extract_program, parse_tests, passes

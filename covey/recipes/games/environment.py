@@ -7,7 +7,7 @@ methods of the class are the policy's tools. To add a game, write its class and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
@@ -15,7 +15,32 @@ from typing import Any, ClassVar, Literal, Protocol
 from covey.environments.environment import Start, Step, appended
 from covey.environments.tool_environment import Tool, ToolEnvironment, tools_of
 from covey.errors import ConfigError
+from covey.tasks.task import GeneratedTask, chat_messages
 from covey.types import Message, Prompt
+
+# The `worlds` task: seeds from which environments such as `games` generate their worlds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worlds(GeneratedTask):
+    """Prompts with equal text, each with a seed for the environment in `info["world"]`.
+
+    No held-out world is used for training. The environment adds its rules to the prompt's text.
+    """
+
+    text: str = "Let us play a game. Use the tools to act."
+    system: str = ""
+    name: str = "worlds"
+
+    def _prompt(self, split: str, index: int) -> Prompt:
+        return Prompt(
+            id=f"{self.name}/{split}/{index}",
+            task=self.name,
+            messages=chat_messages(self.text, self.system),
+            target="",
+            info={"world": f"{split}/{index}"},
+        )
+
 
 Direction = Literal["north", "east", "south", "west"]
 Place = tuple[int, int]
