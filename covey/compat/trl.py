@@ -51,9 +51,8 @@ from covey.config.load import toml_lines
 from covey.errors import ConfigError
 from covey.rewards.source import names_in_source
 from covey.rewards.user import FUNCTIONS
-from covey.tasks.dataset import NAME as DATASET
-from covey.tasks.jsonl import write_rows
-from covey.tasks.rows import TARGET_COLUMNS
+from covey.tasks.rows import NAME as DATASET
+from covey.tasks.rows import TARGET_COLUMNS, write_rows
 
 Settings = dict[str, Any]
 FROM_PYTHON = {"task.name": DATASET, "reward.name": FUNCTIONS}

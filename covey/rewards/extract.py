@@ -12,14 +12,14 @@ from types import MappingProxyType
 
 from covey.errors import ConfigError, nearest
 from covey.rewards.math.arithmetic_expression import ExpressionError, evaluate
-from covey.rewards.math.notation import powers_of_ten
 from covey.rewards.math.number import (
+    CURRENCY,
     normalise,
     parse_number,
     plain_fractions,
+    powers_of_ten,
     strip_latex,
 )
-from covey.rewards.math.units import CURRENCY
 from covey.rewards.text import after_thinking, answers_differ, tag_contents
 from covey.rewards.tool_call import parse_call
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from covey.rewards.source import source_hash
 
-_PLAIN = str | bytes | int | float | bool | None
+_AS_IT_IS = str | bytes | int | float | bool | None
 
 
 def identity(name: str, reward: Any) -> str:
@@ -58,7 +58,7 @@ def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> s
     The set `sources` receives the hash of the source of each class and function in the value. A
     function is described by its name, not by its memory address.
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _AS_IT_IS):
         return repr(value)
     if id(value) in parents:  # a cycle
         return _kind(value)

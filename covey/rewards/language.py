@@ -28,7 +28,7 @@ _BY_SCRIPT = MappingProxyType(
         "hangul": "ko",
     }
 )  # fmt: skip
-_WORDS: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
+_COMMON: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         script: MappingProxyType({code: frozenset(words.split()) for code, words in table.items()})
         for script, table in {
@@ -80,7 +80,7 @@ def language_of(text: str) -> str | None:
     if script in _BY_SCRIPT:
         return _BY_SCRIPT[script]
     words = [word.lower() for word in _WORD.findall(text)]
-    hits = {code: sum(w in known for w in words) for code, known in _WORDS[script].items()}
+    hits = {code: sum(w in known for w in words) for code, known in _COMMON[script].items()}
     best = max(hits, key=lambda code: hits[code])
     return best if hits[best] else None
 

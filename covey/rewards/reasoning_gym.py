@@ -18,8 +18,7 @@ from importlib import metadata
 from typing import Any, ClassVar
 
 from covey.rewards.extract import extract_text
-from covey.rewards.math.number import parse_number
-from covey.rewards.math.units import asked_nouns
+from covey.rewards.math.number import asked_nouns, parse_number
 from covey.rewards.score import Reward, Score
 from covey.sandbox import require_isolation
 from covey.sandbox.scorer import LONGEST, sandboxed

@@ -17,13 +17,13 @@ from covey.recipes.games.environment import Worlds
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
 from covey.tasks.countdown import Countdown
-from covey.tasks.dataset import NAME as DATASET
 from covey.tasks.gsm8k import Gsm8k
 from covey.tasks.hub import Hub
 from covey.tasks.instructions import Instructions
-from covey.tasks.jsonl import Jsonl
 from covey.tasks.mixed import Mixed
 from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.rows import NAME as DATASET
+from covey.tasks.rows import Jsonl
 from covey.tasks.task import SplitTask, Task
 from covey.tasks.tools import Tools
 from covey.tasks.verifiers import Verifiers

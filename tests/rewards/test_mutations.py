@@ -19,7 +19,7 @@ from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.lab.rewards.checks import solution_of
 from covey.rewards import Reward
-from covey.rewards.completion_format import FORMATS, THINKING
+from covey.rewards.format import FORMATS, THINKING
 from covey.rewards.registry import REWARDS, make_reward, reward_options
 from covey.sandbox import require_isolation
 from covey.tasks.arithmetic import Arithmetic

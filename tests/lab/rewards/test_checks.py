@@ -26,7 +26,7 @@ from covey.lab.rewards.checks import (
     check_time,
 )
 from covey.rewards import ThinkAnswer, templates
-from covey.rewards.completion_format import FORMATS
+from covey.rewards.format import FORMATS
 from covey.rewards.mix import Mix
 from covey.scoring import Pool
 from covey.tasks.arithmetic import Arithmetic

@@ -32,8 +32,8 @@ from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
 from covey.tasks.countdown import Countdown
 from covey.tasks.gsm8k import Gsm8k
-from covey.tasks.jsonl import Jsonl
 from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.rows import Jsonl
 from covey.tasks.tools import Tools
 from covey.types import Prompt
 from tests.processes import FORKED_WORKERS
