@@ -49,7 +49,7 @@ from covey.compat.trl_script import (
 )
 from covey.config.load import toml_lines
 from covey.errors import ConfigError
-from covey.rewards.source import names_in_source
+from covey.rewards.identity import names_in_source
 from covey.rewards.user import FUNCTIONS
 from covey.tasks.rows import NAME as DATASET
 from covey.tasks.rows import TARGET_COLUMNS, write_rows

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from covey.errors import DataError
-from covey.rewards.instructions import CHECKS, OPEN_INSTRUCT, follows, sentences
-from covey.rewards.language import language_of
+from covey.rewards.instructions import CHECKS, OPEN_INSTRUCT, follows, language_of, sentences
 from covey.rewards.registry import make_reward
 from covey.tasks.instructions import APART, MAKERS, TOPICS
 from covey.tasks.registry import make_task
