@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import http.client
 import json
 import os
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from covey.errors import RewardError
 from covey.escape import printable_line
@@ -43,23 +43,23 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     data = json.dumps(body).encode()
-    request = urllib.request.Request(url, data, headers("application/json", key))
     ends = time.monotonic() + policy.total_seconds
     for attempt in range(policy.retries + 1):
         retry_after, again = None, True
         try:
-            reply = _post(request, min(policy.timeout, max(ends - time.monotonic(), 0.01)))
-        except (OSError, http.client.HTTPException) as error:
+            patience = min(policy.timeout, max(ends - time.monotonic(), 0.01))
+            status, retry_after, read = _post(url, data, key, patience)
+        except httpx.HTTPError as error:
             problem = (
                 f"cannot be reached: {printable_line(str(error) or type(error).__name__, 200)}"
             )
         else:
             # Hide the key, because servers repeat a wrong key in their error, which is logged.
-            content = reply.body.replace(key.encode(), b"***") if key else reply.body
-            if reply.status == 200:
+            content = read.replace(key.encode(), b"***") if key else read
+            if status == 200:
                 return _content(content)
-            problem = f"replied {reply.status}: {error_message(content)}"
-            retry_after, again = reply.retry_after, reply.status == 429 or reply.status >= 500
+            problem = f"replied {status}: {error_message(content)}"
+            again = status == 429 or status >= 500
         if not again or attempt == policy.retries:
             break
         delay = retry_delay(retry_after, policy.backoff, attempt)
@@ -70,36 +70,26 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: Retr
     raise RewardError(f"the request to {url} failed: the server {problem} (tries: {attempt + 1})")
 
 
-class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """An HTTP handler that does not follow redirects, because a redirect could leak the API key."""
-
-    def http_response(self, request: Any, response: Any) -> Any:
-        return response
-
-    https_response = http_response
-
-
 @cache
-def _opener() -> urllib.request.OpenerDirector:
-    return urllib.request.build_opener(_AnyStatus)
+def _client() -> httpx.Client:
+    # A redirect could leak the API key, so none is followed, which is the default of httpx.
+    return httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    status: int
-    retry_after: str | None
-    body: bytes
-
-
-def _post(request: urllib.request.Request, timeout: float) -> _Reply:
+def _post(url: str, data: bytes, key: str, timeout: float) -> tuple[int, str | None, bytes]:
+    """Return the status, the header Retry-After and the body of a reply."""
     deadline = time.monotonic() + timeout
-    with _opener().open(request, timeout=timeout) as response:
+    # Without compression, the size of the reply is the number of bytes read.
+    sent = {**headers("application/json", key), "Accept-Encoding": "identity"}
+    with _client().stream("POST", url, content=data, headers=sent, timeout=timeout) as response:
         body = b""
-        while len(body) <= LARGEST_REPLY and (piece := response.read1(65536)):
+        for piece in response.iter_raw():
             body += piece
-            if time.monotonic() > deadline:
-                raise TimeoutError("timed out")
-        return _Reply(response.status, response.headers.get("Retry-After"), body)
+            if len(body) > LARGEST_REPLY:
+                break
+            if time.monotonic() > deadline:  # the timeout of httpx is that of a single read
+                raise httpx.ReadTimeout("timed out")
+        return response.status_code, response.headers.get("Retry-After"), body
 
 
 def _content(body: bytes) -> str:
