@@ -1,5 +1,6 @@
 """The instructions reward: the fraction of verifiable instructions that a completion follows."""
 
+# ruff: noqa: RUF001
 from __future__ import annotations
 
 import json

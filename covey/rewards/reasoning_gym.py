@@ -11,9 +11,9 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -139,8 +139,12 @@ class ReasoningGym(Reward):
         return _sandboxed_score(pickle.dumps(trusted), answer, self.unsafe)
 
 
-@lru_cache(maxsize=256)
-def runs_here(name: str, dataset: Hashable) -> bool:
+@cache
+def installed_version() -> str:
+    return metadata.version("reasoning-gym")
+
+
+def runs_here(name: str, dataset: type) -> bool:
     """Return whether a dataset's scorer runs outside the sandbox.
 
     It does if the dataset uses the library's default comparison, or if its scorer is on the
@@ -149,7 +153,7 @@ def runs_here(name: str, dataset: Hashable) -> bool:
     common = sys.modules["reasoning_gym.dataset"].ProceduralDataset
     if dataset.score_answer is common.score_answer:  # type: ignore[attr-defined]
         return True
-    return name in REVIEWED and metadata.version("reasoning-gym") == REVIEWED_VERSION
+    return name in REVIEWED and installed_version() == REVIEWED_VERSION
 
 
 @lru_cache(maxsize=4096)

@@ -221,7 +221,9 @@ def main(count: int, names: list[str]) -> None:
         folder = Path(name)
         folder.chmod(0o777)  # whoever runs may write here
         texts = list(completions(count, folder))
-        for reward in names or [name for name in REWARDS if name not in ("judge", "environment", "sum")]:
+        for reward in names or [
+            name for name in REWARDS if name not in ("judge", "environment", "sum")
+        ]:
             fewer = max(1, count // 20) if reward in PROGRAMS and not names else count
             found = watched(reward, texts[:fewer], watch)
             print(json.dumps({**found, "files": len(list(folder.iterdir()))}), flush=True)

@@ -17,7 +17,14 @@ from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
 from covey.rewards import gym_scorer
-from covey.rewards.reasoning_gym import _SCORER, MOST_CHARACTERS, REVIEWED, ReasoningGym, runs_here
+from covey.rewards.reasoning_gym import (
+    _SCORER,
+    MOST_CHARACTERS,
+    REVIEWED,
+    ReasoningGym,
+    installed_version,
+    runs_here,
+)
 from covey.sandbox.scorer import sandboxed
 from covey.tasks.reasoning_gym import ReasoningGym as GymTask
 from covey.tasks.reasoning_gym import entry_of
@@ -46,11 +53,11 @@ def test_which_scorers_run_outside_the_sandbox() -> None:
 def test_in_another_version_only_the_default_comparison_runs_outside_the_sandbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runs_here.cache_clear()
+    installed_version.cache_clear()
     monkeypatch.setattr(metadata, "version", lambda name: "9.9.9")
     assert not runs_here("sudoku", DATASETS["sudoku"][0])
     assert runs_here("gcd", DATASETS["gcd"][0])
-    runs_here.cache_clear()
+    installed_version.cache_clear()
 
 
 # ---- the same scores as in the sandbox ----

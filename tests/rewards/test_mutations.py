@@ -122,7 +122,7 @@ def rewards() -> dict[str, Reward]:
             reward_options(Named.model_validate({"name": name, **given_options.get(name, {})})),
         )
         for name in REWARDS
-        if name not in ("judge", "code", "code_tests", "environment")
+        if name not in ("judge", "code", "code_tests", "environment", "sum")
     }
 
 
