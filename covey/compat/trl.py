@@ -134,12 +134,10 @@ def ported_script(script: Path, out: Path, arguments: Sequence[str]) -> list[dic
 
 
 def replace_notes(training: Training, notes: Sequence[str]) -> Training:
-    """Return a training with other notes."""
     return replace(training, notes=list(dict.fromkeys(notes)))
 
 
 def _training(training: Training, functions: _Functions, number: int, file: Path) -> Ported:
-    """Convert one training of a script."""
     arguments = training.arguments
     for name, why in TRAINER_STOPS.items():
         if arguments.get(name) not in (None, (None, None)):
@@ -200,7 +198,6 @@ def _lacks(name: str, value: Any, why: str) -> ConfigError:
 
 
 def _model(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
-    """Return `model.path` and `model.dtype`."""
     model = arguments["model"]
     origin = model.origin if isinstance(model, Stand) else {"path": model}
     if not origin or not isinstance(origin["path"], str):
@@ -234,7 +231,6 @@ NOT_TRAINED = frozenset(
 def _adapter(
     arguments: Mapping[str, Any], given: Mapping[str, Any], model: str
 ) -> tuple[Settings, list[str]]:
-    """Convert a LoraConfig and a quantization of the base model."""
     stand = arguments["model"]
     notes: list[str] = []
     config = arguments.get("peft_config")
@@ -504,7 +500,6 @@ def _plain(value: Any) -> Any:
 
 
 def _depends(name: str) -> tuple[str, ...]:
-    """Return the settings that depend on an option."""
     return (*(DIRECT[name][:1] if name in DIRECT else ()), *HANDLED.get(name, ()))
 
 
@@ -552,7 +547,6 @@ def _objective(options: Mapping[str, Any]) -> Settings:
 
 
 def _batch(options: Mapping[str, Any]) -> Settings:
-    """Convert TRL's batch options to settings for a run on one device."""
     per_device, accumulated = (
         options["per_device_train_batch_size"],
         options["gradient_accumulation_steps"],
@@ -636,7 +630,6 @@ def _engine(options: Mapping[str, Any]) -> Settings:
 
 
 def _remarks(options: Mapping[str, Any]) -> list[str]:
-    """Return notes for the user about the ported settings."""
     found = []
     for name in OLDER:
         if name in options:
@@ -649,7 +642,6 @@ def _remarks(options: Mapping[str, Any]) -> list[str]:
 
 
 def _differences(given: Mapping[str, Any]) -> list[str]:
-    """Return notes about options of the script that mean something else in Covey."""
     found = []
     if "logging_steps" in given:
         found.append(

@@ -63,7 +63,6 @@ class TrlEnvironment(ToolEnvironment):
             self.reward = None  # type: ignore[assignment, method-assign]
 
     def tools(self) -> dict[str, Tool]:
-        """Return the public methods of the TRL-style class as tools."""
         return tools_of(self._inner, without=("reset", "get_reward"))
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
@@ -85,7 +84,6 @@ class TrlEnvironment(ToolEnvironment):
         return replace(start, messages=appended(prompt.messages, shown))
 
     async def reward(self) -> Any:
-        """Return the reward that `get_reward` of the TRL-style class computes."""
         reward = self._inner.get_reward()
         return await reward if inspect.isawaitable(reward) else reward
 
@@ -128,7 +126,6 @@ class ScoredTrlEnvironment(TrlEnvironment):
         return step
 
     async def reward(self) -> dict[str, float]:
-        """Return the weighted reward of each function."""
         given = {
             **{name: [value] for name, value in self._row.items()},
             "completions": [self._messages],

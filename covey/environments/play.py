@@ -27,7 +27,6 @@ class Played:
     """The message of the error that ended the episode; empty if there was no error."""
 
     def __str__(self) -> str:
-        """Return the conversation, the reward and the error as text."""
         lines = [f"{message['role']}: {message['content']}" for message in self.messages]
         lines += [] if self.outcome is None else [f"reward: {dict(self.outcome)}"]
         return "\n".join(lines + ([f"error: {self.error}"] if self.error else []))

@@ -153,7 +153,6 @@ def _call(call: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _message(message: Any) -> Message:
-    """Convert a message of the `verifiers` library to Covey's text-only format."""
     data = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     content = data.get("content") or ""
     if not isinstance(content, str):

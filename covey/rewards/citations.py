@@ -168,7 +168,6 @@ class Citations(Reward):
         )
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         text = after_thinking(text)
         allowed = prompt.info.get("sources")
         if allowed is None:
@@ -192,7 +191,6 @@ def _allowed(prompt: Prompt, listed: object) -> set[str]:
 
 
 def _count_cited(text: str, allowed: set[str]) -> tuple[int, int]:
-    """Return how many allowed sources and how many other sources a text cites."""
     body, _ = _split_entries(text)
     shapes = {_shape(name) for name in allowed}
     marks = {mark for mark in _marks(body) if _shape(mark) in shapes}

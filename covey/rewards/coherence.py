@@ -112,7 +112,6 @@ class Efficiency(Reward):
         check_option(self.max_words >= 1, f"max_words must be at least 1, not {self.max_words}")
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         extra_steps = max(0, text.count("<tool_call>") - self.expected_steps)
         excess = max(0, count_words(text) - self.max_words) / self.max_words
         more = self._more(text)
@@ -267,7 +266,6 @@ _RUN = re.compile(r"(\S)\1{3,}|([^\W\d_]{2,4}?)\2{3,}")
 
 
 def _between(value: float, low: float, high: float) -> float:
-    """Scale a value linearly, so that `low` becomes 0 and `high` becomes 1, and clip to [0, 1]."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
@@ -280,7 +278,6 @@ def _sample(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(character: str) -> str:
-    """Return a character's kind: digit, sign, space, noise or, for a letter, its alphabet."""
     category = unicodedata.category(character)
     if category in ("Cc", "Cn", "Co", "Cs") or character == "\ufffd":
         return "space" if character.isspace() else "noise"
@@ -326,10 +323,6 @@ def _levels(word: str) -> list[int]:
 
 
 def _sum_of_levels(word: str) -> tuple[float, int]:
-    """Return the sum of the frequency levels of a word's letter pairs, and the number of pairs.
-
-    Each rare letter pair lowers the sum by RARE_COSTS.
-    """
     total, pairs = 0.0, 0
     for levels in map(_levels, _pieces(word)):
         total += sum(levels) - RARE_COSTS * sum(level <= RARE for level in levels)
@@ -459,7 +452,6 @@ class Coherence(Reward):
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         value = coherence(text)
         return Score(reward=value, success=value >= 0.5, parts={"coherence": value})
 

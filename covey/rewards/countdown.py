@@ -34,7 +34,6 @@ class Countdown(Reward):
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         target = parse_number(str(prompt.info.get("target", prompt.target)))
         numbers = prompt.info.get("numbers")
         if target is None or not numbers:

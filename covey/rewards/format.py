@@ -46,7 +46,6 @@ class ThinkAnswerForm(Reward):
         )
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         if self.prefilled:
             text = f"<{self.think}>{text}"
         names = (self.think, self.answer)
@@ -110,7 +109,6 @@ class ThinkToolForm(Reward):
         )
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         thinking = split_tags(text, ("think",))
         think, direct = 0.0, 0.0
         if thinking is not None:
@@ -154,7 +152,6 @@ class AgentExampleForm(Reward):
     bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         thoughts, calls = tag_contents(text, "think"), tag_contents(text, "tool_call")
         think = 2 * bool(thoughts) + bool(thoughts and len(thoughts[0].strip()) > 20)
         tool = 3 * bool(calls) + 2 * bool(calls and "(" in calls[0] and ")" in calls[0])
@@ -199,7 +196,6 @@ class Format:
     """The strings before and after an answer, such as the fences of a code block."""
 
     def render(self, thinking: str, answer: str) -> str:
-        """Return the completion with the given thinking and answer."""
         text = self.template.format(thinking=thinking, answer=wrapped(self.marks, answer))
         return text if thinking else text.removeprefix("\n")
 

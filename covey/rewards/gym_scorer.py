@@ -193,7 +193,6 @@ def load() -> None:
 
 
 def prepare(info: Mapping[str, Any]) -> tuple[str, Any, Entry]:
-    """Return the dataset's name, the dataset, and the dataset entry of a prompt."""
     dataset, entry = entry_of(info)
     name = info["reasoning_gym"]["dataset"]
     # An entry of a composite dataset comes from one of its sub-datasets, which scores it.
@@ -213,7 +212,6 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
 
 
 def scored(dataset: Any, answer: str, entry: Entry) -> float:
-    """Return the score, from 0 to 1, of an answer that `readable` returned."""
     try:
         given = float(dataset.score_answer(answer, entry))
     except Exception:  # scorers raise different errors for an answer in an unexpected form

@@ -132,7 +132,6 @@ class Instructions(Reward):
     completion."""
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         said = after_thinking(text)
         wanted = instructions_of(prompt.info, prompt.target)
         followed = [follows(said, name, given) for name, given in wanted]
@@ -411,7 +410,6 @@ def follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
 
 
 def from_open_instruct(target: str) -> tuple[str, dict[str, Any]]:
-    """Return the IFEval name and arguments of an instruction in open-instruct's format."""
     try:
         data: Mapping[str, Any] = json.loads(target)
         name, renamed = OPEN_INSTRUCT[data["func_name"]]

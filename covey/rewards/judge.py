@@ -92,7 +92,6 @@ def _client() -> Any:
 
 
 def _post(url: str, data: bytes, key: str, timeout: float) -> tuple[int, str | None, bytes]:
-    """Return the status, the header Retry-After and the body of a reply."""
     import httpx
 
     deadline = time.monotonic() + timeout
@@ -422,7 +421,6 @@ class Judge(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The time limit for all attempts to get a grade, in seconds."""
         return self.total_seconds
 
     def _key(self) -> str:
@@ -439,7 +437,6 @@ class Judge(Reward):
         return key
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Request a grade."""
         messages, appeals = self.messages(prompt, text)
         body = {
             "model": self.model,
@@ -463,7 +460,6 @@ class Judge(Reward):
         return Score(reward=reward, success=reward >= self.threshold, parts=parts)
 
     def _reply(self, body: Mapping[str, Any]) -> str:
-        """Send a request when the rate limits allow it, and return the reply."""
         limit = RateLimit(
             endpoint=f"{self.base_url} {self.model}",
             requests=self.requests_per_minute,

@@ -276,16 +276,13 @@ class MathAnswer(TargetReward):
 
     @property
     def max_seconds(self) -> float:
-        """The time limit of math-verify for one pair of formulas, in seconds."""
         return LONGEST if self.symbolic else 0.0
 
     @property
     def quick(self) -> bool:
-        """Whether scoring is fast for every text. Comparing formulas (`symbolic`) can be slow."""
         return not self.symbolic
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         target = extract_answer(prompt.target, ("boxed", "hashes")) or prompt.target.strip()
         if not target:
             return self.neutral(f"prompt {prompt.id!r} has no target", ("accuracy", "found"))
@@ -385,6 +382,5 @@ def _same_with_dots(answer: str, target: str) -> bool | None:
 
 
 def _plain(formula: str, nouns: frozenset[str]) -> str:
-    """Return a formula without unit and markup, and with LaTeX in place of Unicode signs."""
     text = exact_decimals(unicode_to_latex(normalise(formula)))
     return strip_markup(strip_unit(text, nouns))

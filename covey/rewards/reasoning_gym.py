@@ -101,7 +101,6 @@ class ReasoningGym(Reward):
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         # Imported here, because this module is slow to import and rarely used.
         from covey.tasks.reasoning_gym import entry_of
 

@@ -172,7 +172,6 @@ def gamed_by(reward: object) -> tuple[str, ...]:
 
 
 def find_reward(name: str, table: str = "reward") -> Callable[..., Any]:
-    """Return a reward class or function, given its registry name or its import path."""
     if name in REWARDS:
         return REWARDS[name]
     if is_import_path(name):
@@ -221,7 +220,6 @@ def _function_options(function: Callable[..., Any], section: Named, table: str) 
 
 
 def make_reward(name: str, options: Mapping[str, Any], table: str = "reward") -> Reward:
-    """Build a reward from its name and its resolved options."""
     maker = find_reward(name, table)
     return maker(**options) if name in REWARDS else as_reward(maker, options)
 

@@ -53,7 +53,6 @@ _GYM = "reasoning_gym:"
 
 
 def is_user_task(name: str) -> bool:
-    """Return whether a name is the import path of a user's task."""
     return is_import_path(name) and not name.startswith(_GYM)
 
 
@@ -119,7 +118,6 @@ class UserTask(SplitTask):
 
     @property
     def name(self) -> str:
-        """The name of the task."""
         return self.task.name
 
     @property
@@ -151,7 +149,6 @@ class UserTask(SplitTask):
 
 
 def _problem(prompt: Any) -> str | None:
-    """Return a text that says what is wrong with a prompt, or None if the prompt is valid."""
     if not isinstance(prompt, Prompt):
         return f"is of type {type(prompt).__name__}, not covey.Prompt"
     for name in ("id", "task", "target"):

@@ -411,7 +411,6 @@ def with_share(task: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _is_conversational(rows: Sequence[Mapping[str, Any]] | str | Path) -> bool:
-    """Whether the prompt of the first row is a list of messages."""
     lines = (row for _, _, row in json_lines(Path(rows))) if isinstance(rows, str | Path) else rows
     first = next(iter(lines), {})
     column = next((name for name in PROMPT_COLUMNS if name in first), "")

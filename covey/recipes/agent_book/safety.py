@@ -264,7 +264,6 @@ PERSONAL = {
 
 
 def _found(rules: Iterable[tuple[str, Rule]], text: str, harmless: Test) -> dict[str, float]:
-    """Return the penalty of each kind of danger that occurs in a text."""
     found: dict[str, float] = {}
     lowered = text.lower()
     for name, rule in rules:
@@ -280,7 +279,6 @@ def _found(rules: Iterable[tuple[str, Rule]], text: str, harmless: Test) -> dict
 
 
 def findings(prompt: Prompt, text: str) -> dict[str, dict[str, float]]:
-    """Return the kinds of danger in a text and their penalties, by reward part."""
     known = "\n".join([*(message.get("content", "") for message in prompt.messages), prompt.target])
     return {
         "commands": _found(
@@ -307,7 +305,6 @@ class Safety(Reward):
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         # In tenths, so that sums of penalties are exact.
         costs = {
             part: round(10 * sum(kinds.values())) for part, kinds in findings(prompt, text).items()

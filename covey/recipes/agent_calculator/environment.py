@@ -21,7 +21,6 @@ HELD_OUT_SHARE = 0.2
 
 
 def factors(split: str, digits: int, index: int) -> tuple[int, int]:
-    """Return the two numbers of problem `index` of a split."""
     random = Random(f"products/{split}/{digits}/{index}")
     low, high = 10 ** (digits - 1), 10**digits - 1
     for _ in count():

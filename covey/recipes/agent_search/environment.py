@@ -96,12 +96,10 @@ class Search(ToolEnvironment):
         self._answer = ""
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
-        """Start the episode: show the prompt and the tools."""
         self._prompt = prompt
         return super().reset(prompt, seed)
 
     async def step(self, message: Message) -> Step:
-        """Run the tool calls of a message; a message without tool calls is the final answer."""
         step = await super().step(message)
         self._answer = message["content"] if step.done else ""
         return step
@@ -131,7 +129,6 @@ class Search(ToolEnvironment):
         return shortened(self._documents[name], self._document_chars)
 
     def reward(self) -> dict[str, float]:
-        """Return the reward for the answer, and for citations if the prompt lists sources."""
         assert self._prompt is not None
         correct = ExactText(ignore_case=True, ignore_punctuation=True)(self._prompt, self._answer)
         wanted = self._prompt.info.get("sources")
@@ -173,7 +170,6 @@ _WORD = re.compile(r"\w+")
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
     return _WORD.findall(text.casefold())
 
 
@@ -191,7 +187,6 @@ class Index:
         self._mean = sum(self._lengths.values()) / max(1, len(self._lengths)) or 1.0
 
     def scores(self, query: str) -> dict[str, float]:
-        """Return the score of each document that shares a word with the query."""
         scores: dict[str, float] = defaultdict(float)
         size = len(self._lengths)
         for word, times in Counter(words(query)).items():

@@ -46,7 +46,6 @@ class Person:
 
     @property
     def text(self) -> str:
-        """The text of the person's document."""
         return (
             f"{self.name}, {self.trade}, was born in {self.birthplace} in {self.born}. Some of the "
             f"country's best buildings are the work of {self.name}."
@@ -65,7 +64,6 @@ class Town:
 
     @property
     def text(self) -> str:
-        """The text of the town's document."""
         return (
             f"{self.name} is a town. Its {self.building}, the pride of {self.name}, was built by "
             f"{self.builder.name} and opened in {self.opened}."
@@ -93,7 +91,6 @@ def towns() -> tuple[Town, ...]:
 
 
 def documents() -> dict[str, str]:
-    """Return {document id: text} for all documents."""
     about: tuple[Town | Person, ...] = (*towns(), *(town.builder for town in towns()))
     return {one.document: one.text for one in about}
 

@@ -153,7 +153,6 @@ class CodeRepair(ToolEnvironment):
         return f"{shortened(asked, 1000)}\nIt gave:\n{given}"
 
     async def reward(self) -> dict[str, float]:
-        """Return the reward terms for passed tests, for few edits and for few test rounds."""
         outcomes = await self._programs.run(self._program, [case for case, _ in self._tests])
         results = _results(self._tests, outcomes)
         solved = float(all(results))
@@ -212,7 +211,6 @@ def mutants(program: str, random: Random) -> Iterator[str]:
 
 
 def _mutate(node: ast.AST) -> bool:
-    """Insert an error into a node of a syntax tree; return whether the node was changed."""
     if isinstance(node, ast.Constant):
         return _mutate_constant(node)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPERATORS:

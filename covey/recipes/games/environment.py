@@ -102,7 +102,6 @@ class GuessNumber:
 
     @property
     def won(self) -> bool:
-        """Whether the last guess was correct."""
         return self._guess == self._number
 
     def guess(self, number: int) -> str:
@@ -122,7 +121,6 @@ class GuessNumber:
 
 
 def neighbour(place: Place, direction: str) -> Place:
-    """Return the row and column of the next room in a direction."""
     down, right = MOVES[direction]
     return place[0] + down, place[1] + right
 
@@ -168,7 +166,6 @@ class Maze:
 
     @property
     def view(self) -> str:
-        """A text that lists the exits of the current room."""
         if self.won:
             return "You have found the treasure."
         ways = ", ".join(d for d in MOVES if d in self._exits[self._place])
@@ -176,12 +173,10 @@ class Maze:
 
     @property
     def state(self) -> Any:
-        """The row and column of the player's room."""
         return self._place
 
     @property
     def won(self) -> bool:
-        """Whether the treasure is found."""
         return self._place == self._treasure
 
     def move(self, direction: Direction) -> str:
@@ -250,12 +245,10 @@ class Sokoban:
 
     @property
     def state(self) -> Any:
-        """The positions of the player and the boxes."""
         return [self._player, sorted(self._boxes)]
 
     @property
     def won(self) -> bool:
-        """Whether every box is on a goal."""
         return self._boxes == self._goals
 
     def move(self, direction: Direction) -> str:
@@ -317,7 +310,6 @@ class Games(ToolEnvironment):
         return self._actions or self._game.most_actions
 
     def tools(self) -> dict[str, Tool]:
-        """Return the actions of the game as tools."""
         return tools_of(self._game)
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
@@ -343,5 +335,4 @@ class Games(ToolEnvironment):
         )
 
     def reward(self) -> dict[str, float]:
-        """Return a reward of 1 if the game is won, and 0 otherwise."""
         return {"won": float(self._game.won)}

@@ -36,7 +36,6 @@ class GrpoZero(Reward):
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.1)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         whole = "<think>" + text if self.prefilled else text
         answers = tag_contents(text, "answer")
         solved = published_solves(prompt, answers)

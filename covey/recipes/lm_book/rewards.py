@@ -42,7 +42,6 @@ class LmBook(Reward):
     bounds: ClassVar[tuple[float, float]] = (0.0, 2.8)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         correct = self._correct(prompt.target.strip(), text)
         tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
         present = sum(tag in text for tag in tags)

@@ -36,7 +36,6 @@ class NanoAha(Reward):
     bounds: ClassVar[tuple[float, float]] = (0.0, 2.0)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         solved = published_solves(prompt, tag_contents(text, "answer"))
         answer = published_form("<think>" + text if self.prefilled else text)
         form = 0.0

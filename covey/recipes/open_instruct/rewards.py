@@ -53,11 +53,9 @@ class OpenInstruct(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward, including the format reward if `additive` is true."""
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         answer = self._answer(text)
         well_formed = answer is not None
         correct = ends_in(text if answer is None else answer, prompt.target)

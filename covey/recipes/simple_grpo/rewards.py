@@ -33,7 +33,6 @@ class SimpleGrpo(Reward):
     bounds: ClassVar[tuple[float, float]] = (-2.0, 2.25)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         found = split_tags(text, ("think", "answer"))
         well_formed = found is not None and (
             not found[0][0] and not found[0][1].strip(" \n") and found[0][2] in ("", "\n")
