@@ -127,14 +127,11 @@ def ported_script(script: Path, out: Path, arguments: Sequence[str]) -> list[dic
         several = len(recorder.trainings) > 1
         file = out.with_stem(f"{out.stem}-{number + 1}") if several else out
         notes = (*training.notes, *(n for n in recorder.notes[len(training.notes) :] if not number))
-        one = _training(replace_notes(training, notes), functions, number, file)
+        noted = replace(training, notes=list(dict.fromkeys(notes)))
+        one = _training(noted, functions, number, file)
         file.write_text(one.toml(), encoding="utf-8")
         found.append({"file": str(file), "trust": functions.trust, "notes": list(one.notes)})
     return found
-
-
-def replace_notes(training: Training, notes: Sequence[str]) -> Training:
-    return replace(training, notes=list(dict.fromkeys(notes)))
 
 
 def _training(training: Training, functions: _Functions, number: int, file: Path) -> Ported:
@@ -487,7 +484,7 @@ def ported(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) 
                 notes.append(f"{name} = {value!r}: {NAMED[name]}")
         elif name not in HANDLED and name not in STOPS:
             raise _lacks(name, value, "it is no option of GRPOConfig that Covey knows")
-    named = {key for name in given for key in _depends(name)}
+    named = {key for name in given for key in (*DIRECT.get(name, ())[:1], *HANDLED.get(name, ()))}
     return Ported(
         settings=dict(sorted(settings.items())),
         notes=(*notes, *_remarks(options), *_differences(given)),
@@ -497,10 +494,6 @@ def ported(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) 
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
-
-
-def _depends(name: str) -> tuple[str, ...]:
-    return (*(DIRECT[name][:1] if name in DIRECT else ()), *HANDLED.get(name, ()))
 
 
 def _objective(options: Mapping[str, Any]) -> Settings:

@@ -258,7 +258,9 @@ def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> s
         return "[" + ", ".join(map(inner, value)) + "]"
     if state is None and isinstance(value, set | frozenset):  # its order differs between processes
         return "{" + ", ".join(sorted(map(inner, value))) + "}"
-    sources.add(_source_of(value if inspect.isroutine(value) else type(value)))
+    thing = value if inspect.isroutine(value) else type(value)
+    own = str(thing.__module__).startswith("covey.")
+    sources.add(_own_source() if own else source_hash(thing))
     if state is not None:
         return f"{type(value).__qualname__}({inner(state)})"
     return f"{value.__module__}:{value.__qualname__}" if inspect.isroutine(value) else _kind(value)
@@ -266,12 +268,6 @@ def _describe(value: Any, sources: set[str], parents: tuple[int, ...] = ()) -> s
 
 def _kind(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
-
-
-def _source_of(thing: Any) -> str:
-    if str(thing.__module__).startswith("covey."):
-        return _own_source()
-    return source_hash(thing)
 
 
 @cache
@@ -282,8 +278,6 @@ def _own_source() -> str:
         for part in ("rewards", "recipes", "sandbox")
         for f in sorted((folder / part).rglob("*.py"))
     ]
-    return hashlib.sha256("".join(_file_hash(f) for f in files).encode()).hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(
+        "".join(hashlib.sha256(f.read_bytes()).hexdigest() for f in files).encode()
+    ).hexdigest()

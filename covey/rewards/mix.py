@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from covey.rewards.citations import without_addresses
 from covey.rewards.coherence import coherence, robust_factor
 from covey.rewards.score import Reward, Score, at_progress, check_option, max_seconds
-from covey.rewards.text import after_thinking
+from covey.rewards.text import after_thinking, without_addresses
 from covey.types import Prompt
 
 ACCURACY, FORMAT = "accuracy", "format"

@@ -22,13 +22,13 @@ from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, nearest
 from covey.recipes.agent_book import rewards as templates
+from covey.recipes.agent_book.citations import Citations
 from covey.recipes.agent_book.safety import Safety
 from covey.recipes.grpo_zero.rewards import GrpoZero
 from covey.recipes.lm_book.rewards import LmBook
 from covey.recipes.nano_aha.rewards import NanoAha
 from covey.recipes.open_instruct.rewards import OpenInstruct
 from covey.recipes.simple_grpo.rewards import SimpleGrpo
-from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
 from covey.rewards.coherence import Coherence, Efficiency
 from covey.rewards.countdown import Countdown

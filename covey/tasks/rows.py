@@ -421,10 +421,12 @@ def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
     reader = RowReader(name=NAME, optional_target=True)
     if isinstance(rows, str | Path):
         return reader.read(split, json_lines(Path(rows)), str(rows))
-    numbered = ((n, f"{split} row {n}", _checked(row)) for n, row in enumerate(rows))
+    numbered = (
+        (
+            n,
+            f"{split} row {n}",
+            dict(row) if isinstance(row, Mapping) else f"is not a dict but {type(row).__name__}",
+        )
+        for n, row in enumerate(rows)
+    )
     return reader.read(split, numbered, split)
-
-
-def _checked(row: object) -> dict[str, Any] | str:
-    """Return a row as a dict, or a text that says why it is not a row."""
-    return dict(row) if isinstance(row, Mapping) else f"is not a dict but {type(row).__name__}"

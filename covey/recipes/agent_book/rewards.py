@@ -15,8 +15,8 @@ from typing import Any
 
 from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
+from covey.recipes.agent_book.citations import Citations
 from covey.recipes.agent_book.safety import Safety
-from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
 from covey.rewards.coherence import Efficiency
 from covey.rewards.format import ThinkToolForm

@@ -14,8 +14,8 @@ from pathlib import Path
 from covey.environments.environment import Start, Step
 from covey.environments.tool_environment import ToolEnvironment, ToolError
 from covey.errors import ConfigError, DataError, nearest, reason
+from covey.recipes.agent_book.citations import Citations
 from covey.recipes.agent_search import library
-from covey.rewards.citations import Citations
 from covey.rewards.text import shortened
 from covey.rewards.text_match import ExactText
 from covey.types import Message, Prompt
@@ -134,17 +134,14 @@ class Search(ToolEnvironment):
         wanted = self._prompt.info.get("sources")
         if not wanted:
             return {"answer": correct.reward}
+        cited = 0.0
+        if shown := [name for name in wanted if name in self._shown]:
+            seen = replace(self._prompt, info={**self._prompt.info, "sources": shown})
+            cited = Citations(minimum=len(wanted))(seen, self._answer).reward
         return {
             "answer": ANSWER * correct.reward,
-            "citations": CITATIONS * self._citations(self._prompt, list(wanted)),
+            "citations": CITATIONS * cited,
         }
-
-    def _citations(self, prompt: Prompt, wanted: list[str]) -> float:
-        known = [name for name in wanted if name in self._shown]
-        if not known:
-            return 0.0
-        seen = replace(prompt, info={**prompt.info, "sources": known})
-        return Citations(minimum=len(wanted))(seen, self._answer).reward
 
 
 def _snippet(text: str, query: str, most: int) -> str:

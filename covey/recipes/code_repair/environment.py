@@ -109,7 +109,12 @@ class CodeRepair(ToolEnvironment):
         if self._rounds >= self._max_rounds:
             raise ToolError(f"the tests have been run {self._max_rounds} times")
         self._rounds += 1
-        cases = [replace(case, call=_printing(case.call)) for case, _ in self._visible]
+        # A test of a function also prints the value of its call.
+        printing = "(lambda value: (print(repr(value)), value)[1])({})"
+        cases = [
+            replace(case, call=None if case.call is None else printing.format(case.call))
+            for case, _ in self._visible
+        ]
         outcomes = await self._programs.run(self._program, cases)
         results = _results(self._visible, outcomes)
         failures = [
@@ -149,7 +154,9 @@ class CodeRepair(ToolEnvironment):
         asked = f"{case.call} should return {expected!r}"
         if case.call is None:
             asked = f"For this input:\n{case.stdin}\nit should print:\n{expected}"
-        given = _without_harness(self._programs.shown(outcome)) or "(nothing)"
+        lines = self._programs.shown(outcome).split("\n")
+        lines = [line for line in lines if not line.startswith('  File "<harness>"')]
+        given = "\n".join(lines) or "(nothing)"
         return f"{shortened(asked, 1000)}\nIt gave:\n{given}"
 
     async def reward(self) -> dict[str, float]:
@@ -170,16 +177,6 @@ def _results(tests: Sequence[Test], outcomes: Sequence[Outcome]) -> list[bool]:
         passes(case, expected, outcome)
         for (case, expected), outcome in zip(tests, outcomes, strict=True)
     ]
-
-
-def _printing(call: str | None) -> str | None:
-    """Return a Python expression that evaluates `call` and also prints its value."""
-    return None if call is None else f"(lambda value: (print(repr(value)), value)[1])({call})"
-
-
-def _without_harness(text: str) -> str:
-    """Remove the lines of a traceback that belong to the test harness and not to the program."""
-    return "\n".join(line for line in text.split("\n") if not line.startswith('  File "<harness>"'))
 
 
 # Inserts small errors into Python programs, such as `<` in place of `<=`.

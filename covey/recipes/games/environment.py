@@ -152,17 +152,14 @@ class Maze:
     def __init__(self, random: Random, size: int) -> None:
         self._exits = carve(random, size)
         self._place: Place = (random.randrange(size), random.randrange(size))
-        self._treasure = self._farthest()
-        self.rules = "You are in a maze. Find the room with the treasure."
-        # Walking along one wall passes each of the size² - 1 doors at most twice.
-        self.most_actions = 2 * (size * size - 1)
-
-    def _farthest(self) -> Place:
         reached = [self._place]  # in order of distance
         for here in reached:
             ways = (neighbour(here, d) for d in sorted(self._exits[here]))
             reached += [there for there in ways if there not in reached]
-        return reached[-1]
+        self._treasure = reached[-1]
+        self.rules = "You are in a maze. Find the room with the treasure."
+        # Walking along one wall passes each of the size² - 1 doors at most twice.
+        self.most_actions = 2 * (size * size - 1)
 
     @property
     def view(self) -> str:

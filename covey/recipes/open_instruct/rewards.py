@@ -56,7 +56,9 @@ class OpenInstruct(Reward):
         return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        answer = self._answer(text)
+        end = max(0, text.rfind("</answer>"))
+        starts = [match.end() for match in _ANSWER_AFTER_THINKING.finditer(text, 0, end)]
+        answer = text[starts[-1] : text.find("</answer>", starts[-1])] if starts else None
         well_formed = answer is not None
         correct = ends_in(text if answer is None else answer, prompt.target)
         success = correct and (well_formed or self.additive)
@@ -68,8 +70,3 @@ class OpenInstruct(Reward):
             success=success,
             parts={"verified": float(correct), "format": float(well_formed)},
         )
-
-    def _answer(self, text: str) -> str | None:
-        last_closing = text.rfind("</answer>")
-        starts = [m.end() for m in _ANSWER_AFTER_THINKING.finditer(text, 0, max(0, last_closing))]
-        return text[starts[-1] : text.find("</answer>", starts[-1])] if starts else None

@@ -7,18 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from covey.rewards.score import Reward, Score, check_option
-from covey.rewards.text import after_thinking, count_words
+from covey.rewards.text import ADDRESSES, ARXIV, DOI, URL, after_thinking, count_words
 from covey.types import Prompt
 
-_URL = re.compile(r"https?://[^\s<>\"'`{}|\\^]+", re.IGNORECASE)
 _HOST = re.compile(r"[\w-]+(?:\.[\w-]+)+(?::\d+)?")
-_DOI = re.compile(r"\b10\.\d{4,9}/[^\s<>\"'`]+")
-_ARXIV = re.compile(
-    r"arxiv(?:\.org/(?:abs|pdf|html)/|:\s{0,3}|\s{1,3})(\d{4}\.\d{4,5}|[a-z-]{2,12}/\d{7})",
-    re.IGNORECASE,
-)
-# Each pattern, with a literal that all its matches contain. URLs come first: they may contain DOIs.
-_ADDRESSES = ((_URL, "://"), (_DOI, "10."), (_ARXIV, "arxiv"))
 _MARK = r"\^?[\w.:-]{1,40}"
 _MARKS = re.compile(rf"\[(?<!\w\[)({_MARK}(?:\s{{0,3}}[,;]\s{{0,3}}{_MARK}){{0,20}})\](?!\()")
 _ENTRY = re.compile(r"[ \t]*(?:[-*] )?\[\^?(\d{1,3})\]:?[ \t]+(\S.*)")
@@ -44,13 +36,13 @@ def _trim(address: str) -> str:
 
 def _key(address: str) -> str | None:
     """Return the normalized form of a URL, DOI or arXiv number, or None for any other text."""
-    arxiv = _ARXIV.search(address)
+    arxiv = ARXIV.search(address)
     if arxiv:
         return f"arxiv:{arxiv[1].lower()}"
-    doi = _DOI.search(address)
+    doi = DOI.search(address)
     if doi:
         return f"doi:{_trim(doi[0]).lower()}"
-    if not _URL.fullmatch(address):
+    if not URL.fullmatch(address):
         return None
     address, _, _ = _trim(address).partition("#")
     host, slash, path = address.partition("://")[2].partition("/")
@@ -70,23 +62,11 @@ def addresses(text: str) -> set[str]:
     """
     # Every match is removed from the text, because a DOI inside a URL is not a second source.
     found: set[str | None] = set()
-    for pattern, literal in _ADDRESSES:
+    for pattern, literal in ADDRESSES:
         if literal in text.lower():
             found |= set(map(_key, {match[0] for match in pattern.finditer(text)}))
             text = pattern.sub(" ", text)
     return {key for key in found if key is not None}
-
-
-def without_addresses(text: str) -> str:
-    """Return a text without its URLs, DOIs and arXiv numbers.
-
-    >>> without_addresses("See https://a.org/b here")
-    'See   here'
-    """
-    for pattern, literal in _ADDRESSES:
-        if literal in text.lower():
-            text = pattern.sub(" ", text)
-    return text
 
 
 def _marks(text: str) -> set[str]:
