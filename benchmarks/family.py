@@ -36,7 +36,7 @@ from covey.models.load_model import load_language_model
 from covey.records.folder import RunFolder
 from covey.rewards import Score
 from covey.rollout.episode import encode_prompts, generate
-from covey.tasks import make_task
+from covey.tasks.registry import make_task
 from covey.types import Prompt
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,7 +28,7 @@ from covey.config import load_config
 from covey.config.resolve import resolve, task_of
 from covey.evaluation.intervals import paired_difference
 from covey.records.folder import RunFolder
-from covey.tasks import Task
+from covey.tasks.task import Task
 
 HERE = Path(__file__).parent
 SPLITS = ("train", "held_out")

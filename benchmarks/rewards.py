@@ -27,7 +27,7 @@ from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.run import Run
 from covey.scoring import InlineScorer, Job, Pool
-from covey.tasks import Code
+from covey.tasks.code import Code
 from covey.types import Prompt
 
 

@@ -31,7 +31,8 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.prompts import step_prompts
-from covey.tasks import Task, make_task
+from covey.tasks.registry import make_task
+from covey.tasks.task import Task
 
 PLACES = {
     "products": "results of matrix products",

@@ -86,7 +86,7 @@ def floor_gflop(length: float) -> dict[str, float]:
     the head on completions only. Attention is counted at mean lengths.
     """
     from covey.embedded import CHECKPOINT
-    from covey.tasks import make_task
+    from covey.tasks.registry import make_task
 
     shape = json.loads((CHECKPOINT / "config.json").read_text())
     width, layers = shape["hidden_size"], shape["num_hidden_layers"]

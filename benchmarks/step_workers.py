@@ -177,7 +177,7 @@ def _rendered_prompts(tokenizer: Any, steps: int) -> list[tuple[str, Prompt]]:
     Text, not messages: TRL then need not render the chat template again for each of 128 rows.
     """
     from covey.rollout.prompts import step_prompts
-    from covey.tasks import make_task
+    from covey.tasks.registry import make_task
 
     task = make_task("arithmetic", OPERATIONS).train()
     drawn = [p for s in range(steps) for p in step_prompts(task, seed=SEED, step=s, count=PROMPTS)]

@@ -338,7 +338,7 @@ def _by_name(
 
     The modules of the functions are trusted, because the caller passed the functions.
     """
-    from covey.environments import environment_factory
+    from covey.environments.adapters import environment_factory
     from covey.rewards.user import function_reward, weighted
     from covey.trust import import_path, trust
 
@@ -366,7 +366,7 @@ def _by_name(
 
 def _saved_rows(rows: Dataset, folder: Path) -> str:
     """Save rows as a file whose name is their digest, and return its path."""
-    from covey.tasks.jsonl import write_rows
+    from covey.tasks.rows import write_rows
 
     if isinstance(rows, str | Path):
         return str(rows)
@@ -453,9 +453,9 @@ def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any, environment: Any = None
 ) -> dict[str, Any]:
     """Make a task, a reward and an environment from the arguments of `train` or `evaluate`."""
-    from covey.environments import environment_factory
+    from covey.environments.adapters import environment_factory
     from covey.rewards.user import function_reward
-    from covey.tasks.dataset import dataset_task
+    from covey.tasks.rows import dataset_task
 
     found: dict[str, Any] = {}
     if dataset is not None:
@@ -472,7 +472,7 @@ def _with_objects(
     source: Source, passed: Collection[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
     """Return the configuration, with placeholder names for objects passed from Python."""
-    from covey.tasks.dataset import SHARE
+    from covey.tasks.rows import SHARE
 
     given = {f"{where}.name": name for where, _, name in OBJECTS if where in passed}
     if model is not None:
@@ -499,7 +499,7 @@ def _train(
     from covey.run import Run
     from covey.start import opened_run, resume_hint
     from covey.start import resumed_config as resumed
-    from covey.tasks.dataset import with_share
+    from covey.tasks.rows import with_share
 
     passed = objects.keys()
     if isinstance(target, RunFolder):

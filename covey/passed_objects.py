@@ -14,7 +14,7 @@ from covey.errors import ConfigError, ModelError, RewardError
 from covey.records.folder import RunFolder
 from covey.records.trackers import Tracker
 from covey.rewards.user import FUNCTIONS, own_name
-from covey.tasks.dataset import NAME as DATASET
+from covey.tasks.rows import NAME as DATASET
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation

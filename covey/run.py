@@ -30,9 +30,9 @@ from covey.config.resolve import (
 from covey.config.schema import Adapter, Train
 from covey.engines.make import check_engine, make_engine
 from covey.engines.protocol import Engine, Sampling
-from covey.environments import Factory, make_factory, make_host
+from covey.environments import Factory, make_host
 from covey.environments.calls import CALL_FORMATS, format_in
-from covey.environments.registry import NONE
+from covey.environments.registry import NONE, make_factory
 from covey.errors import RunError
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.models.chat import Conversations
@@ -64,8 +64,7 @@ from covey.scoring.baselines import Baselines
 from covey.scoring.build import scorers_of
 from covey.solutions import Solutions
 from covey.step import StepSettings
-from covey.tasks import Task, bad_rows_of
-from covey.tasks.task import sampled_ids
+from covey.tasks.task import Task, bad_rows_of, sampled_ids
 from covey.types import Group, Prompt
 
 COUNTERS = ("step", "episode", "tokens", "beta", "beta_setting", "evaluation_due")

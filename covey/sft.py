@@ -35,7 +35,7 @@ from covey.rollout.prompt_limit import fitting_prompts
 from covey.scoring.build import scorers_of
 from covey.solutions import Solutions, encode_example, solutions_of
 from covey.step import StepSettings, backward_passes
-from covey.tasks import bad_rows_of
+from covey.tasks.task import bad_rows_of
 from covey.types import Batch, Group, Prompt, Rollout
 
 if TYPE_CHECKING:

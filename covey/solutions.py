@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config import Config
 from covey.errors import ConfigError, DataError, ModelError
-from covey.tasks import Task
-from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import RowReader
+from covey.tasks.rows import RowReader, json_lines
+from covey.tasks.task import Task
 from covey.types import Message, Prompt, Rollout
 
 if TYPE_CHECKING:

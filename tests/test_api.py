@@ -24,7 +24,7 @@ from covey.errors import ConfigError, DataError, RunError
 from covey.lab.compare import launch
 from covey.records.folder import RunFolder
 from covey.rewards.user import function_reward
-from covey.tasks.dataset import SHARE, dataset_task, with_share
+from covey.tasks.rows import SHARE, dataset_task, with_share
 from covey.tasks.task import shared_prompts
 from tests.cli.test_compare import ForkedRun
 from tests.processes import wait_until

@@ -17,7 +17,7 @@ from covey.config.algorithm_names import ALGORITHM_TITLES
 from covey.config.other_names import OTHER_NAMES
 from covey.config.resolve import objective_of, resolve, task_of
 from covey.engines.native.sizes import WIDTHS
-from covey.environments import ENVIRONMENTS
+from covey.environments.registry import ENVIRONMENTS
 from covey.evaluation.items import Item, ItemCompletion
 from covey.objective import ALGORITHMS, build, find_algorithm
 from covey.objective.build import PIECES
@@ -26,7 +26,7 @@ from covey.objective.options import OPTIONS, options_of
 from covey.objective.penalty import PENALTIES
 from covey.records.health_checks import CHECKS
 from covey.rewards.registry import REWARDS, make_reward
-from covey.tasks import TASKS
+from covey.tasks.registry import TASKS
 from covey.types import Prompt
 from tools import algorithm_pages, metrics_page, settings_page
 

@@ -13,7 +13,7 @@ import covey
 from covey.errors import ConfigError
 from covey.records.folder import RunFolder
 from covey.rewards.user import function_reward
-from covey.tasks.dataset import dataset_task
+from covey.tasks.rows import dataset_task
 from tests.trackers import Notes
 
 ROWS = [{"prompt": f"{i}+1=", "solution": i + 1, "target": i + 1, "kind": "sum"} for i in range(24)]

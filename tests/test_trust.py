@@ -13,7 +13,7 @@ from covey.cli.main import run
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.rewards.registry import make_reward
-from covey.tasks import make_task
+from covey.tasks.registry import make_task
 from covey.trust import import_callable, is_trusted, scoped_trust, trust
 
 TRAP = """

@@ -336,7 +336,7 @@ def given_folder() -> Path:
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        shutil.copy(ROOT / "covey/config/recipes/arithmetic.toml", folder / "my.toml")
+        shutil.copy(ROOT / "covey/recipes/arithmetic/arithmetic.toml", folder / "my.toml")
         ok, output = run(["covey", "train"], folder, env)
         if not ok:
             raise SystemExit(f"covey train failed:\n{output}")

@@ -24,8 +24,8 @@ import torch
 from covey.embedded import CALCULATOR
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
+from covey.recipes.agent_calculator.environment import factors
 from covey.sft import stack
-from covey.tasks.products import factors
 from covey.types import Batch, Rollout
 from tools.train_embedded import BATCH, Stage, build_model, build_tokenizer, train_stage
 

@@ -11,7 +11,7 @@ import typer
 
 from covey.cli.lists import show_list
 from covey.cli.startup import AsJson
-from covey.config.load import RECIPES, recipe_names
+from covey.config.load import recipe_names, recipe_text
 from covey.screen import Screen
 
 
@@ -29,7 +29,7 @@ def recipes_command(as_json: AsJson = False) -> None:
 
 def _recipe(name: str) -> dict[str, Any]:
     """Return a recipe's name, description, model, task and algorithm."""
-    text = (RECIPES / f"{name}.toml").read_text("utf-8")
+    text = recipe_text(name)
     head = text.partition("\n\n")[0].splitlines()
     about = " ".join(line.lstrip("# ") for line in head if line.startswith("#"))
     first = re.match(r".{20,}?\.(?=\s|$)", about)  # the period in "Dr. GRPO" ends no sentence

@@ -85,8 +85,7 @@ def list_command(
     as_json: AsJson = False,
 ) -> None:
     """List the rewards, or describe one reward with its options."""
-    from covey.rewards.published import gamed_by
-    from covey.rewards.registry import REWARDS, find_reward
+    from covey.rewards.registry import REWARDS, find_reward, gamed_by
 
     names = list(REWARDS) if name is None else [name]
     rows = [described(n, find_reward(n)) for n in names]
@@ -212,7 +211,7 @@ def lab_command(
     from covey.lab.rewards.cases import read_labelled
     from covey.lab.rewards.checks import Lab, examine
     from covey.rewards.identity import identity
-    from covey.rewards.published import gamed_by
+    from covey.rewards.registry import gamed_by
     from covey.scoring import Pool, check_timeout
 
     rows = read_labelled(labelled) if labelled else []

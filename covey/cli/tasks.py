@@ -23,7 +23,7 @@ def tasks_command(
     as_json: AsJson = False,
 ) -> None:
     """List the tasks, or describe one task with its options."""
-    from covey.tasks import TASKS, find_task
+    from covey.tasks.registry import TASKS, find_task
 
     names = [name] if name else sorted(TASKS)
     rows = [described(each, find_task(each)[0], ("name", "bad_rows")) for each in names]

@@ -49,11 +49,10 @@ from covey.compat.trl_script import (
 )
 from covey.config.load import toml_lines
 from covey.errors import ConfigError
-from covey.rewards.source import names_in_source
+from covey.rewards.identity import names_in_source
 from covey.rewards.user import FUNCTIONS
-from covey.tasks.dataset import NAME as DATASET
-from covey.tasks.jsonl import write_rows
-from covey.tasks.rows import TARGET_COLUMNS
+from covey.tasks.rows import NAME as DATASET
+from covey.tasks.rows import TARGET_COLUMNS, write_rows
 
 Settings = dict[str, Any]
 FROM_PYTHON = {"task.name": DATASET, "reward.name": FUNCTIONS}
@@ -128,19 +127,14 @@ def ported_script(script: Path, out: Path, arguments: Sequence[str]) -> list[dic
         several = len(recorder.trainings) > 1
         file = out.with_stem(f"{out.stem}-{number + 1}") if several else out
         notes = (*training.notes, *(n for n in recorder.notes[len(training.notes) :] if not number))
-        one = _training(replace_notes(training, notes), functions, number, file)
+        noted = replace(training, notes=list(dict.fromkeys(notes)))
+        one = _training(noted, functions, number, file)
         file.write_text(one.toml(), encoding="utf-8")
         found.append({"file": str(file), "trust": functions.trust, "notes": list(one.notes)})
     return found
 
 
-def replace_notes(training: Training, notes: Sequence[str]) -> Training:
-    """Return a training with other notes."""
-    return replace(training, notes=list(dict.fromkeys(notes)))
-
-
 def _training(training: Training, functions: _Functions, number: int, file: Path) -> Ported:
-    """Convert one training of a script."""
     arguments = training.arguments
     for name, why in TRAINER_STOPS.items():
         if arguments.get(name) not in (None, (None, None)):
@@ -201,7 +195,6 @@ def _lacks(name: str, value: Any, why: str) -> ConfigError:
 
 
 def _model(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
-    """Return `model.path` and `model.dtype`."""
     model = arguments["model"]
     origin = model.origin if isinstance(model, Stand) else {"path": model}
     if not origin or not isinstance(origin["path"], str):
@@ -235,7 +228,6 @@ NOT_TRAINED = frozenset(
 def _adapter(
     arguments: Mapping[str, Any], given: Mapping[str, Any], model: str
 ) -> tuple[Settings, list[str]]:
-    """Convert a LoraConfig and a quantization of the base model."""
     stand = arguments["model"]
     notes: list[str] = []
     config = arguments.get("peft_config")
@@ -492,7 +484,7 @@ def ported(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) 
                 notes.append(f"{name} = {value!r}: {NAMED[name]}")
         elif name not in HANDLED and name not in STOPS:
             raise _lacks(name, value, "it is no option of GRPOConfig that Covey knows")
-    named = {key for name in given for key in _depends(name)}
+    named = {key for name in given for key in (*DIRECT.get(name, ())[:1], *HANDLED.get(name, ()))}
     return Ported(
         settings=dict(sorted(settings.items())),
         notes=(*notes, *_remarks(options), *_differences(given)),
@@ -502,11 +494,6 @@ def ported(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) 
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
-
-
-def _depends(name: str) -> tuple[str, ...]:
-    """Return the settings that depend on an option."""
-    return (*(DIRECT[name][:1] if name in DIRECT else ()), *HANDLED.get(name, ()))
 
 
 def _objective(options: Mapping[str, Any]) -> Settings:
@@ -553,7 +540,6 @@ def _objective(options: Mapping[str, Any]) -> Settings:
 
 
 def _batch(options: Mapping[str, Any]) -> Settings:
-    """Convert TRL's batch options to settings for a run on one device."""
     per_device, accumulated = (
         options["per_device_train_batch_size"],
         options["gradient_accumulation_steps"],
@@ -637,7 +623,6 @@ def _engine(options: Mapping[str, Any]) -> Settings:
 
 
 def _remarks(options: Mapping[str, Any]) -> list[str]:
-    """Return notes for the user about the ported settings."""
     found = []
     for name in OLDER:
         if name in options:
@@ -650,7 +635,6 @@ def _remarks(options: Mapping[str, Any]) -> list[str]:
 
 
 def _differences(given: Mapping[str, Any]) -> list[str]:
-    """Return notes about options of the script that mean something else in Covey."""
     found = []
     if "logging_steps" in given:
         found.append(

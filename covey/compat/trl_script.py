@@ -67,12 +67,10 @@ class Recorder:
             raise _Found
 
     def note(self, text: str) -> None:
-        """Add a note for the user, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def train(self, config: Any, arguments: dict[str, Any]) -> None:
-        """Record a training."""
         given, defaults = _options(config)
         self.trainings.append(
             Training(given=given, defaults=defaults, arguments=arguments, notes=self.notes[:])
@@ -120,7 +118,6 @@ class LazyData:
         self._load, self.origin, self._loaded = load, origin, None
 
     def loaded(self) -> Any:
-        """Load the dataset."""
         if self._loaded is None:
             try:
                 self._loaded = self._load()
@@ -229,7 +226,6 @@ def _options(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _trainer_class(real: Any, config_class: Any, recorder: Recorder) -> Any:
-    """Return a trainer that records its arguments when `train` is called."""
     signature = inspect.signature(real.__init__)
 
     class GRPOTrainer:

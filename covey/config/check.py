@@ -29,7 +29,7 @@ from covey.rewards import LENGTH_PENALTIES, Reward
 from covey.rewards.user import check_columns
 from covey.rollout.prompts import check_enough
 from covey.scoring import check_timeout
-from covey.tasks import Task
+from covey.tasks.task import Task
 from covey.trust import is_import_path
 from covey.types import Prompt
 

@@ -12,7 +12,9 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date, time
+from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from covey.config.schema import Config, Named
 from covey.errors import ConfigError, nearest, reason
 from covey.escape import is_hidden
 
-RECIPES = files("covey.config") / "recipes"
+RECIPES = files("covey") / "recipes"
+"""One folder for each system, with its recipes `NAME.toml`."""
 DEEPEST = 16
 """Maximum depth of nested tables; settings need only a few levels."""
 PLAIN = ("seed", "trackers")
@@ -41,11 +44,25 @@ OF_KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 Say = Callable[[str], None]
 
 
+@cache
+def _recipes() -> dict[str, Traversable]:
+    return {
+        file.name.removesuffix(".toml"): file
+        for system in RECIPES.iterdir()
+        if system.is_dir()
+        for file in system.iterdir()
+        if file.name.endswith(".toml")
+    }
+
+
+def recipe_text(name: str) -> str:
+    """Return the text of a packaged recipe's file."""
+    return _recipes()[name].read_text("utf-8")
+
+
 def recipe_names() -> list[str]:
     """Return the names of the packaged recipes."""
-    return sorted(
-        r.name.removesuffix(".toml") for r in RECIPES.iterdir() if r.name.endswith(".toml")
-    )
+    return sorted(_recipes())
 
 
 def load_config(
@@ -106,7 +123,7 @@ def read_settings(source: str) -> dict[str, Any]:
             of_run = (path.parent / "environment.json").is_file()
             return translated(settings) if of_run else settings
         if source in recipe_names():
-            return tomllib.loads((RECIPES / f"{source}.toml").read_text("utf-8"))
+            return tomllib.loads(recipe_text(source))
     except RecursionError:
         raise ConfigError(f"config: {source}: values are nested too deeply") from None
     except OSError as error:

@@ -21,7 +21,8 @@ from covey.models.chat import Template
 from covey.rewards import LENGTH_PENALTIES
 from covey.rewards import Reward as RewardFunction
 from covey.rewards.registry import check_alone, make_reward, reward_options
-from covey.tasks import Task, find_task, is_user_task, make_task
+from covey.tasks.registry import find_task, is_user_task, make_task
+from covey.tasks.task import Task
 from covey.trust import is_import_path
 from covey.types import Prompt
 

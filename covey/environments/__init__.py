@@ -21,19 +21,18 @@ type hints and the docstring of its method. In a `ToolEnvironment`, a message wi
 ends the episode. If a tool of a `ToolEnvironment` raises an exception, the policy sees the
 exception as an error message.
 
-To add an environment to the package, write its class and add it to ENVIRONMENTS (registry.py). The
+To add an environment to the package, write its class and add it to ENVIRONMENTS (registry.py),
+which this file does not import, because demonstration environments stand in `covey.recipes`. The
 modules models/chat.py and rollout/episode.py handle chat templates, tokens and masks.
 """
 
-from covey.environments.adapters import as_environment
+from covey.environments.adapters import as_environment, environment_factory
 from covey.environments.environment import Environment, Factory, Start, Step
 from covey.environments.host import Host, InlineHost, make_host
 from covey.environments.play import Played, call, play
-from covey.environments.registry import ENVIRONMENTS, environment_factory, make_factory
 from covey.environments.tool_environment import ToolEnvironment, ToolError
 
 __all__ = [
-    "ENVIRONMENTS",
     "Environment",
     "Factory",
     "Host",
@@ -46,7 +45,6 @@ __all__ = [
     "as_environment",
     "call",
     "environment_factory",
-    "make_factory",
     "make_host",
     "play",
 ]

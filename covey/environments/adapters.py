@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from covey.environments.environment import Start, Step, appended
+from covey.environments.environment import Factory, Start, Step, appended
 from covey.environments.tool_environment import Tool, ToolEnvironment, tools_of
 from covey.errors import ConfigError
 from covey.trust import import_callable
@@ -63,7 +63,6 @@ class TrlEnvironment(ToolEnvironment):
             self.reward = None  # type: ignore[assignment, method-assign]
 
     def tools(self) -> dict[str, Tool]:
-        """Return the public methods of the TRL-style class as tools."""
         return tools_of(self._inner, without=("reset", "get_reward"))
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
@@ -85,7 +84,6 @@ class TrlEnvironment(ToolEnvironment):
         return replace(start, messages=appended(prompt.messages, shown))
 
     async def reward(self) -> Any:
-        """Return the reward that `get_reward` of the TRL-style class computes."""
         reward = self._inner.get_reward()
         return await reward if inspect.isawaitable(reward) else reward
 
@@ -128,7 +126,6 @@ class ScoredTrlEnvironment(TrlEnvironment):
         return step
 
     async def reward(self) -> dict[str, float]:
-        """Return the weighted reward of each function."""
         given = {
             **{name: [value] for name, value in self._row.items()},
             "completions": [self._messages],
@@ -144,3 +141,13 @@ class ScoredTrlEnvironment(TrlEnvironment):
             if value is not None:  # as in TRL, the function does not apply to this completion
                 found[function.__name__] = weight * float(value)
         return found
+
+
+def environment_factory(environment: Any) -> Factory:
+    """Return the factory for an environment class or function that was passed from Python."""
+    if not callable(environment):
+        raise ConfigError(
+            "environment: pass a class, or a function that creates an environment for each "
+            f"rollout; an object of type {type(environment).__name__} is neither"
+        )
+    return as_environment(environment)

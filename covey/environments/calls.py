@@ -50,7 +50,6 @@ _HARMONY_TO = re.compile(r"\bto=([\w.-]+)")
 
 
 def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
-    """Return a tool call in the format that chat templates expect."""
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
@@ -109,7 +108,6 @@ def glm45_calls(text: str, tools: Tools) -> list[Call]:
 
 
 def _tagged_calls(text: str, read: Callable[[str], Call]) -> list[Call]:
-    """Parse what stands between `<tool_call>` and `</tool_call>` with `read`."""
     return [
         unreadable(body, "the call has no </tool_call>")
         if not end
@@ -258,7 +256,6 @@ def tag_calls(text: str, tools: Tools) -> list[Call]:
 
 
 def _json_call(body: str) -> Call:
-    """Parse a call that is one JSON object with the name and the arguments."""
     value, error = _json(body, "the call is")
     return unreadable(body, error) if error else _call_of_value(value, body)
 

@@ -131,7 +131,6 @@ class Driver:
 
     @_guarded
     def step(self, message: Message) -> Reply:
-        """Pass a message of the policy to the environment."""
         step = as_step(_settled(self.environment.step(message)))
         messages = as_messages(step.messages, MOST_CHARACTERS)
         done = step.done or not messages

@@ -50,16 +50,13 @@ class InlineHost:
         self._replies: Replies = []
 
     def start(self, key: int, prompt: Prompt, seed: int) -> None:
-        """Start an episode."""
         self._episodes[key] = driver = Driver(self._factory)
         self._add(key, driver.start(prompt, seed))
 
     def step(self, key: int, message: Message) -> None:
-        """Pass a message of the policy to an episode."""
         self._add(key, self._episodes[key].step(message))
 
     def end(self, key: int) -> None:
-        """End an episode that has reached a limit."""
         self._add(key, self._episodes[key].end())
 
     def _add(self, key: int, reply: Reply) -> None:
@@ -68,17 +65,14 @@ class InlineHost:
         self._replies.append((key, reply))
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies of environments since the last call."""
         replies, self._replies = self._replies, []
         return replies
 
     def clear(self) -> None:
-        """Forget all episodes."""
         self._episodes.clear()
         self._replies.clear()
 
     def close(self) -> None:
-        """Forget all episodes."""
         self.clear()
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.environments.adapters import environment_factory
 from covey.environments.calls import CALL_FORMATS, assistant_message
 from covey.environments.drive import Driver
-from covey.environments.registry import environment_factory
 from covey.types import Message, Prompt
 
 
@@ -27,7 +27,6 @@ class Played:
     """The message of the error that ended the episode; empty if there was no error."""
 
     def __str__(self) -> str:
-        """Return the conversation, the reward and the error as text."""
         lines = [f"{message['role']}: {message['content']}" for message in self.messages]
         lines += [] if self.outcome is None else [f"reward: {dict(self.outcome)}"]
         return "\n".join(lines + ([f"error: {self.error}"] if self.error else []))

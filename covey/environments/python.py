@@ -2,9 +2,90 @@
 
 from __future__ import annotations
 
-from covey.environments.programs import Programs
+import asyncio
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
 from covey.environments.tool_environment import ToolEnvironment
-from covey.sandbox import Case
+from covey.errors import ConfigError
+from covey.rewards.text import shortened
+from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
+
+# Runs the policy's programs in the sandbox, and returns their output as text.
+
+
+CONCURRENT = 2
+"""The number of sandboxes that one environment process runs at once."""
+WAITING = 3
+"""The limit on wall time, as a multiple of the limit on CPU time. The limit on wall time is larger
+than the limit on CPU time, because a program takes more wall time than CPU time on a busy
+machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """Runs programs in the sandbox, with the limits in an environment's options."""
+
+    seconds: float
+    """The limit on CPU time of one program, in seconds."""
+    memory_mb: int
+    output_chars: int
+    """Maximum number of characters of output; the middle of a longer output is omitted."""
+    unsafe: bool
+    """Whether programs run without the sandbox, as ordinary processes of the user."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds <= 600:
+            raise ConfigError(
+                f"environment: seconds = {self.seconds} must be above 0 and at most 600"
+            )
+        bounds = {"memory_mb": (64, 1 << 20), "output_chars": (100, 20_000)}
+        for name, (least, most) in bounds.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"environment: {name} = {value} must be from {least} to {most}")
+        if not self.unsafe:
+            require_isolation()
+
+    async def run(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
+        """Run a program once for each test case, in another thread."""
+        wall = WAITING * self.seconds
+        limits = Limits(
+            cpu_seconds=math.ceil(self.seconds),
+            wall_seconds=wall,
+            total_seconds=wall * len(cases),
+            memory_bytes=self.memory_mb << 20,
+            output_bytes=1 << 18,
+        )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            _threads(), lambda: run_program(program, cases, limits=limits, unsafe=self.unsafe)
+        )
+
+    def shown(self, outcome: Outcome) -> str:
+        """Return a program's output as text, with the reason if the sandbox stopped the program."""
+        text = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip()
+        return "\n".join(filter(None, (shortened(text, self.output_chars), _ending(outcome))))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CONCURRENT, thread_name_prefix="sandbox")
+
+
+def _ending(outcome: Outcome) -> str:
+    endings = {
+        "timed out": "error: the program took too long and was stopped",
+        "output limit": "error: the program printed too much and was stopped",
+        "killed": "error: the program was stopped: it used too much memory, or crashed",
+    }
+    if outcome.ended != "exited":
+        return endings[outcome.ended]
+    silent = outcome.exit_code != 0 and not outcome.stderr
+    return f"error: the program exited with code {outcome.exit_code}" if silent else ""
+
 
 _CELL = """\
 import sys

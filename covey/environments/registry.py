@@ -1,7 +1,7 @@
 """The registry of environments, which finds an environment by its name or import path.
 
-To add an environment, write its class in this folder, as in `calculator.py`, and add it to
-`ENVIRONMENTS`.
+To add an environment, write its class in this folder, as in `python.py`, or in the folder of its
+recipe, as in `covey/recipes/agent_calculator`, and add it to `ENVIRONMENTS`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.environments.adapters import ScoredTrlEnvironment, as_environment
-from covey.environments.calculator import Calculator
-from covey.environments.code_repair import CodeRepair
 from covey.environments.environment import Factory
-from covey.environments.games import Games
 from covey.environments.python import Python
-from covey.environments.search import Search
 from covey.environments.tool_environment import Tools
 from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, nearest
+from covey.recipes.agent_calculator.environment import Calculator
+from covey.recipes.agent_search.environment import Search
+from covey.recipes.code_repair.environment import CodeRepair
+from covey.recipes.games.environment import Games
 from covey.trust import import_callable, is_import_path
 
 NONE = "none"
@@ -65,13 +65,3 @@ def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
     if name in ENVIRONMENTS and not hasattr(maker, "prepare"):
         factory()  # finds a mistake in the options before the run
     return factory
-
-
-def environment_factory(environment: Any) -> Factory:
-    """Return the factory for an environment class or function that was passed from Python."""
-    if not callable(environment):
-        raise ConfigError(
-            "environment: pass a class, or a function that creates an environment for each "
-            f"rollout; an object of type {type(environment).__name__} is neither"
-        )
-    return as_environment(environment)

@@ -64,7 +64,13 @@ class Verifiers:
 
     async def reset(self, prompt: Prompt, seed: int) -> Start:
         """Start the package's rollout, and wait until the rollout needs a model response."""
-        row = dict(prompt.info[ROW]) if ROW in prompt.info else _row(prompt)
+        plain = {
+            "prompt": [dict(message) for message in prompt.messages],
+            "answer": prompt.target,
+            "info": dict(prompt.info),
+            "example_id": 0,
+        }
+        row = dict(prompt.info.get(ROW, plain))
         run = self._environment.rollout(row, client=self._client(), model="covey")
         self._rollout = asyncio.ensure_future(run)
         self._rollout.add_done_callback(lambda _: self._asked.put_nowait(None))
@@ -140,11 +146,6 @@ class Verifiers:
         return Policy(None)
 
 
-def _row(prompt: Prompt) -> dict[str, Any]:
-    messages = [dict(message) for message in prompt.messages]
-    return {"prompt": messages, "answer": prompt.target, "info": dict(prompt.info), "example_id": 0}
-
-
 def _call(call: Mapping[str, Any]) -> dict[str, str]:
     function = call["function"]
     if "error" in call:  # the arguments are not JSON, and the package reports this error
@@ -153,7 +154,6 @@ def _call(call: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _message(message: Any) -> Message:
-    """Convert a message of the `verifiers` library to Covey's text-only format."""
     data = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     content = data.get("content") or ""
     if not isinstance(content, str):

@@ -17,8 +17,7 @@ from covey.rollout.collect import Collected, StepRollouts, Ticket
 from covey.rollout.filter import Selected
 from covey.rollout.prompts import step_prompts
 from covey.solutions import encode_example
-from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import RowReader
+from covey.tasks.rows import RowReader, json_lines
 from covey.types import Group, Prompt
 
 if TYPE_CHECKING:

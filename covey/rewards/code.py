@@ -184,7 +184,6 @@ class CodeTests(TargetReward):
 
 
 def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
-    """Return feedback on a failed test: input, expected result and last line of the error."""
     given, wanted = ("call", "expected") if "call" in test else ("stdin", "stdout")
     error = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     how = error if error else "the result is different" if outcome.ran else outcome.ended
@@ -192,7 +191,6 @@ def _failure(test: Mapping[str, Any], outcome: Outcome) -> str:
 
 
 def passes(case: Case, expected: object, outcome: Outcome) -> bool:
-    """Return whether the outcome of a test case matches the expected result."""
     if not outcome.ran:
         return False
     if case.call is None:

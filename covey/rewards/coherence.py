@@ -11,13 +11,136 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 
-from covey.rewards.efficiency import repetition
-from covey.rewards.score import Reward, Score
-from covey.types import Prompt
+from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.text import count_words, tag_contents
+from covey.types import Prompt, episode_of
+
+# The efficiency reward: penalties for repetition and for too many tool calls or words.
+
+
+PHRASE = 6
+"""Number of words in a phrase. Ordinary prose seldom repeats a sequence of 6 words."""
+MIN_WORDS = 24
+"""Repeated phrases are not counted in a text with fewer than MIN_WORDS words."""
+MAX_REPETITION = 0.3
+READ = 40_000
+"""In a long text, only the first and the last READ characters are checked for repetition."""
+
+# A point before a digit belongs to a number or a version.
+_SENTENCE_END = re.compile(r"\.(?!\d)|[!?\n\u2026\u3002\uff01\uff0e\uff1f\uff61]")
+# Long words are split, so that `hahaha...` has phrases too. In scripts without spaces each
+# character is a word.
+_TOKEN = re.compile(
+    r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+    r"|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{1,12}|[^\w\s]"
+)
+
+
+def sentences(text: str) -> list[str]:
+    """Return a text's sentences of more than 5 characters, in lower case.
+
+    >>> sentences("Pi is 3.14159. So the area is 12.5!")
+    ['pi is 3.14159', 'so the area is 12.5']
+    """
+    pieces = (" ".join(piece.casefold().split()) for piece in _SENTENCE_END.split(text))
+    return [piece for piece in pieces if len(piece) > 5]
+
+
+def _repeated(units: list[str] | list[tuple[str, ...]]) -> float:
+    return (len(units) - len(set(units))) / len(units)
+
+
+def repetition(text: str, above: float = 0.0) -> float:
+    """Return the fraction of a text that repeats earlier text, in [0, 1].
+
+    The fraction is computed for sentences and for phrases, and the larger of these two fractions is
+    returned. A phrase is a sequence of 6 words or punctuation marks. Repeated sentences count only
+    in a text with more than 3 sentences. Repeated phrases count only in a text with at least 24
+    words and punctuation marks. Counting phrases detects padding without punctuation, and padding
+    in which only the ends of the sentences differ. To save time, phrases are not counted if the
+    fraction of repeated phrases cannot exceed `above`.
+
+    >>> repetition("so it is " * 50) > 0.9, repetition("A plain sentence. And another one.")
+    (True, 0.0)
+    """
+    if len(text) > 2 * READ:
+        text = f"{text[:READ]}\n{text[-READ:]}"
+    share = 0.0
+    if len(_SENTENCE_END.findall(text)) >= 3:
+        found = sentences(text)
+        share = _repeated(found) if len(found) > 3 else 0.0
+    tokens = _TOKEN.findall(text.casefold()) if len(text) >= MIN_WORDS else []
+    # Each new token starts a new phrase, unless it is too close to the end.
+    if len(tokens) >= MIN_WORDS and len(tokens) - len(set(tokens)) > above * (len(tokens) - PHRASE):
+        phrases = list(zip(*(islice(tokens, i, None) for i in range(PHRASE)), strict=False))
+        share = max(share, _repeated(phrases))
+    return share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency(Reward):
+    """1 minus penalties for repetition and for too many tool calls or words, but at least 0.
+
+    Each `<tool_call>` beyond the first `expected_steps` lowers the reward by 0.1. In a multi-turn
+    episode, each edit beyond the first `expected_edits` and each policy turn beyond the first
+    `max_rounds` costs 0.1. An edit is a call of one of the `edit_tools`. The penalties for calls,
+    edits and turns are together at most 0.5.
+
+    A completion of more than `max_words` words loses `0.3 * (words - max_words) / max_words`, but
+    at most 0.3. A completion with more than 30 % repeated text loses 0.2.
+
+    Each reward part is 1 without a penalty, and 0 with the maximum penalty.
+    """
+
+    expected_steps: int = 3
+    max_words: int = 512
+    expected_edits: int = 0
+    """Number of edits without a penalty. The value 0 disables the penalty for edits."""
+    max_rounds: int = 0
+    """Number of policy turns without a penalty. The value 0 disables the penalty for turns."""
+    edit_tools: tuple[str, ...] = ("edit", "rewrite", "write_file", "str_replace", "apply_patch")
+
+    def __post_init__(self) -> None:
+        for name in ("expected_steps", "expected_edits", "max_rounds"):
+            value = getattr(self, name)
+            check_option(value >= 0, f"{name} must be 0 or more, not {value}")
+        check_option(self.max_words >= 1, f"max_words must be at least 1, not {self.max_words}")
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        extra_steps = max(0, text.count("<tool_call>") - self.expected_steps)
+        excess = max(0, count_words(text) - self.max_words) / self.max_words
+        more = self._more(text)
+        steps = min(5, extra_steps + sum(more.values())) / 5
+        length = min(1.0, excess)
+        repeats = float(repetition(text) > MAX_REPETITION)
+        reward = max(0.0, 1.0 - (5 * steps + 3 * length + 2 * repeats) / 10)
+        return Score(
+            reward=reward,
+            success=reward == 1.0,
+            parts={"steps": 1.0 - steps, "length": 1.0 - length, "repetition": 1.0 - repeats}
+            | {name: 1.0 - min(5, count) / 5 for name, count in more.items()},
+        )
+
+    def _more(self, text: str) -> dict[str, int]:
+        """Return by how much the edits and turns exceed their limits. A limit of 0 means no
+        limit."""
+        episode = episode_of(text)
+        edits, rounds = 0, 1
+        if episode is not None:
+            functions = [call.get("function") for call in episode.tool_calls]
+            edits = sum(
+                isinstance(function, Mapping) and function.get("name", "") in self.edit_tools
+                for function in functions  # a malformed call has no function
+            )
+            rounds = sum(message["role"] == "assistant" for message in episode.reply)
+        counted = {"edits": (edits, self.expected_edits), "rounds": (rounds, self.max_rounds)}
+        return {name: max(0, n - most) for name, (n, most) in counted.items() if most}
+
 
 RARE, RARE_COSTS = 1, 5.0
 """The level of a letter pair is from 0 (very rare in words) to 9 (very common). Each letter pair of
@@ -143,7 +266,6 @@ _RUN = re.compile(r"(\S)\1{3,}|([^\W\d_]{2,4}?)\2{3,}")
 
 
 def _between(value: float, low: float, high: float) -> float:
-    """Scale a value linearly, so that `low` becomes 0 and `high` becomes 1, and clip to [0, 1]."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
@@ -156,7 +278,6 @@ def _sample(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(character: str) -> str:
-    """Return a character's kind: digit, sign, space, noise or, for a letter, its alphabet."""
     category = unicodedata.category(character)
     if category in ("Cc", "Cn", "Co", "Cs") or character == "\ufffd":
         return "space" if character.isspace() else "noise"
@@ -202,10 +323,6 @@ def _levels(word: str) -> list[int]:
 
 
 def _sum_of_levels(word: str) -> tuple[float, int]:
-    """Return the sum of the frequency levels of a word's letter pairs, and the number of pairs.
-
-    Each rare letter pair lowers the sum by RARE_COSTS.
-    """
     total, pairs = 0.0, 0
     for levels in map(_levels, _pieces(word)):
         total += sum(levels) - RARE_COSTS * sum(level <= RARE for level in levels)
@@ -335,6 +452,38 @@ class Coherence(Reward):
     """
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         value = coherence(text)
         return Score(reward=value, success=value >= 0.5, parts={"coherence": value})
+
+
+# The factor that lowers the reward of padded, repetitive or incoherent completions.
+
+
+MANY_WORDS, MANY_CALLS = 1000, 8
+"""More than MANY_WORDS words or MANY_CALLS tool calls lower the reward of a completion."""
+
+
+def robust_factor(text: str) -> float:
+    """Return a factor for a completion's reward, which is 1 without signs of reward hacking.
+
+    The factor is multiplied by 0.5 for thinking that is not language, by 0.5 for text that mostly
+    repeats itself, and by 0.7 for more than 1,000 words. For more than 8 tool calls, the factor is
+    multiplied by `max(0.5, 1 - 0.05 * (calls - 8))`.
+    """
+    factor = 1.0
+    thinking: list[str] = []
+    for tag in ("think", "reasoning"):
+        before, closing, _ = text.partition(f"</{tag}>")
+        if closing and f"<{tag}>" not in before:  # the opening tag may be part of the prompt
+            thinking.append(before)
+        thinking += tag_contents(text, tag)
+    if thinking and coherence(" ".join(thinking)) < 0.5:
+        factor *= 0.5
+    if repetition(text, above=0.5) > 0.5:
+        factor *= 0.5
+    if len(text) > MANY_WORDS and count_words(text) > MANY_WORDS:
+        factor *= 0.7
+    calls = text.count("<tool_call>")
+    if calls > MANY_CALLS:
+        factor *= max(0.5, 1.0 - 0.05 * (calls - MANY_CALLS))
+    return factor

@@ -24,7 +24,6 @@ class EnvironmentReward(Reward):
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one episode."""
         episode = episode_of(text)
         if episode is None:
             raise ValueError("the reward 'environment' needs an episode; set environment.name")

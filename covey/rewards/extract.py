@@ -12,14 +12,14 @@ from types import MappingProxyType
 
 from covey.errors import ConfigError, nearest
 from covey.rewards.math.arithmetic_expression import ExpressionError, evaluate
-from covey.rewards.math.notation import powers_of_ten
 from covey.rewards.math.number import (
+    CURRENCY,
     normalise,
     parse_number,
     plain_fractions,
+    powers_of_ten,
     strip_latex,
 )
-from covey.rewards.math.units import CURRENCY
 from covey.rewards.text import after_thinking, answers_differ, tag_contents
 from covey.rewards.tool_call import parse_call
 
@@ -89,6 +89,12 @@ def _standing_alone(before: str, numeral: str, word: str) -> str | None:
     return None if parse_number(numeral + (word if changes_it else "")) is None else numeral
 
 
+def ends_in(text: str, target: str) -> bool:
+    """Whether the last number of a text equals the target."""
+    found, number = last_number(text), parse_number(target)
+    return found is not None and number is not None and parse_number(found) == number
+
+
 def _last_boxed(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` or `\\fbox{...}` if its braces balance."""
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
@@ -119,7 +125,6 @@ def _after_hashes(rest: str) -> str | None:
 
 
 def _calculated(rest: str) -> str | None:
-    """Return the value of an answer that is a calculator call, or None for any other answer."""
     call = parse_call(rest)
     if call is None or call.name not in ("calculator", "calculate", "calc"):
         return None

@@ -22,7 +22,6 @@ class NoPenalty:
     """No length penalty."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return 0 for each rollout."""
         return [0.0] * len(rollouts)
 
 
@@ -45,7 +44,6 @@ class Soft:
             )
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the penalty of each rollout."""
         return [self.of(len(rollout.tokens)) for rollout in rollouts]
 
     def of(self, length: int) -> float:

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from covey.rewards.citations import without_addresses
-from covey.rewards.coherence import coherence
-from covey.rewards.robust import robust_factor
+from covey.rewards.coherence import coherence, robust_factor
 from covey.rewards.score import Reward, Score, at_progress, check_option, max_seconds
-from covey.rewards.text import after_thinking
+from covey.rewards.text import after_thinking, without_addresses
 from covey.types import Prompt
 
 ACCURACY, FORMAT = "accuracy", "format"
@@ -85,7 +83,6 @@ class Mix(Reward):
 
     @property
     def quick(self) -> bool:
-        """Whether every reward part scores any text within milliseconds."""
         return all(part.quick for part in self.parts.values())
 
     @property
@@ -95,7 +92,6 @@ class Mix(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward for any weights that apply during the run."""
         ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -116,7 +112,6 @@ class Mix(Reward):
         return replace(self, parts=parts, weights=weights, early={})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion with every reward part."""
         scores = {name: part(prompt, text) for name, part in self.parts.items()}
         holds = not (self.gated and FORMAT in scores) or scores[FORMAT].success
         logged = {name: score.reward for name, score in scores.items()} | {
@@ -198,7 +193,6 @@ def _is_noise(text: str, robust: bool) -> bool:
 
 
 def _least(bound: float, reward: float) -> float:
-    """Return the lower bound of a reward if the bound is finite, and otherwise `min(reward, 0)`."""
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 
@@ -224,26 +218,21 @@ class ByTask(Reward):
 
     @property
     def quick(self) -> bool:
-        """Whether the reward of every task scores any text within milliseconds."""
         return all(reward.quick for reward in self.tasks.values())
 
     @property
     def max_seconds(self) -> float:
-        """The largest time limit among the rewards of all tasks."""
         return max(max_seconds(reward) for reward in self.tasks.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest reward that a completion of any task can get."""
         ends = [reward.bounds for reward in self.tasks.values()]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return this reward with the weights that apply after the fraction `share` of the run."""
         return replace(self, tasks={k: at_progress(r, share) for k, r in self.tasks.items()})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score a completion with the reward of the prompt's task."""
         key = prompt.info.get(self.column, self.default) if self.column else prompt.task
         if key not in self.tasks:
             raise ValueError(f"reward.tasks has no reward for {self.column or 'task'} {key!r}")

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import metadata
 from typing import Any, ClassVar
 
 from covey.rewards.extract import extract_text
-from covey.rewards.gym.pure_scorer import MOST_CHARACTERS, is_pure
-from covey.rewards.math.number import parse_number
-from covey.rewards.math.units import asked_nouns
+from covey.rewards.math.number import asked_nouns, parse_number
 from covey.rewards.score import Reward, Score
 from covey.sandbox import require_isolation
 from covey.sandbox.scorer import LONGEST, sandboxed
@@ -36,6 +36,24 @@ SEVERAL_ANSWERS = frozenset(
      "tower_of_hanoi"}
 )  # fmt: skip
 """The same for datasets that accept other answers than the expected one."""
+REVIEWED_VERSION = "0.1.25"
+REVIEWED = frozenset(
+    {
+        "ab", "circuit_logic", "color_cube_rotation", "cryptarithm", "decimal_chain_sum", "dice",
+        "emoji_mystery", "family_relationships", "figlet_font", "futoshiki", "game_of_life",
+        "game_of_life_halting", "graph_color", "group_anagrams", "gsm_symbolic", "knight_swap",
+        "letter_jumble", "manipulate_matrix", "mini_sudoku", "needle_haystack", "number_format",
+        "palindrome_generation", "palindrome_partitioning", "path_star", "polynomial_equations",
+        "prime_factorization", "products", "quantum_lock", "rectangle_count", "self_reference",
+        "sentence_reordering", "shortest_path", "spell_backward", "sudoku", "time_intervals",
+        "tsumego", "word_sorting", "zebra_puzzles", "chain_sum",
+    }
+)  # fmt: skip
+"""Datasets with a scorer of their own that was read in version REVIEWED_VERSION of reasoning_gym:
+it only reads and compares text, ends soon on any answer of MOST_CHARACTERS, and keeps no state."""
+MOST_CHARACTERS = 4_000
+"""Maximum length of an answer that is scored outside the sandbox. Some scorers take time quadratic
+in the length of the answer."""
 NEAR = 1e-4
 NONSENSE = "?"
 
@@ -47,8 +65,7 @@ _SCORER = (
     "covey.types",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",
-    "covey.rewards.gym.plain_answer",
-    "covey.rewards.gym.scorer",
+    "covey.rewards.gym_scorer",
 )
 
 
@@ -84,7 +101,6 @@ class ReasoningGym(Reward):
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         # Imported here, because this module is slow to import and rarely used.
         from covey.tasks.reasoning_gym import entry_of
 
@@ -96,24 +112,47 @@ class ReasoningGym(Reward):
             dataset = dataset.datasets[name]
         reward = 0.0
         if answer == expected or _may_be_scored(answer, expected, name):
-            reward = self._score(prompt.info, dataset, entry, answer)
+            reward = self._score(prompt.info, name, dataset, entry, answer)
             if reward >= 1 - 1e-6 and answer != expected:
-                everything = self._score(prompt.info, dataset, entry, NONSENSE) == 1.0
+                everything = self._score(prompt.info, name, dataset, entry, NONSENSE) == 1.0
                 only = _says_only(answer, expected, name, asked_nouns(prompt.text))
                 reward = 0.0 if everything or not only else reward
         return Score(reward=reward, success=reward >= 1 - 1e-6, parts={"accuracy": reward})
 
     def _score(
-        self, info: Mapping[str, Any], dataset: Any, entry: Mapping[str, Any], answer: str
+        self,
+        info: Mapping[str, Any],
+        name: str,
+        dataset: Any,
+        entry: Mapping[str, Any],
+        answer: str,
     ) -> float:
-        from covey.rewards.gym.scorer import scored
+        from covey.rewards.gym_scorer import scored
 
         # An entry that is not in the prompt is not plain data.
-        if len(answer) <= MOST_CHARACTERS and "entry" in info["reasoning_gym"] and is_pure(dataset):
+        plain = "entry" in info["reasoning_gym"] and len(answer) <= MOST_CHARACTERS
+        if plain and runs_here(name, type(dataset)):
             # A copy, because some scorers write to the entry.
             return scored(dataset, answer, pickle.loads(pickle.dumps(entry)))
         trusted = {"reasoning_gym": {**info["reasoning_gym"], "entry": entry}}
         return _sandboxed_score(pickle.dumps(trusted), answer, self.unsafe)
+
+
+@cache
+def installed_version() -> str:
+    return metadata.version("reasoning-gym")
+
+
+def runs_here(name: str, dataset: type) -> bool:
+    """Return whether a dataset's scorer runs outside the sandbox.
+
+    It does if the dataset uses the library's default comparison, or if its scorer is on the
+    reviewed list and the installed version of reasoning_gym is the reviewed one.
+    """
+    common = sys.modules["reasoning_gym.dataset"].ProceduralDataset
+    if dataset.score_answer is common.score_answer:  # type: ignore[attr-defined]
+        return True
+    return name in REVIEWED and installed_version() == REVIEWED_VERSION
 
 
 @lru_cache(maxsize=4096)

@@ -1,11 +1,19 @@
 """The reward registry, and functions that build a reward from a config section.
 
-To add a reward, write its class in this folder, as in `think_answer.py`, and add it to `REWARDS`.
+To add a reward, write its class in this folder, as in `think_answer.py`, or in the folder of its
+recipe, and add it to `REWARDS`.
+
+The rewards of published systems stand with their recipes. Their bugs are fixed, and the docstring
+of each reward names the fixes: expressions are evaluated with limits and without `eval`, the signs
+of numbers are read, numbers are compared exactly, and no completion raises an error. Known hacks of
+the published rewards are not fixed, because published models were trained with these rewards; the
+command `covey rewards lab` tries them, and each docstring lists those that work.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,12 +21,17 @@ from typing import Any
 from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, nearest
-from covey.rewards import published, templates
-from covey.rewards.citations import Citations
+from covey.recipes.agent_book import rewards as templates
+from covey.recipes.agent_book.citations import Citations
+from covey.recipes.agent_book.safety import Safety
+from covey.recipes.grpo_zero.rewards import GrpoZero
+from covey.recipes.lm_book.rewards import LmBook
+from covey.recipes.nano_aha.rewards import NanoAha
+from covey.recipes.open_instruct.rewards import OpenInstruct
+from covey.recipes.simple_grpo.rewards import SimpleGrpo
 from covey.rewards.code import CodeTests
-from covey.rewards.coherence import Coherence
+from covey.rewards.coherence import Coherence, Efficiency
 from covey.rewards.countdown import Countdown
-from covey.rewards.efficiency import Efficiency
 from covey.rewards.environment import EnvironmentReward
 from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
 from covey.rewards.instructions import Instructions
@@ -26,7 +39,6 @@ from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import ByTask, Mix
 from covey.rewards.reasoning_gym import ReasoningGym
-from covey.rewards.safety import Safety
 from covey.rewards.score import Reward
 from covey.rewards.text_match import ExactText, FuzzyText
 from covey.rewards.think_answer import ThinkAnswer
@@ -140,17 +152,26 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "retrieval": templates.retrieval,
         "agent": templates.agent,
         # published implementations
-        "lm_book": published.LmBook,
-        "nano_aha": published.NanoAha,
-        "grpo_zero": published.GrpoZero,
-        "simple_grpo": published.SimpleGrpo,
-        "open_instruct": published.OpenInstruct,
+        "lm_book": LmBook,
+        "nano_aha": NanoAha,
+        "grpo_zero": GrpoZero,
+        "simple_grpo": SimpleGrpo,
+        "open_instruct": OpenInstruct,
     }
 )
 
 
+def gamed_by(reward: object) -> tuple[str, ...]:
+    """Return the hacks that work on a published reward, as listed in the reward's docstring.
+
+    >>> gamed_by(NanoAha)[-1], gamed_by(str)
+    ('correct then wrong', ())
+    """
+    _, _, listed = (inspect.getdoc(reward) or "").partition("Hacks that work on this reward are ")
+    return tuple(re.findall(r"`(.*?)`", listed.partition("\n\n")[0]))
+
+
 def find_reward(name: str, table: str = "reward") -> Callable[..., Any]:
-    """Return a reward class or function, given its registry name or its import path."""
     if name in REWARDS:
         return REWARDS[name]
     if is_import_path(name):
@@ -199,7 +220,6 @@ def _function_options(function: Callable[..., Any], section: Named, table: str) 
 
 
 def make_reward(name: str, options: Mapping[str, Any], table: str = "reward") -> Reward:
-    """Build a reward from its name and its resolved options."""
     maker = find_reward(name, table)
     return maker(**options) if name in REWARDS else as_reward(maker, options)
 

@@ -80,7 +80,6 @@ class Reward(Protocol):
 
 
 def max_seconds(reward: Reward) -> float:
-    """Return a reward's time limit per completion in seconds, or 0 if it has no time limit."""
     return float(getattr(reward, "max_seconds", 0.0))
 
 

@@ -14,6 +14,14 @@ _WORD = re.compile(
     r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
     rf"|{_LETTERS}+\d{{0,24}}|\d{{1,24}}{_LETTERS}*"
 )
+URL = re.compile(r"https?://[^\s<>\"'`{}|\\^]+", re.IGNORECASE)
+DOI = re.compile(r"\b10\.\d{4,9}/[^\s<>\"'`]+")
+ARXIV = re.compile(
+    r"arxiv(?:\.org/(?:abs|pdf|html)/|:\s{0,3}|\s{1,3})(\d{4}\.\d{4,5}|[a-z-]{2,12}/\d{7})",
+    re.IGNORECASE,
+)
+# Each pattern, with a literal that all its matches contain. URLs come first: they may contain DOIs.
+ADDRESSES = ((URL, "://"), (DOI, "10."), (ARXIV, "arxiv"))
 
 
 def tag_contents(text: str, tag: str) -> list[str]:
@@ -130,3 +138,15 @@ def shortened(text: str, most: int) -> str:
         return text
     head, tail = text[: most // 2], text[len(text) - (most - most // 2) :]
     return f"{head}\n[{len(text) - most} characters left out]\n{tail}"
+
+
+def without_addresses(text: str) -> str:
+    """Return a text without its URLs, DOIs and arXiv numbers.
+
+    >>> without_addresses("See https://a.org/b here")
+    'See   here'
+    """
+    for pattern, literal in ADDRESSES:
+        if literal in text.lower():
+            text = pattern.sub(" ", text)
+    return text

@@ -16,8 +16,6 @@ MAX_COMPARED = 2000
 
 
 def _targets(prompt: Prompt) -> list[str]:
-    """Return the target and the texts in `prompt.info["answers"]`, without surrounding
-    whitespace."""
     others = prompt.info.get("answers", ())
     given = [prompt.target, *(others if isinstance(others, list | tuple) else [others])]
     return [stripped for text in given if (stripped := str(text).strip())]
@@ -41,7 +39,6 @@ class ExactText(TargetReward):
     ignore_punctuation: bool = False
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         targets = _targets(prompt)
         if not targets:
             return self.neutral(_missing(prompt), ("accuracy",))
@@ -122,7 +119,6 @@ class FuzzyText(TargetReward):
         )
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         targets = _targets(prompt)
         if not targets:
             return self.neutral(_missing(prompt), ("similarity", "words", "letters"))

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-from covey.rewards.robust import robust_factor
+from covey.rewards.coherence import robust_factor
 from covey.rewards.score import Score, TargetReward, check_option
 from covey.rewards.text import only_tags
 from covey.types import Prompt
@@ -64,11 +64,9 @@ class ThinkAnswer(TargetReward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest possible reward, which are 0 and `correct + format`."""
         return 0.0, self.correct + self.format
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         answer = parse_think_answer(text)
         well_formed = answer is not None
         target = prompt.target.strip()

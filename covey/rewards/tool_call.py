@@ -181,7 +181,6 @@ class ToolCall(TargetReward):
         check_option(0 <= self.tool <= 1, f"tool = {self.tool} must be between 0 and 1")
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         expected = target_call(prompt)
         if expected is None:
             return self.neutral(

@@ -28,7 +28,6 @@ class _GroupReward(Reward):
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
         (score,) = self.score_group(prompt, [text])
         if score is None:
             raise ValueError("the function returned None")
@@ -83,12 +82,10 @@ class UserFunction(_GroupReward):
 
     @property
     def quick(self) -> bool:
-        """The function's attribute `quick`, or False if the function has no such attribute."""
         return bool(getattr(self.function, "quick", False))
 
     @property
     def version(self) -> int:
-        """The function's attribute `version`, or 1 if the function has no such attribute."""
         return int(getattr(self.function, "version", 1))
 
     @property
@@ -105,7 +102,6 @@ class UserFunction(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt. A completion that cannot be scored gets None."""
         work = partial(self.score_group_async, prompt, texts, call)
         if not _in_event_loop():
             return asyncio.run(work())
@@ -116,7 +112,6 @@ class UserFunction(_GroupReward):
     async def score_group_async(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of one prompt, and await an async function."""
         if not self.whole_groups:
             given = [self.function(prompt, text, **self.options) for text in texts]
             results = [await r if inspect.isawaitable(r) else r for r in given]
@@ -191,7 +186,6 @@ class UserFunction(_GroupReward):
 
 
 def _listed(results: Any) -> list[Any]:
-    """Convert the rewards of a group, for example a tensor, to a list."""
     try:
         return list(results)
     except TypeError:
@@ -251,12 +245,10 @@ class WeightedFunctions(_GroupReward):
     def score_group(
         self, prompt: Prompt, texts: Sequence[str], call: Call = NO_CALL
     ) -> list[Score | None]:
-        """Score the completions of a prompt. A completion that cannot be scored gets None."""
         columns = [f.score_group(prompt, texts, call) for f in self.functions.values()]
         return [self._total(row) for row in zip(*columns, strict=True)]
 
     def check(self, prompt: Prompt) -> None:
-        """Raise ConfigError if a function needs a data column that does not exist."""
         for function in self.functions.values():
             function.check(prompt)
 
@@ -282,7 +274,6 @@ def with_none(reward: Reward, none: str) -> Reward:
 
 
 def own_name(reward: Reward) -> str:
-    """Return the name of a reward passed from Python: its function names or class name."""
     if isinstance(reward, WeightedFunctions):
         return "+".join(reward.functions)
     return type(reward).__name__

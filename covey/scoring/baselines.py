@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from covey.rewards.completion_format import FORMATS, THINKING, Format
+from covey.rewards.format import FORMATS, THINKING, Format
 from covey.rewards.judge import Judge
 from covey.rewards.score import Reward
 from covey.rewards.user import UserFunction, WeightedFunctions

@@ -35,12 +35,10 @@ class Sum:
 
     @property
     def result(self) -> int:
-        """The correct result."""
         return self.left + self.right if self.operator == "+" else self.left - self.right
 
     @property
     def carries(self) -> bool:
-        """Whether computing the sum needs a carry or a borrow."""
         units, other = self.left % 10, self.right % 10
         return units + other > 9 if self.operator == "+" else units < other
 
@@ -75,7 +73,6 @@ def chain(random: Random, operations: int, held_out: bool) -> list[Sum]:
 
 
 def prompt_text(sums: Sequence[Sum]) -> str:
-    """Return the text of the prompt that states a problem."""
     tail = "".join(f"{s.operator}{s.right}" for s in sums)
     return f"{sums[0].left:02d}{tail}?"
 

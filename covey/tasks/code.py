@@ -16,8 +16,6 @@ INSTRUCTION = (
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """Return the prompt of a problem: the problem's text, the required form of a solution, and
-    examples."""
     if row["signature"]:
         examples = "\n".join(f"    {e['call']} -> {e['expected']}" for e in row["examples"])
         form = f"Write it as a Python function:\n\n    {row['signature']}"

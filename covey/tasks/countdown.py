@@ -75,7 +75,6 @@ def solved(random: Random, numbers: Sequence[int]) -> Term:
 
 
 def prompt_text(numbers: Sequence[int], target: int) -> str:
-    """Return the text of the prompt that states a problem."""
     listed = ", ".join(map(str, numbers[:-1]))
     return (
         f"Write an arithmetic expression whose value is {target}. Use each of the numbers "

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from covey.errors import ConfigError
 from covey.tasks.hub import load_splits, rows_of
-from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import Row, RowReader
+from covey.tasks.rows import Row, RowReader, json_lines
 from covey.tasks.task import THINK_THEN_ANSWER, SplitTask
 from covey.types import Prompt
 

@@ -208,7 +208,10 @@ class Instructions(GeneratedTask):
     def _prompt(self, split: str, index: int) -> Prompt:
         chance = Random(f"{self.seed}/{split}/{index}")
         request = f"{chance.choice(FORMS)} {chance.choice(TOPICS[split])}."
-        names = _together(chance, chance.randint(1, self.most))
+        count, names = chance.randint(1, self.most), list[str]()
+        for name in chance.sample(list(MAKERS), len(MAKERS)):
+            if len(names) < count and not any(name in s and s & set(names) for s in APART):
+                names.append(name)
         made = [MAKERS[name](chance) for name in names]
         return Prompt(
             id=f"{self.name}/{split}/{index}",
@@ -217,12 +220,3 @@ class Instructions(GeneratedTask):
             target="",
             info={"instruction_id_list": names, "kwargs": [given for _, given in made]},
         )
-
-
-def _together(chance: Random, count: int) -> list[str]:
-    """Return the names of randomly drawn instructions that do not contradict each other."""
-    names: list[str] = []
-    for name in chance.sample(list(MAKERS), len(MAKERS)):
-        if len(names) < count and not any(name in s and s & set(names) for s in APART):
-            names.append(name)
-    return names

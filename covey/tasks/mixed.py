@@ -89,7 +89,6 @@ class Mixed:
         }
 
     def train(self) -> Sequence[Prompt]:
-        """The training prompts of all tasks of the mixture, mixed by weight."""
         keys = list(self.tasks)
         splits = [self.tasks[key].train() for key in keys]
         for key, prompts in zip(keys, splits, strict=True):
@@ -113,7 +112,6 @@ class Mixed:
         return mixture
 
     def held_out(self) -> Sequence[Prompt]:
-        """The held-out prompts of all tasks of the mixture, one task after the other."""
         return [_of_part(p, key) for key, task in self.tasks.items() for p in task.held_out()]
 
 

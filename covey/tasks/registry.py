@@ -11,22 +11,22 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.errors import ConfigError, CoveyError, DataError, nearest, users_error
+from covey.recipes.agent_calculator.environment import Products
+from covey.recipes.agent_search.library import Library
+from covey.recipes.games.environment import Worlds
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
 from covey.tasks.countdown import Countdown
-from covey.tasks.dataset import NAME as DATASET
 from covey.tasks.gsm8k import Gsm8k
 from covey.tasks.hub import Hub
 from covey.tasks.instructions import Instructions
-from covey.tasks.jsonl import Jsonl
-from covey.tasks.library import Library
 from covey.tasks.mixed import Mixed
-from covey.tasks.products import Products
 from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.rows import NAME as DATASET
+from covey.tasks.rows import Jsonl
 from covey.tasks.task import SplitTask, Task
 from covey.tasks.tools import Tools
 from covey.tasks.verifiers import Verifiers
-from covey.tasks.worlds import Worlds
 from covey.trust import import_callable, is_import_path
 from covey.types import Prompt
 
@@ -53,7 +53,6 @@ _GYM = "reasoning_gym:"
 
 
 def is_user_task(name: str) -> bool:
-    """Return whether a name is the import path of a user's task."""
     return is_import_path(name) and not name.startswith(_GYM)
 
 
@@ -119,7 +118,6 @@ class UserTask(SplitTask):
 
     @property
     def name(self) -> str:
-        """The name of the task."""
         return self.task.name
 
     @property
@@ -151,7 +149,6 @@ class UserTask(SplitTask):
 
 
 def _problem(prompt: Any) -> str | None:
-    """Return a text that says what is wrong with a prompt, or None if the prompt is valid."""
     if not isinstance(prompt, Prompt):
         return f"is of type {type(prompt).__name__}, not covey.Prompt"
     for name in ("id", "task", "target"):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
-from covey.errors import ConfigError, DataError, closest, nearest
-from covey.tasks.task import chat_messages, hashed_into, with_instruction
+from covey.errors import ConfigError, DataError, closest, nearest, reason
+from covey.tasks.task import (
+    SplitTask,
+    chat_messages,
+    compared_text,
+    hash_fraction,
+    hashed_into,
+    with_instruction,
+)
 from covey.types import Message, Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -248,3 +257,176 @@ def _messages(value: list[Any], column: str) -> tuple[Message, ...]:
             "from the user or a tool"
         )
     return tuple(messages)
+
+
+# The `jsonl` task: prompts from JSON Lines files, one object per line.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jsonl(RowReader, SplitTask):
+    """Prompts and targets from `train_file` and `held_out_file`, one JSON object per line.
+
+    With a single file, leave `held_out_file` empty to hold out the fraction `held_out_share` of
+    `train_file`; a share of 0 holds out no prompts, for runs without evaluations. A hash of the
+    prompt's text decides whether the prompt is held out. Every run holds out the same prompts, and
+    prompts with equal text are in the same split. `RowReader` documents the options that define the
+    meaning of the columns.
+    """
+
+    train_file: str
+    held_out_file: str = ""
+    held_out_share: float = 0.1
+    name: str = "jsonl"
+
+    def __post_init__(self) -> None:
+        RowReader.__post_init__(self)
+        check_share(self.held_out_share, "file")
+
+    def _prompts(self, split: str) -> list[Prompt]:
+        file = (split == "held_out" and self.held_out_file) or self.train_file
+        prompts = self.read(split, json_lines(Path(file)), file)
+        if self.held_out_file:
+            return prompts
+        return self.part(split, prompts, self.held_out_share, file)
+
+
+def json_lines(path: Path) -> Iterator[NumberedRow]:
+    """Read a JSON Lines file; yield each row with its line number and location.
+
+    Blank lines are skipped. For a line that is not a JSON object, an error message takes the place
+    of the row.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:  # undecodable text, or a path with NUL: ValueError
+        raise DataError(f"task: cannot read {path}: {reason(error)}") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, f"{path}:{number}", json_object(line)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as a JSON Lines file; raise DataError for a value that JSON does not have."""
+    lines = []
+    for number, row in enumerate(rows):
+        for column, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"dataset: row {number} has {column!r} that JSON cannot hold: {error}; convert "
+                    f"the column to text, numbers or lists, or remove it"
+                ) from None
+        lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def json_object(line: str) -> Row | str:
+    """Parse one line as a JSON object, or return an error message that says what is wrong.
+
+    >>> json_object('{"a": 1}'), json_object("[1]")
+    ({'a': 1}, 'is not an object but list')
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}"
+    return row if isinstance(row, dict) else f"is not an object but {type(row).__name__}"
+
+
+# Tasks from data that is passed to the Python API: dicts, a `datasets.Dataset`, or a file.
+
+
+NAME = "dataset"
+"""The value of `task.name` in a run whose data was passed from Python."""
+HELD_OUT_SHARE = 0.1
+SHARE = "held_out_share"
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetTask(SplitTask):
+    """A task whose prompts a caller passed to the Python API."""
+
+    prompts: Sequence[Prompt]
+    evaluation: Sequence[Prompt] | None = None
+    """The prompts for evaluations. If `evaluation` is None, the fraction `share` of `prompts` is
+    held out."""
+    conversational: bool = False
+    """Whether prompts are lists of messages. If prompts are lists of messages, reward functions get
+    each completion as a list of messages too."""
+    share: float = HELD_OUT_SHARE
+    name: str = NAME
+
+    def _prompts(self, split: str) -> Sequence[Prompt]:
+        """Split the prompts; a hash of a row's index decides whether its prompt is held out.
+
+        Prompts with equal text are in the same split, except if all prompts would then be held out.
+        """
+        if self.evaluation is not None or not self.share:
+            return self.prompts if split == "train" else self.evaluation or []
+        first: dict[str, str] = {}
+        together = [first.setdefault(compared_text(p), p.id) for p in self.prompts]
+        chosen = self._held_out(together)
+        if all(chosen):
+            chosen = self._held_out([prompt.id for prompt in self.prompts])
+        if all(chosen):
+            raise ConfigError("dataset: pass at least two rows, or pass separate rows as held_out")
+        held_out = split == "held_out"
+        return [p for p, out in zip(self.prompts, chosen, strict=True) if out == held_out]
+
+    def _held_out(self, ids: Sequence[str]) -> list[bool]:
+        """Hold out the ids whose hash is below `share`, or the last id if all hashes are larger."""
+        chosen = [hash_fraction(each) < self.share for each in ids]
+        return chosen if any(chosen) else [each == ids[-1] for each in ids]
+
+
+def dataset_task(
+    dataset: Rows | str | Path, held_out: Rows | str | Path | None = None
+) -> DatasetTask:
+    """Make a task from rows with a `prompt` column; `target` and other columns are optional.
+
+    A prompt is a text or a list of messages. If `held_out` is None, one row in ten is held out, but
+    at least one row. If `held_out` is empty, all rows are for training.
+    """
+    rows = dataset if isinstance(dataset, str | Path) else list(dataset)
+    prompts, conversational = _read("train", rows), _is_conversational(rows)
+    if held_out is None:
+        return DatasetTask(prompts, None, conversational)
+    others: Sequence[Mapping[str, Any]] | str | Path = rows
+    if held_out is not dataset:  # an iterator can be read only once
+        others = held_out if isinstance(held_out, str | Path) else list(held_out)
+    return DatasetTask(prompts, _read("held_out", others) if others else [], conversational)
+
+
+def with_share(task: Any, options: Mapping[str, Any]) -> Any:
+    """Return the task with the `held_out_share` of the [task] section, if the section sets it."""
+    if not isinstance(task, DatasetTask) or SHARE not in options:
+        return task
+    share = options[SHARE]
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ConfigError(f"config: task.{SHARE} = {share!r} must be at least 0 and below 1")
+    return replace(task, share=float(share))
+
+
+def _is_conversational(rows: Sequence[Mapping[str, Any]] | str | Path) -> bool:
+    lines = (row for _, _, row in json_lines(Path(rows))) if isinstance(rows, str | Path) else rows
+    first = next(iter(lines), {})
+    column = next((name for name in PROMPT_COLUMNS if name in first), "")
+    return isinstance(first, Mapping) and isinstance(first.get(column), list)
+
+
+def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
+    reader = RowReader(name=NAME, optional_target=True)
+    if isinstance(rows, str | Path):
+        return reader.read(split, json_lines(Path(rows)), str(rows))
+    numbered = (
+        (
+            n,
+            f"{split} row {n}",
+            dict(row) if isinstance(row, Mapping) else f"is not a dict but {type(row).__name__}",
+        )
+        for n, row in enumerate(rows)
+    )
+    return reader.read(split, numbered, split)

@@ -88,11 +88,9 @@ class SplitTask:
     __slots__ = ()
 
     def train(self) -> Sequence[Prompt]:
-        """Prompts for training."""
         return self._prompts("train")
 
     def held_out(self) -> Sequence[Prompt]:
-        """Prompts for evaluation only."""
         return self._prompts("held_out")
 
     def _prompts(self, split: str) -> Sequence[Prompt]:
@@ -148,12 +146,10 @@ def bad_rows_of(task: Task) -> list[str]:
 
 
 def with_instruction(text: str, instruction: str) -> str:
-    """Append an instruction to the text of a prompt."""
     return f"{text}\n\n{instruction}" if instruction else text
 
 
 def chat_messages(text: str, system: str = "") -> tuple[Message, ...]:
-    """Return the chat messages: the system message, if any, and the user message."""
     messages = ({"role": "user", "content": text},)
     return ({"role": "system", "content": system}, *messages) if system else messages
 

@@ -10,7 +10,7 @@ import transformers
 
 from covey.cli.main import run
 from covey.embedded import CHECKPOINT
-from covey.tasks import Arithmetic
+from covey.tasks.arithmetic import Arithmetic
 
 SMALL = ("--set", "evaluate.prompts=24", "--set", "model.device=cpu")
 

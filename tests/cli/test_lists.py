@@ -8,7 +8,7 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import recipe_names
-from covey.tasks import TASKS
+from covey.tasks.registry import TASKS
 
 
 def test_tasks_are_listed_and_described(capsys: pytest.CaptureFixture[str]) -> None:

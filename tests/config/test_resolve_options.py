@@ -13,7 +13,7 @@ from covey.config.resolve_options import choose, resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards.registry import REWARDS
-from covey.tasks import TASKS
+from covey.tasks.registry import TASKS
 
 if TYPE_CHECKING:
     from fractions import Fraction

@@ -20,7 +20,7 @@ from covey.rewards import ThinkAnswer
 from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer
-from covey.tasks import Arithmetic
+from covey.tasks.arithmetic import Arithmetic
 from tests.tasks.sums import parse_prompt
 from tools import train_embedded as recipe
 

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from covey.environments import call
-from covey.environments.code_repair import mutants
 from covey.errors import ConfigError
-from covey.tasks import Code
+from covey.recipes.code_repair.environment import mutants
+from covey.tasks.code import Code
 from covey.types import Prompt
 from tests.environments.scripted import Hand, rollouts, trained_text
 

@@ -13,7 +13,6 @@ import torch
 
 from covey.collate import collate
 from covey.environments.adapters import as_environment
-from covey.environments.calculator import Calculator
 from covey.environments.drive import Reply
 from covey.environments.environment import Start
 from covey.environments.host import make_host
@@ -21,6 +20,7 @@ from covey.environments.pool import ProcessHost
 from covey.models.chat import Template
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
+from covey.recipes.agent_calculator.environment import Calculator
 from covey.types import Group, Rollout
 from tests.environments import worlds
 from tests.environments.chat_templates import FAMILIES

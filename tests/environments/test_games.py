@@ -9,9 +9,8 @@ from random import Random
 import pytest
 
 from covey.environments import call
-from covey.environments.games import MOVES, PULLS, SIGHT, GuessNumber, Maze, Sokoban
 from covey.errors import ConfigError
-from covey.tasks.worlds import Worlds
+from covey.recipes.games.environment import MOVES, PULLS, SIGHT, GuessNumber, Maze, Sokoban, Worlds
 from tests.environments.scripted import Hand, rollouts, trained_text
 
 WORLDS = Worlds(held_out_size=4).held_out()

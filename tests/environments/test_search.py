@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from covey.environments import call
-from covey.environments.search import Index
 from covey.errors import CoveyError
-from covey.tasks.library import Library, documents
+from covey.recipes.agent_search.environment import Index
+from covey.recipes.agent_search.library import Library, documents
 from covey.types import Prompt
 from tests.environments.scripted import Hand, rollouts, trained_text
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from covey.environments import Step
-from covey.environments.calculator import Calculator
+from covey.recipes.agent_calculator.environment import Calculator
 from covey.types import Message, Prompt
 
 TURNS = 3

@@ -26,7 +26,12 @@ import covey.sandbox
 from covey.config.schema import Named
 from covey.rewards import Reward
 from covey.rewards.registry import REWARDS, make_reward, reward_options
-from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools, make_task
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.code import Code
+from covey.tasks.countdown import Countdown
+from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.registry import make_task
+from covey.tasks.tools import Tools
 from covey.types import Prompt
 
 SANDBOX = str(Path(covey.sandbox.__file__).parent)
@@ -216,7 +221,9 @@ def main(count: int, names: list[str]) -> None:
         folder = Path(name)
         folder.chmod(0o777)  # whoever runs may write here
         texts = list(completions(count, folder))
-        for reward in names or [name for name in REWARDS if name not in ("judge", "environment")]:
+        for reward in names or [
+            name for name in REWARDS if name not in ("judge", "environment", "sum")
+        ]:
             fewer = max(1, count // 20) if reward in PROGRAMS and not names else count
             found = watched(reward, texts[:fewer], watch)
             print(json.dumps({**found, "files": len(list(folder.iterdir()))}), flush=True)

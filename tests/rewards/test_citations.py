@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards.citations import Citations, addresses, sources
+from covey.recipes.agent_book.citations import Citations, addresses, sources
 from covey.rewards.score import Score
 from covey.types import Prompt
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards.efficiency import Efficiency, repetition, sentences
+from covey.recipes.agent_book.rewards import code
+from covey.rewards.coherence import Efficiency, repetition, sentences
 from covey.rewards.score import Score
-from covey.rewards.templates import code
 from covey.types import Episode, EpisodeText, Prompt
 
 CALL = "<tool_call>"

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from covey.errors import DataError
-from covey.rewards.instructions import CHECKS, OPEN_INSTRUCT, follows, sentences
-from covey.rewards.language import language_of
+from covey.rewards.instructions import CHECKS, OPEN_INSTRUCT, follows, language_of, sentences
 from covey.rewards.registry import make_reward
-from covey.tasks import make_task
 from covey.tasks.instructions import APART, MAKERS, TOPICS
+from covey.tasks.registry import make_task
 from covey.types import Prompt
 
 # Name, arguments, a text that follows the instruction, and one that does not.

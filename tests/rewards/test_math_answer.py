@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards.math.symbolic_equality import is_tractable, same_symbolically
+from covey.rewards.math.numeric_equality import is_tractable, same_symbolically
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.score import Score
 from covey.rewards.text_match import ExactText, FuzzyText, letter_similarity, word_overlap

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Score
+from covey.rewards.coherence import robust_factor
 from covey.rewards.mix import ByTask, Mix
 from covey.rewards.registry import REWARDS, check_alone, make_reward, reward_options
-from covey.rewards.robust import robust_factor
 from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 

@@ -35,7 +35,7 @@ def test_nothing_of_a_completion_runs_in_the_process_that_scores_it() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = {row["reward"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert found.keys() == REWARDS.keys() - {"judge", "environment"}
+    assert found.keys() == REWARDS.keys() - {"judge", "environment", "sum"}
     for row in found.values():
         assert row["outside"] == {}, row
         assert (row["files"], row["unscored"]) == (0, 0), row

@@ -19,10 +19,15 @@ from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.lab.rewards.checks import solution_of
 from covey.rewards import Reward
-from covey.rewards.completion_format import FORMATS, THINKING
+from covey.rewards.format import FORMATS, THINKING
 from covey.rewards.registry import REWARDS, make_reward, reward_options
 from covey.sandbox import require_isolation
-from covey.tasks import Arithmetic, Code, Countdown, ReasoningGym, Tools, make_task
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.code import Code
+from covey.tasks.countdown import Countdown
+from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.registry import make_task
+from covey.tasks.tools import Tools
 from covey.types import Prompt
 from tests.rewards.test_judge import Server, key, server  # noqa: F401 - fixtures
 
@@ -117,7 +122,7 @@ def rewards() -> dict[str, Reward]:
             reward_options(Named.model_validate({"name": name, **given_options.get(name, {})})),
         )
         for name in REWARDS
-        if name not in ("judge", "code", "code_tests", "environment")
+        if name not in ("judge", "code", "code_tests", "environment", "sum")
     }
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.rewards.math import math_verify_scorer
-from covey.rewards.math.notation import same_numeral
+from covey.rewards.math.number import same_numeral
 from covey.rewards.math.numeric_equality import same_numerically
 from tests.rewards.test_math_answer import RIGHT, WRONG
 

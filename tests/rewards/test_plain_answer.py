@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rewards.gym.plain_answer import NotPlainError, plain_data, plain_formula, plain_sum
+from covey.rewards.gym_scorer import NotPlainError, plain_data, plain_formula, plain_sum
 
 DATA = ["[[0, 1], [2, 3]]", "['a', 'b']", "(1, -2.5)", '["_", "Q"]', "[]", "-12", "'it''s'"]
 FORMULAS = ["x**3/3 + sin(2*x) + C", "exp(-x)*cos(x)", "log(x) - 0.5*x**2", "6*x**4 - 13*x**2", "x**(-1/2)", "log(x, 2)",

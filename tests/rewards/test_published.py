@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards.published import GrpoZero, LmBook, NanoAha, OpenInstruct, SimpleGrpo
+from covey.recipes.grpo_zero.rewards import GrpoZero
+from covey.recipes.lm_book.rewards import LmBook
+from covey.recipes.nano_aha.rewards import NanoAha
+from covey.recipes.open_instruct.rewards import OpenInstruct
+from covey.recipes.simple_grpo.rewards import SimpleGrpo
 from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards import chat_endpoint
-from covey.rewards.chat_endpoint import RateLimit, ReplyCache
+from covey.rewards import judge
+from covey.rewards.judge import RateLimit, ReplyCache
 
 WINDOW = 0.6
 """Length of the test's minute, in seconds."""
@@ -32,8 +32,8 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(chat_endpoint, "WINDOW", WINDOW)
-    monkeypatch.setattr(chat_endpoint, "time", clock)
+    monkeypatch.setattr(judge, "WINDOW", WINDOW)
+    monkeypatch.setattr(judge, "time", clock)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return clock
 
@@ -71,7 +71,7 @@ def work(times: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
 
 
 def test_processes_share_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_endpoint, "time", time)
+    monkeypatch.setattr(judge, "time", time)
     context = multiprocessing.get_context("fork")
     times = context.Queue()
     workers = [context.Process(target=work, args=(times,)) for _ in range(2)]

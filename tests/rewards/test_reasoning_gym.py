@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from covey.errors import ConfigError
-from covey.rewards.gym.plain_answer import NotPlainError
+from covey.rewards.gym_scorer import NotPlainError
 from covey.rewards.reasoning_gym import ReasoningGym
 from covey.types import Prompt
 
 pytest.importorskip("reasoning_gym")
 from reasoning_gym.factory import DATASETS
 
-from covey.rewards.gym import scorer as gym_scorer
+from covey.rewards import gym_scorer
 from covey.tasks.reasoning_gym import ReasoningGym as GymTask
 
 SOME = ["chain_sum", "leg_counting", "countdown", "sudoku", "word_sorting", "maze"]

@@ -10,18 +10,19 @@ import pytest
 
 from covey.config.schema import Named
 from covey.errors import ConfigError
+from covey.recipes.agent_book.safety import Safety
 from covey.rewards import Reward
+from covey.rewards.coherence import robust_factor
 from covey.rewards.countdown import Countdown
 from covey.rewards.math.numeric_equality import same_numerically
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.registry import make_reward, reward_options
-from covey.rewards.robust import robust_factor
-from covey.rewards.safety import Safety
 from covey.rewards.text import count_words
 from covey.rewards.text_match import ExactText
 from covey.rewards.tool_call import ToolCall
 from covey.sandbox import require_isolation
-from covey.tasks import Code, ReasoningGym
+from covey.tasks.code import Code
+from covey.tasks.reasoning_gym import ReasoningGym
 from covey.types import Prompt
 
 THOUGHT = "<think>I add the two numbers and check the sum.</think>"

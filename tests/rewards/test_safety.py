@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.rewards.safety import COMMANDS, PERSONAL, SECRETS, Safety
+from covey.recipes.agent_book.safety import COMMANDS, PERSONAL, SECRETS, Safety
 from covey.rewards.score import Score
 from covey.types import Prompt
 

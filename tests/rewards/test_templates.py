@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from covey.errors import ConfigError
-from covey.rewards import templates
+from covey.recipes.agent_book import rewards as templates
 from covey.rewards.mix import Mix
 from covey.rewards.score import Score
 from covey.sandbox import require_isolation

@@ -88,7 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def quick_rewards() -> dict[str, Reward]:
     made = {}
     for name in REWARDS:
-        if name not in ("judge", "environment", "code", "code_tests", "reasoning_gym"):
+        if name not in ("judge", "environment", "code", "code_tests", "reasoning_gym", "sum"):
             section = Named.model_validate({"name": name, **OPTIONS.get(name, {})})
             made[name] = make_reward(name, reward_options(section))
     return {name: reward for name, reward in made.items() if reward.quick}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.tasks import TASKS, Arithmetic
-from covey.tasks.arithmetic import DIGITS, Sum, chain, prompt_text
+from covey.tasks.arithmetic import DIGITS, Arithmetic, Sum, chain, prompt_text
+from covey.tasks.registry import TASKS
 from covey.tasks.task import Generated
 from covey.types import Prompt
 from tests.tasks.sums import parse_prompt

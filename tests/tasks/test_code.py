@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from covey.tasks import Code
+from covey.tasks.code import Code
 from covey.types import Prompt
 
 PROBLEMS = {p.target: p for p in [*Code().train(), *Code().held_out()]}

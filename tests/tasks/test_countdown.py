@@ -8,8 +8,7 @@ from fractions import Fraction
 import pytest
 
 from covey.errors import ConfigError
-from covey.tasks import Countdown
-from covey.tasks.countdown import Term, is_held_out, join, prompt_text
+from covey.tasks.countdown import Countdown, Term, is_held_out, join, prompt_text
 from covey.types import Prompt
 
 OPERATIONS = {

@@ -9,9 +9,8 @@ import datasets
 import pytest
 
 from covey.errors import ConfigError, DataError
-from covey.tasks import Gsm8k, bad_rows_of
-from covey.tasks.gsm8k import read_solution
-from covey.tasks.task import THINK_THEN_ANSWER
+from covey.tasks.gsm8k import Gsm8k, read_solution
+from covey.tasks.task import THINK_THEN_ANSWER, bad_rows_of
 
 ROWS = [
     {

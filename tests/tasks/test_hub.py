@@ -12,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from covey.errors import ConfigError, DataError
-from covey.tasks import Hub, bad_rows_of
+from covey.tasks.hub import Hub
+from covey.tasks.task import bad_rows_of
 
 QUESTIONS = [f"What is {n} plus {n * n}?" for n in range(200)]
 

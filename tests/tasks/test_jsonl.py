@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
-from covey.tasks import Jsonl, bad_rows_of
-from covey.tasks.task import shared_prompts
+from covey.tasks.rows import Jsonl
+from covey.tasks.task import bad_rows_of, shared_prompts
 from covey.types import Prompt
 
 Row = dict[str, object]

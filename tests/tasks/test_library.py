@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from covey.errors import ConfigError
-from covey.tasks.library import Library, documents
-from covey.tasks.worlds import Worlds
+from covey.recipes.agent_search.library import Library, documents
+from covey.recipes.games.environment import Worlds
 
 
 def test_every_answer_stands_in_the_documents_that_are_its_sources() -> None:

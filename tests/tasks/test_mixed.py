@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
-from covey.tasks import Arithmetic, Mixed, bad_rows_of
-from covey.tasks.dataset import DatasetTask
-from covey.tasks.mixed import pattern, quotas
-from covey.tasks.task import sampled_ids
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.mixed import Mixed, pattern, quotas
+from covey.tasks.rows import DatasetTask
+from covey.tasks.task import bad_rows_of, sampled_ids
 
 SMALL = {"train_size": 6, "held_out_size": 2}
 

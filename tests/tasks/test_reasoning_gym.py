@@ -16,8 +16,7 @@ import pytest
 from covey.config.resolve_options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
-from covey.tasks import ReasoningGym
-from covey.tasks.reasoning_gym import HASH_DEPENDENT, entry_of, plain
+from covey.tasks.reasoning_gym import HASH_DEPENDENT, ReasoningGym, entry_of, plain
 from covey.types import Prompt
 
 NO_ANSWER = {
@@ -157,7 +156,7 @@ def test_a_prompt_depends_on_its_index_alone() -> None:
 HASH_DEPENDENT_AND_QUICK = sorted(HASH_DEPENDENT - {"codeio", "knight_swap"})
 SCRIPT = """
 import pickle, sys
-from covey.tasks import ReasoningGym
+from covey.tasks.reasoning_gym import ReasoningGym
 names = sys.argv[2:]
 tasks = [ReasoningGym(dataset=name, train_size=4, held_out_size=4) for name in names]
 prompts = {name: list(task.train()) for name, task in zip(names, tasks)}

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from covey.errors import ConfigError
-from covey.tasks import TASKS, Arithmetic, ReasoningGym, find_task
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.registry import TASKS, find_task
 from covey.tasks.task import Generated, hash_fraction
 from covey.types import Prompt
 
@@ -32,7 +34,7 @@ def test_a_path_leads_to_a_task_of_the_users_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_own_tasks.py").write_text(
-        "from covey.tasks import Arithmetic\ndef mine(size: int = 3):\n"
+        "from covey.tasks.arithmetic import Arithmetic\ndef mine(size: int = 3):\n"
         "    return Arithmetic(train_size=size)\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from covey.tasks import Tools
-from covey.tasks.tools import SIGNATURES
+from covey.tasks.tools import SIGNATURES, Tools
 from covey.types import Prompt
 
 PROMPTS = {p.id: p for p in [*Tools().train(), *Tools().held_out()]}

@@ -49,7 +49,8 @@ from covey.sft import (
 )
 from covey.solutions import Solutions, solutions_of, write_solution
 from covey.stopping import StopSignal
-from covey.tasks import Arithmetic, Countdown
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.countdown import Countdown
 from covey.types import Prompt, Rollout
 from tests.conftest import build, rollouts_of
 from tests.processes import forked, wait_until

@@ -29,8 +29,7 @@ from covey.errors import ConfigError, DataError, RunError
 from covey.lab.compare.comparison import DESIGN_FILE, Arm, BudgetKind, Design, read_design
 from covey.notices import notice
 from covey.objective import find_algorithm
-from covey.tasks import Task
-from covey.tasks.task import shared_prompts
+from covey.tasks.task import Task, shared_prompts
 from covey.types import Prompt
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")

@@ -18,7 +18,7 @@ from covey.errors import RewardError
 from covey.lab.rewards.cases import Case
 from covey.lab.rewards.hacked_answers import wrong_answer
 from covey.lab.rewards.hacks import HACKS, Hack
-from covey.rewards.completion_format import FORMATS, THINKING, Format
+from covey.rewards.format import FORMATS, THINKING, Format
 from covey.rewards.score import Reward, Score
 from covey.scoring import Job, Pool, ScoreResult
 from covey.scoring.baselines import REMEDY, baselines

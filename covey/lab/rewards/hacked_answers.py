@@ -10,7 +10,7 @@ from decimal import Decimal
 from importlib.resources import files
 from typing import Any, Literal
 
-from covey.rewards.completion_format import FENCE, TOOL_CALL, wrapped
+from covey.rewards.format import FENCE, TOOL_CALL, wrapped
 from covey.rewards.text import tag_contents
 from covey.rewards.tool_call import Call, target_call
 from covey.types import Prompt

@@ -23,7 +23,7 @@ from covey.lab.rewards.hacked_answers import (
     wrapped_like,
     wrong_answer,
 )
-from covey.rewards.completion_format import LINKS, TOOL_CALL, Format, wrapped
+from covey.rewards.format import LINKS, TOOL_CALL, Format, wrapped
 from covey.rewards.tool_call import Call
 from covey.types import Prompt
 

@@ -61,7 +61,6 @@ def prepare(target: str) -> Any:
 
 
 def score(target: Any, text: str) -> float:
-    """Return 1 if a LaTeX formula equals the parsed target, otherwise 0."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answer = _parsed(text)

@@ -13,7 +13,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
 from covey.rng import Address
 from covey.rollout.episode import EncodedPrompt, encode_prompts, generate
-from covey.tasks import Arithmetic
+from covey.tasks.arithmetic import Arithmetic
 from covey.types import Group, Prompt, Rollout, Turn, VersionSpan
 from tests.conftest import ARCHITECTURES, build, rollouts_of
 

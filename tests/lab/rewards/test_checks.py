@@ -26,10 +26,10 @@ from covey.lab.rewards.checks import (
     check_time,
 )
 from covey.rewards import ThinkAnswer, templates
-from covey.rewards.completion_format import FORMATS
+from covey.rewards.format import FORMATS
 from covey.rewards.mix import Mix
 from covey.scoring import Pool
-from covey.tasks import Arithmetic
+from covey.tasks.arithmetic import Arithmetic
 from tests.lab.rewards.bad_rewards import Faulty
 
 PROMPTS = Arithmetic().held_out()[:6]

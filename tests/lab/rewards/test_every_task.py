@@ -25,11 +25,16 @@ from covey.lab.rewards.checks import (
 from covey.rewards import Reward
 from covey.rewards.code import CodeTests
 from covey.rewards.mix import Mix
-from covey.rewards.published import gamed_by
-from covey.rewards.registry import make_reward, reward_options
+from covey.rewards.registry import gamed_by, make_reward, reward_options
 from covey.sandbox import require_isolation
 from covey.scoring import Pool
-from covey.tasks import Arithmetic, Code, Countdown, Gsm8k, Jsonl, ReasoningGym, Tools
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.code import Code
+from covey.tasks.countdown import Countdown
+from covey.tasks.gsm8k import Gsm8k
+from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.rows import Jsonl
+from covey.tasks.tools import Tools
 from covey.types import Prompt
 from tests.processes import FORKED_WORKERS
 

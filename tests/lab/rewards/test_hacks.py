@@ -25,7 +25,7 @@ from covey.lab.rewards.hacked_answers import (
     wrong_answer,
 )
 from covey.lab.rewards.hacks import HACKS, THINKING, Hack
-from covey.rewards.completion_format import FORMATS
+from covey.rewards.format import FORMATS
 from covey.rewards.think_answer import ThinkAnswer, same_answer
 from covey.types import Prompt
 
