@@ -156,9 +156,8 @@ def _memory(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, str, list[Finding]]:
     """Estimate the memory of a run, or say why it is unknown; suggest remedies."""
-    from covey.lab.plan.fit import memory_findings
     from covey.lab.plan.forecast import Device
-    from covey.lab.plan.memory import forecast
+    from covey.lab.plan.memory import forecast, memory_findings
     from covey.lab.plan.model_shape import shape_of
 
     try:
@@ -184,7 +183,7 @@ def _show_memory(memory: str, found: list[Finding], console: Console, *, starts:
 def show_time(config: Config, as_json: bool) -> None:
     """Run a few steps, and print how long the whole run will take."""
     with waiting("measuring a few training steps"):
-        from covey.lab.plan.run_time import measure_time
+        from covey.lab.plan.summary import measure_time
 
         forecast = measure_time(config)
     typer.echo(json.dumps(forecast.row()) if as_json else forecast.text())

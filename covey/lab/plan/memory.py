@@ -9,11 +9,15 @@ sample.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
 from covey.accel.sizes import CHUNK_STEP, LIVE_COPIES, chunk_rows, padded_tokens
-from covey.config import Config
+from covey.config import Config, parse_config, toml_value
 from covey.config.schema import Adapter
-from covey.lab.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
-from covey.lab.plan.engine_memory import engine_parts
+from covey.lab.plan.finding import Finding
 from covey.lab.plan.forecast import (
     ALWAYS,
     FRAMEWORK,
@@ -22,9 +26,10 @@ from covey.lab.plan.forecast import (
     Forecast,
     Part,
     RunFacts,
+    engine_parts,
+    size_text,
 )
-from covey.lab.plan.largest_micro_batch import largest_micro_batch
-from covey.lab.plan.model_shape import Shape, shape_of
+from covey.lab.plan.model_shape import FLOAT, Pass, Shape, passing_bytes, shape_of, training_bytes
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.models.model_path import adapter_base
 from covey.training.resolve import objective_of, resolve
@@ -433,3 +438,166 @@ def _gathered_by_block(shape: Shape, size: int) -> list[Part]:
         ),
         Part("gathered grad", gradients, ("update",), "of one block, whole"),
     ]
+
+
+# Computes the largest micro-batch of a training step without generating rollouts.
+
+
+@lru_cache(maxsize=256)
+def largest_micro_batch(
+    rows: int, group_size: int, prompt: int, completion: int, micro_batch_tokens: int
+) -> tuple[int, int]:
+    """Return the numbers of completions and of prompts in the largest micro-batch on a GPU.
+
+    The trainer divides `rows` completions, in groups of `group_size`, into micro-batches with
+    `balanced_parts` (models/micro_batches.py). `balanced_parts` splits groups of more than
+    `micro_batch_tokens` tokens, and packs the parts into as few micro-batches as possible. Each
+    prompt has `prompt` tokens, and each completion has `completion` tokens.
+    """
+    groups = -(-rows // group_size)
+    if groups * prompt + rows * (completion - 1) <= micro_batch_tokens:
+        return rows, groups
+    room = micro_batch_tokens - prompt
+    most = max(1, room // (completion - 1)) if completion > 1 else (group_size if room >= 0 else 1)
+    pieces = [
+        (min(most, size - start), group)
+        for group in range(groups)
+        for size in [min(group_size, rows - group * group_size)]
+        for start in range(0, size, most)
+    ]
+    pieces.sort(key=lambda piece: -piece[0])
+    count = max(1, -(-(len(pieces) * prompt + rows * (completion - 1)) // micro_batch_tokens))
+    while True:
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        heap = [(0, part) for part in range(count)]
+        for piece in pieces:  # the largest piece first, into the micro-batch with the fewest tokens
+            tokens, part = heap[0]
+            parts[part].append(piece)
+            heapq.heapreplace(heap, (tokens + prompt + piece[0] * (completion - 1), part))
+        if count >= len(pieces) or max(heap)[0] <= micro_batch_tokens:
+            sizes = [(sum(n for n, _ in part), len({g for _, g in part})) for part in parts]
+            return max(sizes, key=lambda size: size[0] * (completion - 1) + size[1] * prompt)
+        count += 1
+
+
+# Suggests changes of settings that make a run fit into device memory, cheapest first.
+
+
+LEAST_CONCURRENT = 64
+"""The smallest value of `engine.max_concurrent` that Covey suggests, because lower values slow
+generation and save little memory."""
+RANK = 16
+"""LoRA rank of a suggested adapter."""
+
+RANKS = (2, 4, 8, 16, 32, 64)
+"""The numbers of ranks that `ranks_that_fit` tries."""
+
+Settings = Mapping[str, Any]
+
+
+def memory_findings(
+    config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int = 1
+) -> Iterator[Finding]:
+    """Yield a finding if the run needs more memory than its device has."""
+    if found.fits:
+        return
+    needs, memory = size_text(found.peak), size_text(found.device.memory)
+    enough = f"{size_text(found.peak / (1 - MARGIN))}, which leaves a tenth free"
+    needed = ranks_that_fit(config, found.device, facts, shape)
+    if ranks == 1:
+        changes = settings_that_fit(config, found.device, facts, shape)
+        settings, docs = tuple(changes or ("model.path",)), "docs/memory.md"
+        subject, remedy = "the run", f"use a device with {enough}"
+        if changes is not None:
+            remedy = "set " + ", ".join(f"{key} = {toml_value(v)}" for key, v in changes.items())
+            peak = forecast(changed(config, changes), found.device, facts).peak
+            remedy += f": the peak is then {size_text(peak)}"
+        if needed is not None:
+            remedy += f"; or train on {needed} such devices with parallel.strategy = 'fsdp'"
+    else:
+        settings, docs = ("parallel.strategy",), "docs/scaling.md"
+        subject, remedy = f"each of {ranks} ranks", f"use devices with {enough}"
+        if needed is not None:
+            remedy = f"train on {needed} ranks with parallel.strategy = 'fsdp'"
+    phase = found.peak_phase
+    largest = max((p for p in found.parts if phase in p.phases), key=lambda p: p.bytes)
+    yield Finding(
+        kind="risk",
+        title=f"{subject} needs {needs}, but {found.device.name} has {memory}",
+        why="The run would run out of memory. Largest part: "
+        f"{largest.name}, {size_text(largest.bytes)} ({largest.why}).",
+        remedy=remedy,
+        docs=docs,
+        settings=settings,
+    )
+
+
+def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
+    """Return the smallest number of devices on which a sharded run fits with 10 % of memory free.
+
+    Return None if no number of devices in `RANKS` is enough. Even many devices may not be enough,
+    because each device also needs the engine's full copy of the weights.
+    """
+    sharded = changed(config, {"parallel.strategy": "fsdp"})
+    for ranks in RANKS:
+        found = forecast(sharded, device, facts, shape, ranks)
+        if found.peak <= (1 - MARGIN) * device.memory:
+            return ranks
+    return None
+
+
+def settings_that_fit(
+    config: Config, device: Device, facts: TaskFacts, shape: Shape
+) -> Settings | None:
+    """Return the cheapest changes of settings that leave 10 % of the device's memory free."""
+
+    def fitting(changes: Settings) -> Settings | None:
+        """Return `changes`, and lower `train.micro_batch_tokens` if the micro-batch does not fit.
+
+        Return None if no micro-batch size fits into memory.
+        """
+        same_shape = shape if "adapter.rank" not in changes else None
+        found = forecast(changed(config, changes), device, facts, same_shape)
+        tokens = found.suggested_micro_batch_tokens
+        if tokens is None or tokens >= found.micro_batch_tokens:
+            fits = tokens is not None and found.peak <= (1 - MARGIN) * device.memory
+            return changes if fits else None
+        return {**changes, "train.micro_batch_tokens": tokens}
+
+    chosen: dict[str, Any] = {}
+    found: Settings | None = None
+    for change in _changes(config):
+        chosen |= change
+        if (found := fitting(chosen)) is not None:
+            break
+    for key in list(chosen)[:-1] if found is not None else ():
+        fewer = {k: v for k, v in chosen.items() if k != key}
+        if (less := fitting(fewer)) is not None:  # a later change made this one unnecessary
+            chosen, found = fewer, less
+    return found
+
+
+def _changes(config: Config) -> Iterator[Settings]:
+    """Yield changes of settings to try, from the cheapest to the most drastic."""
+    yield {}  # a smaller train.micro_batch_tokens alone
+    if not config.model.gradient_checkpointing:
+        yield {"model.gradient_checkpointing": True}
+    if not config.model.offload_activations:
+        yield {"model.gradient_checkpointing": True, "model.offload_activations": True}
+    if config.reference.kind == "frozen" and "reference" in objective_of(config).needs:
+        yield {"reference.kind": "offloaded"}
+    if config.engine.max_concurrent > LEAST_CONCURRENT:
+        yield {"engine.max_concurrent": LEAST_CONCURRENT}
+    if config.optimizer.state != "compact":
+        yield {"optimizer.state": "compact"}
+    if not config.adapter.rank:
+        yield {"adapter.rank": RANK}
+
+
+def changed(config: Config, changes: Settings) -> Config:
+    """Return a changed copy of a configuration; `changes` maps dotted names to new values."""
+    data = config.model_dump()
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        data[table][name] = value
+    return parse_config(data)

@@ -22,11 +22,9 @@ from covey.engines.native.engine import NativeEngine
 from covey.errors import ConfigError, ModelError
 from covey.lab.plan import activations
 from covey.lab.plan import forecast as forecasts
-from covey.lab.plan.activations import Pass
-from covey.lab.plan.fit import changed, memory_findings, settings_that_fit
 from covey.lab.plan.forecast import ALWAYS, MICRO_BATCH_STEP, Device, Forecast, Part
-from covey.lab.plan.memory import MARGIN, forecast
-from covey.lab.plan.model_shape import measure, shape_of
+from covey.lab.plan.memory import MARGIN, changed, forecast, memory_findings, settings_that_fit
+from covey.lab.plan.model_shape import Pass, measure, shape_of
 from covey.lab.plan.task_facts import ASSUMED_PROMPT, TaskFacts, task_facts
 from covey.models.adapter import add_adapter, save_adapter
 from covey.models.language_model import LanguageModel

@@ -20,11 +20,9 @@ from covey.engines.native.fused_decoder import FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.protocol import Limits
 from covey.lab.plan import activations
-from covey.lab.plan.activations import Pass, Saved
 from covey.lab.plan.forecast import ALWAYS, Device, Forecast
-from covey.lab.plan.largest_micro_batch import largest_micro_batch
-from covey.lab.plan.memory import forecast
-from covey.lab.plan.model_shape import measure
+from covey.lab.plan.memory import forecast, largest_micro_batch
+from covey.lab.plan.model_shape import Pass, Saved, measure
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.models.language_model import LanguageModel
 from covey.models.micro_batches import balanced_parts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from covey.config import load_config
-from covey.lab.plan.run_time import (
+from covey.lab.plan.summary import (
     MEASURED,
     WARM_UP,
     duration,
