@@ -27,7 +27,7 @@ from covey.models.model_path import prepare_hub
 from covey.screen import Screen
 
 if TYPE_CHECKING:
-    from covey.lab.plan.finding import Finding
+    from covey.lab.plan.equivalence import Finding
     from covey.lab.plan.forecast import Forecast
     from covey.lab.plan.summary import Plan
     from covey.lab.plan.task_facts import TaskFacts

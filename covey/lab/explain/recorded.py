@@ -18,8 +18,8 @@ import torch
 
 from covey.config import load_config
 from covey.errors import RunError
-from covey.lab.exact_logp import recorded_exact_logp
 from covey.lab.explain.effect import Effect, effect, projections
+from covey.lab.plan.equivalence import recorded_exact_logp
 from covey.notices import notice
 from covey.objective.masked import joined
 from covey.policy.critic import critic_of

@@ -12,18 +12,169 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from covey.config import Config
 from covey.errors import ConfigError
-from covey.lab.plan.finding import Finding, Said, Setup, setup_of
+from covey.lab.plan.forecast import cuda_available
+from covey.lab.plan.task_facts import TaskFacts
+from covey.notices import notice
 from covey.objective import ALGORITHMS, Objective, advantage, algorithm, penalty, ratio, weights
 from covey.objective import surrogate as surrogates
 from covey.objective.compose import function_of, options_of
 from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
 from covey.objective.turns import by_state
+from covey.records.folder import CHANGES, RunFolder
+from covey.records.records import ANY_OBJECT, usable_lines
+from covey.training.resolve import objective_of, truncates_unseen
+
+# Defines `Finding`, a warning about a configuration, and `Setup`, the input of the rules.
+
+
+# Says whether an engine's log-probs are exact, for commands that run without the engine.
+
+
+def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
+    """Return whether a run's engine has exact log-probs, according to the run's newest record.
+
+    Earlier versions of Covey did not record whether log-probs are exact. For a run of an earlier
+    version, return `expected_exact_logp(config)`.
+    """
+    records = [run.environment(), *usable_lines(run.path / CHANGES, ANY_OBJECT, notice)]
+    declared = [record["exact_logp"] for record in records if "exact_logp" in record]
+    return bool(declared[-1]) if declared else expected_exact_logp(config)
+
+
+def expected_exact_logp(config: Config) -> bool:
+    """Return whether the engine of this configuration will have exact log-probs."""
+    if config.engine.kind == "vllm" or config.engine.rounds:
+        return False
+    if config.model.dtype != "auto":
+        return config.model.dtype == "float32"
+    own = config.engine.kind == "process" and config.engine.device != "auto"
+    device = config.engine.device if own else config.model.device
+    # With "auto", a model computes in float32 except on a GPU.
+    return not device.startswith("cuda") and not (device == "auto" and cuda_available())
+
+
+Kind = Literal["same", "idle", "risk"]
+PAGE = "docs/plan.md"
+UNKNOWN = TaskFacts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A warning or note about a configuration, with a remedy."""
+
+    kind: Kind
+    """The kind `same` means that algorithms with different names train in the same way, `idle`
+    means that a setting has no effect, and `risk` means that a setting may harm the run."""
+    title: str
+    """The finding in one line, with settings and their values."""
+    why: str
+    remedy: str
+    docs: str
+    """The page and section of the docs that explain the finding."""
+    settings: tuple[str, ...]
+    """The full names of the settings that the finding depends on."""
+
+    def row(self) -> dict[str, str]:
+        """Return the finding as a dict of texts, without the names of its settings."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
+
+    def depends_on(self, settings: Collection[str]) -> bool:
+        """Return whether the finding depends on one of the given settings."""
+        return not set(settings).isdisjoint(self.settings)
+
+    def line(self) -> str:
+        """Return the finding and its remedy in one line."""
+        return f"{self.title}: {self.remedy}"
+
+
+class Said(NamedTuple):
+    """A finding without its kind and its docs link, which the decorator `rule` adds."""
+
+    settings: tuple[str, ...]
+    title: str
+    why: str
+    remedy: str
+
+    def finding(self, kind: Kind, section: str) -> Finding:
+        """Return the finding, with a link to the section of docs/plan.md that explains it."""
+        return Finding(kind=kind, docs=f"{PAGE}#{section}", **self._asdict())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A resolved configuration, its objective, and known properties of its data."""
+
+    config: Config
+    objective: Objective
+    facts: TaskFacts = UNKNOWN
+
+    @property
+    def single_optimizer_step(self) -> bool:
+        """Whether every ratio is 1 because a training step takes one optimizer step.
+
+        If a training step may use rollouts from older weights, ratios can differ from 1.
+        """
+        return self.config.train.optimizer_steps == 1 and not self.config.stale
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every ratio is 1, including ratios of trainer probabilities to engine
+        probabilities."""
+        return self.single_optimizer_step and (
+            self.exact or "sampler_as_old" not in self.objective.needs
+        )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether sampling is truncated (top-k, top-p, min-p), but training ignores truncation."""
+        return truncates_unseen(self.config)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the log-probs of engine and trainer differ by at most 1e-5."""
+        return expected_exact_logp(self.config) and not self.truncates
+
+    @property
+    def advantage(self) -> Callable[..., Any]:
+        """The function that computes the objective's advantages."""
+        return function_of(self.objective.advantage)
+
+    @property
+    def surrogate(self) -> Callable[..., Any]:
+        """The function that computes the objective's surrogate."""
+        return function_of(self.objective.surrogate)
+
+    def option(self, name: str, otherwise: Any = None) -> Any:
+        """Return the value of an option in [objective], or `otherwise` if the option is not set."""
+        return self.config.objective.options.get(name, otherwise)
+
+
+Rule = Callable[[Setup], Iterator[Said]]
+RULES: list[Callable[[Setup], Iterator[Finding]]] = []
+"""All rules that check one configuration, in the order in which their findings are listed."""
+
+
+def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
+    """Return a decorator that registers a rule, and sets the kind and docs link of its findings."""
+
+    def register(function: Rule) -> Rule:
+        RULES.append(lambda setup: (said.finding(kind, section) for said in function(setup)))
+        return function
+
+    return register
+
+
+def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
+    """Build the `Setup` of a resolved configuration."""
+    return Setup(config=config, objective=objective_of(config), facts=facts or UNKNOWN)
+
 
 ONE_PER_COMPLETION = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}

@@ -11,7 +11,7 @@ from covey.config import Config
 
 # Importing these modules registers their rules.
 from covey.lab.plan import idle_settings, risky_settings  # noqa: F401
-from covey.lab.plan.finding import RULES, Finding, setup_of
+from covey.lab.plan.equivalence import RULES, Finding, setup_of
 from covey.lab.plan.task_facts import TaskFacts
 
 

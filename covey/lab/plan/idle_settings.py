@@ -11,11 +11,13 @@ from covey.config.schema import Section
 from covey.errors import CoveyError
 from covey.lab.plan.equivalence import (
     IGNORES_REWARD,
+    Said,
+    Setup,
     active_penalty,
     equivalent_algorithms,
     reference_is_policy,
+    rule,
 )
-from covey.lab.plan.finding import Said, Setup, rule
 from covey.lab.plan.summary import most_steps
 from covey.objective import advantage, algorithm, ratio
 from covey.objective import surrogate as surrogates

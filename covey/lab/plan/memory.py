@@ -17,7 +17,7 @@ from typing import Any
 from covey.accel.sizes import CHUNK_STEP, LIVE_COPIES, chunk_rows, padded_tokens
 from covey.config import Config, parse_config, toml_value
 from covey.config.schema import Adapter
-from covey.lab.plan.finding import Finding
+from covey.lab.plan.equivalence import Finding
 from covey.lab.plan.forecast import (
     ALWAYS,
     FRAMEWORK,

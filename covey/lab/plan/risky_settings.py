@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 
 from covey.errors import ConfigError
-from covey.lab.plan.equivalence import active_penalty
-from covey.lab.plan.finding import Said, Setup, rule
+from covey.lab.plan.equivalence import Said, Setup, active_penalty, rule
 from covey.lab.plan.task_facts import TaskFacts
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from covey.config import Config, load_config
-from covey.lab.plan.equivalence import equivalent_algorithms, normal_form, up_to_a_factor
-from covey.lab.plan.finding import Setup, setup_of
+from covey.lab.plan.equivalence import (
+    Setup,
+    equivalent_algorithms,
+    normal_form,
+    setup_of,
+    up_to_a_factor,
+)
 from covey.lab.plan.findings import coincidences
 from covey.objective import ALGORITHMS, Objective, with_weight
 from covey.training.resolve import resolve

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from covey.config import Config, load_config, recipe_names
-from covey.lab.plan.finding import Finding, setup_of
+from covey.lab.plan.equivalence import Finding, setup_of
 from covey.lab.plan.findings import RULES, coincidences, findings
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.objective import ALGORITHMS
