@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -94,19 +94,6 @@ class Finding:
         return f"{self.title}: {self.remedy}"
 
 
-class Said(NamedTuple):
-    """A finding without its kind and its docs link, which the decorator `rule` adds."""
-
-    settings: tuple[str, ...]
-    title: str
-    why: str
-    remedy: str
-
-    def finding(self, kind: Kind, section: str) -> Finding:
-        """Return the finding, with a link to the section of docs/plan.md that explains it."""
-        return Finding(kind=kind, docs=f"{PAGE}#{section}", **self._asdict())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """A resolved configuration, its objective, and known properties of its data."""
@@ -154,21 +141,6 @@ class Setup:
     def option(self, name: str, otherwise: Any = None) -> Any:
         """Return the value of an option in [objective], or `otherwise` if the option is not set."""
         return self.config.objective.options.get(name, otherwise)
-
-
-Rule = Callable[[Setup], Iterator[Said]]
-RULES: list[Callable[[Setup], Iterator[Finding]]] = []
-"""All rules that check one configuration, in the order in which their findings are listed."""
-
-
-def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule, and sets the kind and docs link of its findings."""
-
-    def register(function: Rule) -> Rule:
-        RULES.append(lambda setup: (said.finding(kind, section) for said in function(setup)))
-        return function
-
-    return register
 
 
 def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
@@ -467,25 +439,27 @@ def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
             "these arms"
         )
     what = f"{', '.join(differences)}, which changes no gradient here" if differences else "nothing"
-    said = Said(
-        (*differences,),
+    return Finding(
+        kind="same",
         title=f"{_listed(names)} are the same algorithm here",
         why=f"{why}The arms differ in {what}: any difference between their results is chance.",
         remedy=remedy,
+        docs=f"{PAGE}#{'single-optimizer-step' if single else 'arms-of-a-comparison'}",
+        settings=(*differences,),
     )
-    return said.finding("same", "single-optimizer-step" if single else "arms-of-a-comparison")
 
 
 def _proportional_runs(names: list[str]) -> Finding:
-    said = Said(
-        ("objective.name",),
+    return Finding(
+        kind="same",
         title=f"{_listed(names)} differ only by a constant factor of the loss",
         why="The gradients of these arms have the same direction in every optimizer step. AdamW "
         "divides a constant factor out; only max_grad_norm and optimizer.eps make a difference.",
         remedy="keep only one of these arms, or compare algorithms that differ in more than a "
         "constant factor",
+        docs=f"{PAGE}#constant-factors",
+        settings=("objective.name",),
     )
-    return said.finding("same", "constant-factors")
 
 
 def _other_settings(setup: Setup) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import torch
 from covey.config import Config, load_config
 from covey.lab.plan.equivalence import (
     Setup,
+    coincidences,
     equivalent_algorithms,
     normal_form,
     setup_of,
     up_to_a_factor,
 )
-from covey.lab.plan.findings import coincidences
 from covey.objective import ALGORITHMS, Objective, with_weight
 from covey.training.resolve import resolve
 from tests.objective.laws import CASES, Step, descend, gradient_of, make_step, objective_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from covey.config import Config, load_config, recipe_names
-from covey.lab.plan.equivalence import Finding, setup_of
-from covey.lab.plan.findings import RULES, coincidences, findings
+from covey.lab.plan.equivalence import Finding, coincidences, setup_of
+from covey.lab.plan.findings import RULES, findings
 from covey.lab.plan.task_facts import TaskFacts, task_facts
 from covey.objective import ALGORITHMS
 from covey.scoring.baselines import Baseline, Baselines
@@ -204,7 +204,7 @@ def test_every_rule_has_a_case() -> None:
     constant = Baseline(success=0.375, answer="1", prompts=100)
     shortcut = TaskFacts(held_out=200, overlap=7, baselines=Baselines(constant=constant))
     setups.append(setup_of(config_of(), shortcut))
-    silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
+    silent = [rule.title for rule in RULES if not any(rule.findings(s) for s in setups)]
     assert silent == []
 
 
