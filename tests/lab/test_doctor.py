@@ -17,12 +17,10 @@ from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.engines.native.engine import NativeEngine
 from covey.lab.doctor import machine
-from covey.lab.doctor.checkup import examine_run, small
-from covey.lab.doctor.engine_checks import engine_checks, weights_check
-from covey.lab.doctor.gradient import gradient_checks
-from covey.lab.doctor.machine import resume_checks, reward_checks, sandbox_check
+from covey.lab.doctor.checkup import examine_run, resume_checks, reward_checks, sandbox_check, small
+from covey.lab.doctor.gradient import engine_checks, gradient_checks, weights_check
 from covey.lab.doctor.result import Clock, Result
-from covey.lab.numerics.logp_variants import upcast
+from covey.lab.numerics.measure_gaps import upcast
 from covey.lab.plan.memory import forecast
 from covey.policy.optimizer import MasterAdamW
 from covey.records.trackers import Tracker
