@@ -24,7 +24,7 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.config import Config
-from covey.lab.doctor.result import LIMIT, Clock, Result
+from covey.lab.checks.result import LIMIT, Clock, Result
 from covey.records.files import write_text
 from covey.records.folder import RunFolder
 from covey.screen import Screen
@@ -99,7 +99,7 @@ def _examined(config: Config, seconds: float, started: float) -> list[Result]:
     """Run all checks, and show the current check in the status line."""
     found: list[Result] = []
     with waiting(f"checking {config.model.path}") as status:
-        from covey.lab.doctor.checkup import examine_run
+        from covey.lab.checks.doctor import examine_run
 
         def say(doing: str) -> None:
             passed = time.perf_counter() - started

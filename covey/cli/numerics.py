@@ -34,7 +34,7 @@ from covey.screen import cell, echo, number_column, wide_console
 
 if TYPE_CHECKING:
     from covey.config import Config
-    from covey.lab.numerics.measure_gaps import Report
+    from covey.lab.checks.numerics import Report
 
 Target = Annotated[
     str | None,
@@ -100,7 +100,7 @@ def numerics_command(
 
 
 def _measured(config: Config, folder: RunFolder | None, updates: int | None, say: Say) -> Report:
-    from covey.lab.numerics.measure_gaps import default_updates, measure
+    from covey.lab.checks.numerics import default_updates, measure
     from covey.run import Run
 
     say(f"loading {config.model.path}")

@@ -10,7 +10,7 @@ import torch
 
 from covey.config import load_config
 from covey.errors import ConfigError
-from covey.lab.numerics.measure_gaps import measure
+from covey.lab.checks.numerics import measure
 from covey.loop import lost_note, train
 from covey.records.folder import RunFolder
 from covey.run import Run

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from covey.config import load_config
 from covey.errors import RunError
-from covey.lab.doctor.result import Result
+from covey.lab.checks.result import Result
 from covey.lab.explain.recorded import policy_before, read_step
 from covey.policy.checkpoint import OPTIMIZER_FILE, read_weights
 from covey.records.folder import CHANGES, RunFolder

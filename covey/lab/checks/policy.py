@@ -17,8 +17,8 @@ import torch
 
 from covey.collate import collate
 from covey.engines.draw import Distribution
-from covey.lab.doctor.result import Clock, Result
-from covey.lab.numerics.measure_gaps import clip_range, gap_of, log_kept, trainer_logp
+from covey.lab.checks.numerics import clip_range, gap_of, log_kept, trainer_logp
+from covey.lab.checks.result import Clock, Result
 from covey.objective import with_weight
 from covey.parallel.world import World
 from covey.records.trackers import Tracker

@@ -12,7 +12,7 @@ import transformers
 from covey.collate import collate
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
-from covey.lab.numerics.measure_gaps import (
+from covey.lab.checks.numerics import (
     Report,
     alone_logp,
     clip_range,

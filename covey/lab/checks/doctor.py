@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from covey.config import Config, parse_config, to_toml
+from covey.lab.checks.policy import ARRIVES, engine_checks, gradient_checks, weights_check
+from covey.lab.checks.result import Clock, Result, results_of
 from covey.lab.compare.run_process import peak_memory
-from covey.lab.doctor.gradient import ARRIVES, engine_checks, gradient_checks, weights_check
-from covey.lab.doctor.result import Clock, Result, results_of
 from covey.lab.plan.forecast import Forecast, size_text
 from covey.lab.plan.memory import forecast
 from covey.lab.plan.model_shape import shape_of
