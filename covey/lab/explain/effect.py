@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from covey.models.logp import LogProbs
-from covey.models.micro_batches import micro_batches
 from covey.objective import Objective, policy_loss, with_marks, with_weight
-from covey.objective.advantage import zero_variance
-from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy
 from covey.types import Batch
 
@@ -136,65 +133,3 @@ def _dot(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | No
     """Return the inner product of two gradients."""
     pairs = [(x, y) for name, x in a.items() if x is not None and (y := b[name]) is not None]
     return math.fsum(float(torch.dot(x.flatten().float(), y.flatten().float())) for x, y in pairs)
-
-
-# Computes gradients of the parameters from gradients of log-probs and entropies.
-
-
-def parameter_gradients(
-    policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
-) -> dict[str, torch.Tensor]:
-    """Return the gradient of all trained parameters, as one vector per algorithm in `effects`.
-
-    The algorithms share one forward pass, and each algorithm has its own backward pass. The
-    gradients of all algorithms are in memory at the same time.
-    """
-    # The optimizer collects the gradients, as in training, because some gradients bypass autograd
-    # on a GPU.
-    optimizer = policy.optimizer
-    size = sum(parameter.numel() for parameter in optimizer.parameters.values())
-    totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
-    policy.model.model.train()
-    for rows in _passes(batch, budget):
-        width = max(1, int(batch.lengths[rows].max()))
-        slopes = {
-            name: (e.gradient[rows, :width], e.entropy_gradient[rows, :width])
-            for name, e in effects.items()
-        }
-        nonzero = {name: s for name, s in slopes.items() if any(bool(part.any()) for part in s)}
-        if not nonzero:
-            continue
-        now = policy.plain_logp(batch.rows(rows))
-        for name, (by_logp, by_entropy) in nonzero.items():
-            outputs, sent = [now.logp], [by_logp.to(now.logp.dtype)]
-            if by_entropy.any():
-                outputs.append(now.entropy)
-                sent.append(by_entropy.to(now.entropy.dtype))
-            optimizer.zero_grad()
-            torch.autograd.backward(outputs, sent, retain_graph=True)
-            totals[name] += _flat_gradient(optimizer)
-    optimizer.zero_grad()
-    return totals
-
-
-def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
-    found = optimizer.gradients()
-    parts = [
-        torch.zeros_like(p) if (g := found[n]) is None else g
-        for n, p in optimizer.parameters.items()
-    ]
-    return torch.cat([part.flatten().float() for part in parts])
-
-
-def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
-    """Split the batch into forward passes, and yield the row indices of each pass.
-
-    A group whose completions all have the same reward never shares a forward pass with a group
-    whose rewards differ. Many algorithms skip the passes of equal-reward groups, because these
-    groups have no gradient.
-    """
-    equal = zero_variance(batch.rewards, batch.group)
-    for chosen in (~equal, equal):
-        rows = chosen.nonzero().squeeze(1)
-        if len(rows):
-            yield from (rows[part] for part in micro_batches(batch.rows(rows), budget))

@@ -11,7 +11,7 @@ gradients share a backward pass.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,12 +19,15 @@ import torch
 from covey.collate import collate
 from covey.config import load_config
 from covey.errors import ConfigError
-from covey.lab.explain.effect import Effect, parameter_gradients, whole_effect
+from covey.lab.explain.effect import Effect, whole_effect
 from covey.lab.explain.recorded import Origin, Recorded, Trainee, check_trained, relearn
 from covey.models.logp import LogProbs
+from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, Objective, algorithm
+from covey.objective.advantage import zero_variance
 from covey.objective.loss import Need
 from covey.parallel.passes import whole_batch
+from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy
 from covey.records.folder import RunFolder
 from covey.run import reference_of, teacher_of
@@ -357,3 +360,65 @@ def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
         )
         low = edge
     return tuple(found)
+
+
+# Computes gradients of the parameters from gradients of log-probs and entropies.
+
+
+def parameter_gradients(
+    policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
+) -> dict[str, torch.Tensor]:
+    """Return the gradient of all trained parameters, as one vector per algorithm in `effects`.
+
+    The algorithms share one forward pass, and each algorithm has its own backward pass. The
+    gradients of all algorithms are in memory at the same time.
+    """
+    # The optimizer collects the gradients, as in training, because some gradients bypass autograd
+    # on a GPU.
+    optimizer = policy.optimizer
+    size = sum(parameter.numel() for parameter in optimizer.parameters.values())
+    totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
+    policy.model.model.train()
+    for rows in _passes(batch, budget):
+        width = max(1, int(batch.lengths[rows].max()))
+        slopes = {
+            name: (e.gradient[rows, :width], e.entropy_gradient[rows, :width])
+            for name, e in effects.items()
+        }
+        nonzero = {name: s for name, s in slopes.items() if any(bool(part.any()) for part in s)}
+        if not nonzero:
+            continue
+        now = policy.plain_logp(batch.rows(rows))
+        for name, (by_logp, by_entropy) in nonzero.items():
+            outputs, sent = [now.logp], [by_logp.to(now.logp.dtype)]
+            if by_entropy.any():
+                outputs.append(now.entropy)
+                sent.append(by_entropy.to(now.entropy.dtype))
+            optimizer.zero_grad()
+            torch.autograd.backward(outputs, sent, retain_graph=True)
+            totals[name] += _flat_gradient(optimizer)
+    optimizer.zero_grad()
+    return totals
+
+
+def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
+    found = optimizer.gradients()
+    parts = [
+        torch.zeros_like(p) if (g := found[n]) is None else g
+        for n, p in optimizer.parameters.items()
+    ]
+    return torch.cat([part.flatten().float() for part in parts])
+
+
+def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
+    """Split the batch into forward passes, and yield the row indices of each pass.
+
+    A group whose completions all have the same reward never shares a forward pass with a group
+    whose rewards differ. Many algorithms skip the passes of equal-reward groups, because these
+    groups have no gradient.
+    """
+    equal = zero_variance(batch.rewards, batch.group)
+    for chosen in (~equal, equal):
+        rows = chosen.nonzero().squeeze(1)
+        if len(rows):
+            yield from (rows[part] for part in micro_batches(batch.rows(rows), budget))
