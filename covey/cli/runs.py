@@ -156,7 +156,7 @@ def verify_command(
 
         found = list(chain_checks(run))
         if recompute:
-            from covey.lab.verify.recompute import recomputed
+            from covey.lab.explain.recorded import recomputed
 
             found.append(recomputed(run))
     if as_json:

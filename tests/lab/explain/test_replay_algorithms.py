@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from covey.errors import ConfigError
-from covey.lab.explain.effect import effect, parameter_gradients, whole_effect
+from covey.lab.explain.effect import effect, whole_effect
 from covey.lab.explain.recorded import policy_before, read_step
 from covey.lab.explain.replay_algorithms import (
     families,
     length_bins,
     multiple,
     objectives,
+    parameter_gradients,
     replay,
 )
 from covey.models.logp import LogProbs

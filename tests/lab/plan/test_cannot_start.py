@@ -10,7 +10,8 @@ import pytest
 from covey.cli.main import run
 from covey.config import load_config
 from covey.models import four_bit
-from covey.training import build, start_checks
+from covey.run import Run
+from covey.training import start_checks
 from covey.training.resolve import resolve
 
 RAY = ("cluster.address=local", "cluster.trainers=2")
@@ -138,5 +139,5 @@ def test_a_start_and_a_plan_make_the_same_checks() -> None:
     config = resolve(load_config("arithmetic", ["adapter.dropout=0.1"]))
     (why,) = start_checks.obstacles(config, 1)
     with pytest.raises(Exception, match=r"adapter\.dropout") as raised:
-        build.Run.build(config)
+        Run.build(config)
     assert str(raised.value) == why
