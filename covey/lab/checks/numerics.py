@@ -164,14 +164,34 @@ def measure(run: Run, log: Tracker, *, updates: int, alone: int = ALONE) -> Repo
     rollouts = collect_step(run, run.step + 1, log, run.budget.spent(run.used))
     groups = rollouts.selected.groups or rollouts.collected.groups
     clip = clip_range(run)
-    few = _first(groups, alone)
+    most = max(1, alone // len(groups[0].rollouts))
+    few = [replace(group, rollouts=group.rollouts[:alone]) for group in groups[:most]]
+    policy, budget = run.policy, run.settings.micro_batch_tokens
+    batch = collate(groups, policy.model.device)
+    now = trainer_logp(policy, batch, budget)
+    exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
+    wide = now if exact else wide_logp(policy, batch, budget)
+    kept = log_kept(policy, batch, run.sampling.distribution, budget)
+    rows = torch.cat([
+        torch.arange(len(group.rollouts), device=now.device)
+        + sum(len(g.rollouts) for g in groups[:number])
+        for number, group in enumerate(few)
+    ])  # fmt: skip
+    some = batch.rows(rows)
+    together = now[rows, : some.tokens.shape[1]]
     solo = _generated_alone(run, run.engine, few, run.step + 1)
-    found = {**_over_all(run, groups, few, clip), "slots": _prefix_gap(run, solo, few, clip)}
+    found = {
+        TOTAL: gap_of(now - batch.sampler_logp, batch.mask, clip),
+        "precision": gap_of(now - wide, batch.mask, clip),
+        "micro_batch": gap_of(together - alone_logp(policy, some), some.mask, clip),
+        "truncation": gap_of(kept, batch.mask, clip),
+        "slots": _prefix_gap(run, solo, few, clip),
+    }
     plain = solo
     if run.config.engine.rounds:
         plain = _generated_alone(run, native_engine(run.policy), few, run.step + 1)
         found["float8"] = _prefix_gap(run, plain, solo, clip)
-    found["kernel"] = _kernel_gap(run, plain, clip)
+    found["kernel"] = engine_gap(run, plain, alone=True)
     stale, notes = _stale(run, groups, updates, clip)
     if not _clips_ratios(run):
         name = run.config.objective.name
@@ -213,12 +233,6 @@ def default_updates(config: Config) -> int:
     return max(1, config.train.optimizer_steps - 1)
 
 
-def _first(groups: Sequence[Group], completions: int) -> list[Group]:
-    """Return the first groups of rollouts, with about `completions` rollouts in total."""
-    most = max(1, completions // len(groups[0].rollouts))
-    return [replace(g, rollouts=g.rollouts[:completions]) for g in groups[:most]]
-
-
 def _generated_alone(run: Run, engine: Engine, few: Sequence[Group], step: int) -> list[Group]:
     """Generate the completions in `few` again, one at a time, with unchanged random numbers."""
     model = run.policy.model
@@ -231,34 +245,6 @@ def _generated_alone(run: Run, engine: Engine, few: Sequence[Group], step: int) 
     )
 
 
-def _over_all(
-    run: Run, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
-) -> dict[str, Gap]:
-    """Measure the total difference, and the effects of precision, micro-batches and truncation.
-
-    The effect of micro-batches is measured only on the completions in `few`.
-    """
-    policy, budget = run.policy, run.settings.micro_batch_tokens
-    batch = collate(groups, policy.model.device)
-    now = trainer_logp(policy, batch, budget)
-    exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
-    wide = now if exact else wide_logp(policy, batch, budget)
-    kept = log_kept(policy, batch, run.sampling.distribution, budget)
-    rows = torch.cat([
-        torch.arange(len(group.rollouts), device=now.device)
-        + sum(len(g.rollouts) for g in groups[:number])
-        for number, group in enumerate(few)
-    ])  # fmt: skip
-    some = batch.rows(rows)
-    together = now[rows, : some.tokens.shape[1]]
-    return {
-        TOTAL: gap_of(now - batch.sampler_logp, batch.mask, clip),
-        "precision": gap_of(now - wide, batch.mask, clip),
-        "micro_batch": gap_of(together - alone_logp(policy, some), some.mask, clip),
-        "truncation": gap_of(kept, batch.mask, clip),
-    }
-
-
 def _prefix_gap(run: Run, one: Sequence[Group], other: Sequence[Group], clip: ClipRange) -> Gap:
     """Compare the engine's log-probs of pairs of rollouts, up to the first different token."""
     first, second = (collate(groups, run.policy.model.device) for groups in (one, other))
@@ -267,12 +253,16 @@ def _prefix_gap(run: Run, one: Sequence[Group], other: Sequence[Group], clip: Cl
     return gap_of(first.sampler_logp[:, :width] - second.sampler_logp[:, :width], same, clip)
 
 
-def _kernel_gap(run: Run, solo: Sequence[Group], clip: ClipRange) -> Gap:
-    """Compare the log-probs of trainer and engine on completions generated one at a time."""
+def engine_gap(run: Run, groups: Sequence[Group], *, alone: bool = False) -> Gap:
+    """Compare the trainer's log-probs with the engine's, both of the truncated distribution.
+
+    With `alone`, the trainer computes each completion in a separate batch.
+    """
     policy, budget = run.policy, run.settings.micro_batch_tokens
-    single = collate(solo, policy.model.device)
-    kept = log_kept(policy, single, run.sampling.distribution, budget)
-    return gap_of(alone_logp(policy, single) - (single.sampler_logp + kept), single.mask, clip)
+    batch = collate(groups, policy.model.device)
+    kept = log_kept(policy, batch, run.sampling.distribution, budget)
+    logp = alone_logp(policy, batch) if alone else trainer_logp(policy, batch, budget)
+    return gap_of(logp - (batch.sampler_logp + kept), batch.mask, clip_range(run))
 
 
 def _stale(
@@ -282,8 +272,14 @@ def _stale(
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
     """Take optimizer steps on the rollouts, and measure the log-prob change after each step."""
-    policy = run.policy
-    once, notes = _learning(run)
+    policy, peak = run.policy, run.config.optimizer.learning_rate
+    settings, notes = replace(run.settings, mini_batches=1, epochs=1), tuple[str, ...]()
+    if peak and run.settings.learning_rate(policy.version, run.used) <= 0:
+        # With a rate that has decayed to 0, no weight would change.
+        settings = replace(settings, learning_rate=lambda version, start: peak)
+        what = f"the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
+        notes = (f"staleness: {what}",)
+    once = replace(run, settings=settings)
     twice = replace(once, settings=replace(once.settings, epochs=2))
     batch = filled_batch(twice, groups, run.step)
     tokens = once.settings.micro_batch_tokens
@@ -304,21 +300,6 @@ def _stale(
             "other rollouts change more",
         )
     return (found[1:] or found), notes if updates else ()
-
-
-def _learning(run: Run) -> tuple[Run, tuple[str, ...]]:
-    """Return a run that takes one optimizer step for each training step.
-
-    If the learning rate has already decayed to 0, the run uses the peak learning rate, because
-    otherwise no weight would change.
-    """
-    peak = run.config.optimizer.learning_rate
-    once = replace(run.settings, mini_batches=1, epochs=1)
-    if peak == 0 or run.settings.learning_rate(run.policy.version, run.used) > 0:
-        return replace(run, settings=once), ()
-    note = f"staleness: the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
-    at_peak = replace(once, learning_rate=lambda version, start: peak)
-    return replace(run, settings=at_peak), (note,)
 
 
 # Causes of differences between the log-probs of engine and trainer, and their remedies.

@@ -15,9 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from covey.collate import collate
 from covey.engines.draw import Distribution
-from covey.lab.checks.numerics import clip_range, gap_of, log_kept, trainer_logp
+from covey.lab.checks.numerics import engine_gap, trainer_logp
 from covey.lab.checks.result import Clock, Result
 from covey.objective import with_weight
 from covey.parallel.world import World
@@ -43,11 +42,7 @@ logit. The largest allowed logit difference for 16-bit dtypes, which are not in 
 
 def logp_check(run: Run, groups: Sequence[Group], name: str, remedy: str) -> Result:
     """Compare the log-probs of the engine with the log-probs of the trainer."""
-    policy, tokens = run.policy, run.settings.micro_batch_tokens
-    batch = collate(groups, policy.model.device)
-    kept = log_kept(policy, batch, run.sampling.distribution, tokens)
-    difference = trainer_logp(policy, batch, tokens) - batch.sampler_logp - kept
-    gap = gap_of(difference, batch.mask, clip_range(run))
+    gap = engine_gap(run, groups)
     exact = run.engine.info.exact_logp and not run.sampling.distribution.truncates
     passed = gap.max <= EXACT if exact else gap.severity != "matters"
     figure = f"{gap.mean:.1e} nats in the mean, {gap.max:.1e} at most, {gap.tokens} tokens"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covey.lab.plan.idle_settings import FEWEST_PROMPTS, NOTICEABLE_BETA, POINTS
 
 from covey.evaluation.intervals import paired_difference
+from covey.lab.plan.findings import FEWEST_PROMPTS, NOTICEABLE_BETA, POINTS
 from covey.objective import build, with_advantage
 from covey.objective.penalty import PENALTIES, adapted_beta
 from covey.policy.schedule import Schedule, Used
