@@ -96,7 +96,6 @@ def doctor_command(
 
 
 def _examined(config: Config, seconds: float, started: float) -> list[Result]:
-    """Run all checks, and show the current check in the status line."""
     found: list[Result] = []
     with waiting(f"checking {config.model.path}") as status:
         from covey.lab.checks.doctor import examine_run

@@ -126,7 +126,6 @@ def explain_command(
 
 
 def _check_options(line: int | None, algorithms: str | None, options: list[str] | None) -> None:
-    """Raise ConfigError if --rollout, --replay and --set contradict each other."""
     if line is not None and algorithms is not None:
         raise ConfigError(
             "--rollout cannot be combined with --replay, which uses all rollouts of the step"
@@ -192,11 +191,9 @@ FORMS = {
     "advantage": "+.2f", "logp": ".3f", "old_logp": ".3f", "ref_logp": ".3f", "ratio": ".3f",
     "kl": ".1e", "entropy": ".3f", "weight": ".1e", "push": "+.1e",
 }  # fmt: skip
-"""Maps each column of the token table to its number format."""
 
 
 def weights_line(origin: Origin) -> str:
-    """Return a line that says which weights the explanation used."""
     start = f"checkpoint {origin.checkpoint}" if origin.checkpoint else "the initial model"
     again = ""
     if origin.replayed_steps:
@@ -212,7 +209,6 @@ def weights_line(origin: Origin) -> str:
 
 
 def show_step(explained: Explanation, console: Console) -> None:
-    """Print a summary of a training step, and a table of its groups."""
     _head(explained, console)
     with_gradient = sum(g.token_share > 0 for g in explained.groups)
     equal = sum(g.zero_variance for g in explained.groups)
@@ -305,7 +301,6 @@ def _shortened(text: str, most: int = 60) -> str:
 
 
 def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Console) -> None:
-    """Print the text of a rollout, colored by token gradient, and a table of its tokens."""
     _head(explained, console)
     group = next(g for g in explained.groups if g.group == rollout.group)
     console.print(group.prompt, style="bold")
@@ -374,7 +369,6 @@ def _value(token: ExplainedToken, name: str) -> float | None:
 
 
 def show_replay(found: Replay, console: Console) -> None:
-    """Print which algorithms have equal gradients, a table of algorithms, and gradient cosines."""
     console.print(
         f"step {found.step}: {found.rollouts} rollouts, {len(found.moments[0].algorithms)} "
         "algorithms, each with one optimizer step over all rollouts",
@@ -427,7 +421,6 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
 
 
 def _family_line(family: Family) -> str:
-    """Return a line that lists algorithms whose gradients are equal, or equal up to a factor."""
     parts = [" = ".join(m.name for m in family.members if m.identical)]
     for member in family.members:
         if not member.identical:

@@ -121,18 +121,15 @@ class _Notes(Tracker):
         self.done = 0
 
     def sampled(self, count: int) -> None:
-        """Count generated completions and show the progress."""
         self.done += count
         more = f"completions: {self.done} of {self.completions}"
         self.say("measuring" if self.done >= self.completions else more)
 
     def note(self, text: str) -> None:
-        """Print a note on stderr."""
         echo(text, err=True)
 
 
 def _show(report: Report, console: Console) -> None:
-    """Print a table of the log-prob differences by cause, and explain each cause."""
     clip = report.clip
     unit = "completions" if clip.per_completion else "tokens"
     console.print(

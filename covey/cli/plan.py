@@ -125,7 +125,6 @@ def _data(
     problem: str,
     found: list[Finding],
 ) -> dict[str, Any]:
-    """Return the data for --json: the plan, the estimates and the notes about settings."""
     return {
         "text": plan.paragraph(),
         "plan": plan.row(),
@@ -137,7 +136,6 @@ def _data(
 
 
 def _obstacles(config: Config, facts: TaskFacts, ranks: int, *, here: bool) -> list[str]:
-    """Return the errors with which the run would refuse to start."""
     from covey.training.prompt_limit import longest_prompt
     from covey.training.start_checks import obstacles
 
@@ -155,7 +153,6 @@ def _obstacles(config: Config, facts: TaskFacts, ranks: int, *, here: bool) -> l
 def _memory(
     config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, str, list[Finding]]:
-    """Estimate the memory of a run, or say why it is unknown; suggest remedies."""
     from covey.lab.plan.forecast import Device
     from covey.lab.plan.memory import forecast, memory_findings
     from covey.lab.plan.model_shape import shape_of
@@ -170,7 +167,6 @@ def _memory(
 
 
 def _show_memory(memory: str, found: list[Finding], console: Console, *, starts: bool) -> None:
-    """Print how much memory a run needs, and then notes about useless or risky settings."""
     console.print(memory, soft_wrap=True)
     if starts and not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")
@@ -181,7 +177,6 @@ def _show_memory(memory: str, found: list[Finding], console: Console, *, starts:
 
 
 def show_time(config: Config, as_json: bool) -> None:
-    """Run a few steps, and print how long the whole run will take."""
     with waiting("measuring a few training steps"):
         from covey.lab.plan.summary import measure_time
 

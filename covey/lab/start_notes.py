@@ -34,7 +34,6 @@ def console_with_notes(
 
 
 def tell_notes(reporter: Tracker, folder: RunFolder, run: Run) -> None:
-    """Print the engine's backend, changes since the run started, and skipped data rows."""
     reporter.note(f"sampling: {run.engine.info.backend}")
     model = run.policy.model
     if model.flash:

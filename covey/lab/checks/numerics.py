@@ -71,11 +71,9 @@ class ClipRange:
 
     @property
     def per_completion(self) -> bool:
-        """Whether all tokens of a completion share one ratio."""
         return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:
-        """Return plain data."""
         return {"low": self.low, "high": self.high, "per_completion": self.per_completion}
 
 
@@ -128,7 +126,6 @@ def gap_of(difference: torch.Tensor, mask: torch.Tensor, clip: ClipRange) -> Gap
 
 
 ALONE = 16
-"""The number of completions that are also generated and evaluated one at a time."""
 CLIP = 0.2
 """The assumed `clip_low` and `clip_high` of an objective without a clip range."""
 
@@ -150,7 +147,6 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
-        """Return plain data."""
         row = {name: getattr(self, name) for name in self.__slots__}
         lines = [cause.row() for cause in self.causes]
         return row | {"clip": self.clip.row(), "causes": lines, "notes": list(self.notes)}
@@ -211,7 +207,6 @@ def measure(run: Run, log: Tracker, *, updates: int, alone: int = ALONE) -> Repo
 
 
 def clip_range(run: Run) -> ClipRange:
-    """Return the clip range of the objective."""
     options = run.config.objective.options if _clips_ratios(run) else {}
     low, high = (float(options.get(name, CLIP)) for name in ("clip_low", "clip_high"))
     bounds, objective = (1.0 - low, 1.0 + high), run.objective
@@ -386,14 +381,12 @@ class Cause:
 
     @property
     def title(self) -> str:
-        """The title that the report gives to this cause of a log-prob gap."""
         words = CAUSES[self.name].title
         if self.name != "staleness":
             return words
         return f"{words}, {self.updates} optimizer step{'' if self.updates == 1 else 's'}"
 
     def row(self) -> dict[str, Any]:
-        """Return plain data."""
         numbers = {name: getattr(self.gap, name) for name in Gap.__slots__}
         words = CAUSES[self.name]
         return {
@@ -481,7 +474,6 @@ def log_kept(
 
 
 def paired(one: Sequence[Group], other: Sequence[Group]) -> list[tuple[Rollout, Rollout]]:
-    """Return pairs of rollouts from two batches, paired by prompt and sample index."""
     groups = zip(one, other, strict=True)
     return [pair for a, b in groups for pair in zip(a.rollouts, b.rollouts, strict=True)]
 

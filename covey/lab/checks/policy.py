@@ -33,7 +33,6 @@ from covey.types import Batch, Group, Rollout
 EXACT = 1e-3
 """The largest allowed difference between the engine's and the trainer's log-probs, in nats."""
 RATE = 1e-3
-"""The learning rate of the test step, large enough to detect an engine with stale weights."""
 GREEDY, ARRIVES = "engine: greedy text", "engine: new weights"
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Maps a dtype to the largest allowed difference between the highest logit and a greedy token's
@@ -50,7 +49,6 @@ def logp_check(run: Run, groups: Sequence[Group], name: str, remedy: str) -> Res
 
 
 def engine_checks(run: Run, groups: Sequence[Group], clock: Clock) -> Iterator[Result]:
-    """Check the engine's log-probs and greedy completions with the current weights."""
     clock.skips("engine: log-probs")
     yield logp_check(
         run,
@@ -123,7 +121,6 @@ REMEDY = (
     "report this result"
 )
 Gradient = Mapping[str, torch.Tensor]
-"""Maps the name of each parameter to its gradient."""
 _ZERO = torch.zeros(())
 
 

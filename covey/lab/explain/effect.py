@@ -49,7 +49,6 @@ class Effect(NamedTuple):
     """The gradient of the loss with respect to each token's entropy; 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
-    """The objective's importance ratios, one per token or one per completion."""
     clipped: torch.Tensor
     """The clip bound of each ratio, as an int64 index into CLIPPED; 0 means that the ratio is not
     clipped."""
@@ -59,7 +58,6 @@ class Effect(NamedTuple):
 
 
 def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Compute the gradient of the loss with respect to each token's logp and entropy."""
     logp = now.logp.detach().requires_grad_()
     entropy = now.entropy.detach().requires_grad_()
     with torch.enable_grad():
@@ -144,7 +142,6 @@ def projections(
 
 
 def _dot(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | None]) -> float:
-    """Return the inner product of two gradients."""
     pairs = [(x, y) for name, x in a.items() if x is not None and (y := b[name]) is not None]
     return math.fsum(float(torch.dot(x.flatten().float(), y.flatten().float())) for x, y in pairs)
 
@@ -154,7 +151,6 @@ def _dot(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | No
 
 MOST_COMPLETIONS, MOST_TOKENS = 16, 16
 OPTIONS = ("clip_low", "clip_high", "beta")
-"""The algorithm options that users can change with sliders in the step explorer."""
 LENGTH = 8
 """The constant completion length by which some algorithms divide the loss."""
 PATTERN = (0.9, -0.4, 0.2, -1.0, 0.6, -0.1, 1.0, -0.7, 0.3, -0.6, 0.8, -0.2, 0.5, -0.9, 0.1, -0.3)
@@ -200,7 +196,6 @@ def small_step(question: Mapping[str, Any]) -> dict[str, Any]:
 def small_batch(
     rewards: Sequence[float], lengths: Sequence[int], drift: float
 ) -> tuple[Batch, LogProbs]:
-    """Return a batch with the given rewards and lengths, and with log-probs changed by `drift`."""
     count, width = len(rewards), max(1, min(MOST_TOKENS, max(lengths)))
     size = torch.tensor([max(1, min(width, n)) for n in lengths])
     mask = torch.arange(width) < size[:, None]
@@ -234,7 +229,6 @@ def small_batch(
 
 
 def option_defaults(name: str) -> dict[str, float]:
-    """Return the defaults of the algorithm options that have a slider."""
     parameters = inspect.signature(algorithm(name)).parameters
     return {
         key: float(parameters[key].default)

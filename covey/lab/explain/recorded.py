@@ -64,17 +64,14 @@ class Recorded:
 
     @property
     def learned(self) -> list[RecordedRollout]:
-        """The rollouts that the step trained on, in the order of the batch."""
         return [one for one in self.rollouts if one.advantage is not None]
 
     @property
     def tokens(self) -> int:
-        """Number of generated tokens."""
         return sum(len(one.rollout.tokens) for one in self.rollouts)
 
 
 def read_step(run: RunFolder, step: int) -> Recorded:
-    """Read the recorded rollouts of a step."""
     rows = run.require_rollouts(step)
     rollouts: list[RecordedRollout] = []
     group = 0
@@ -104,7 +101,6 @@ def read_step(run: RunFolder, step: int) -> Recorded:
 
 
 def check_trained(recorded: Recorded) -> None:
-    """Raise an error if the step did not train on any rollout."""
     if not recorded.groups:
         raise RunError(
             f"step {recorded.step} did not train on any rollout, because filters dropped all its "
@@ -126,7 +122,6 @@ _RECORDED = (
     "prompt_id", "sample", "prompt_tokens", "tokens", "trained", "sampler_logp", "text", "finish",
     "policy_version", "reward", "success", "parts", "reward_id",
 )  # fmt: skip
-"""Names of the fields that every recorded rollout must have."""
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
@@ -165,14 +160,12 @@ class Origin:
     """The step of the loaded checkpoint; 0 means the initial model."""
     path: str
     replayed_steps: int
-    """Number of recorded steps that Covey repeated after it loaded the checkpoint."""
     steps_behind: int
     """The number of training steps by which the restored weights are older than the weights that
     generated the rollouts."""
 
     @property
     def exact(self) -> bool:
-        """Whether the restored weights equal the weights that generated the rollouts."""
         return self.steps_behind == 0
 
 
@@ -235,7 +228,6 @@ that trains on each row. The entry `projection` [B] is each row's part of the st
 means that the time did not suffice."""
 
 SECONDS = 120.0
-"""Default time for the projections of rollouts on the gradient."""
 
 
 def relearn(
@@ -322,7 +314,6 @@ class _Watch(Observer):
 
 
 def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
-    """Copy the token values of one micro-batch into the tensors of the batch."""
     watched["number"][seen.rows] = seen.number
     now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
     for name, value in {**now, **found._asdict()}.items():

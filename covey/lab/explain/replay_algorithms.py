@@ -45,9 +45,7 @@ class Replayed:
     grad_norm: float
     """The norm of the gradient of all parameters, before gradient clipping."""
     clipped: float
-    """The fraction of tokens whose ratio is clipped."""
     zero_gradient: float
-    """The fraction of tokens with gradient 0."""
     per_advantage: float
     """The mean weight of a token in the loss, which is
     `sum(|d loss / d logp|) / sum(|advantage|)`."""
@@ -65,7 +63,6 @@ class Moment:
     """The cosine similarity between the parameter gradients of each pair of algorithms, or None if
     one of the two gradients is 0."""
     families: tuple[Family, ...]
-    """Groups of algorithms with equal or proportional gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +161,6 @@ def replay(
 
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
-    """Return the recorded batch with all fields that the algorithms may read."""
     model, reference = trainee.run.policy.model, trainee.run.reference
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:
@@ -274,7 +270,6 @@ class Member:
     factor: float
     """The ratio of this algorithm's token gradients to the first algorithm's token gradients."""
     identical: bool
-    """Whether the token gradients are bit-identical to the first algorithm's token gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +280,6 @@ class Family:
 
     @property
     def leader(self) -> str:
-        """The first algorithm."""
         return self.members[0].name
 
 

@@ -49,7 +49,6 @@ def recorded_exact_logp(run: RunFolder, config: Config) -> bool:
 
 
 def expected_exact_logp(config: Config) -> bool:
-    """Return whether the engine of this configuration will have exact log-probs."""
     if config.engine.kind == "vllm" or config.engine.rounds:
         return False
     if config.model.dtype != "auto":
@@ -82,15 +81,12 @@ class Finding:
     """The full names of the settings that the finding depends on."""
 
     def row(self) -> dict[str, str]:
-        """Return the finding as a dict of texts, without the names of its settings."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
     def depends_on(self, settings: Collection[str]) -> bool:
-        """Return whether the finding depends on one of the given settings."""
         return not set(settings).isdisjoint(self.settings)
 
     def line(self) -> str:
-        """Return the finding and its remedy in one line."""
         return f"{self.title}: {self.remedy}"
 
 
@@ -130,21 +126,17 @@ class Setup:
 
     @property
     def advantage(self) -> Callable[..., Any]:
-        """The function that computes the objective's advantages."""
         return function_of(self.objective.advantage)
 
     @property
     def surrogate(self) -> Callable[..., Any]:
-        """The function that computes the objective's surrogate."""
         return function_of(self.objective.surrogate)
 
     def option(self, name: str, otherwise: Any = None) -> Any:
-        """Return the value of an option in [objective], or `otherwise` if the option is not set."""
         return self.config.objective.options.get(name, otherwise)
 
 
 def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
-    """Build the `Setup` of a resolved configuration."""
     return Setup(config=config, objective=objective_of(config), facts=facts or UNKNOWN)
 
 
@@ -260,7 +252,6 @@ def active_penalty(setup: Setup) -> Piece | None:
 
 
 def reference_is_policy(setup: Setup) -> bool:
-    """Return whether the reference always equals the policy that generated the rollouts."""
     reference = setup.config.reference
     whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
     # Within a batch the policy moves away from the reference, which affects a KL in the loss.
@@ -294,7 +285,6 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return normal forms of the objective's `ratio`, `surrogate`, `weights` and `marks`."""
     objective, kind = setup.objective, setup.objective.ratio
     surrogate, marks = piece_of(objective.surrogate), objective.marks
     token_weights = _weights(setup)
@@ -357,7 +347,6 @@ def _weights(setup: Setup) -> Piece:
 
 
 def _single_tokens(config: Config) -> bool:
-    """Whether the run trains on exactly one token of each completion."""
     return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
 
 
@@ -373,7 +362,6 @@ def has_slope_one(objective: Objective) -> bool:
 
 
 def equivalent_algorithms(setup: Setup) -> list[str]:
-    """Return the other algorithms that give the same gradient with this configuration."""
     mine, name = normal_form(setup), setup.config.objective.name
     privileged = "privileged" in setup.objective.needs
     found = []
@@ -493,7 +481,6 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
 
 
 def _differences(configs: list[Config]) -> list[str]:
-    """Return the dotted names of the settings in which configurations differ."""
     flat = []
     for config in configs:
         tables = config.model_dump()

@@ -76,7 +76,6 @@ and its value is the text `name = value`; the texts use them as {idle}."""
 
 
 def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
-    """Return all findings about a resolved configuration."""
     setup = setup_of(config, facts)
     return [finding for rule in RULES for finding in rule.findings(setup)]
 
@@ -171,7 +170,6 @@ def clip_never_acts(setup: Setup, config: Config) -> bool | Values:
 
 
 def fixed_beta(setup: Setup, config: Config) -> bool | Values:
-    """Return numbers if a beta with a KL target hardly changes within the run."""
     objective, rollout = setup.objective, config.rollout
     if not objective.kl_target:
         return False
@@ -192,7 +190,6 @@ def unread_scoring(setup: Setup, config: Config) -> Values:
 
 
 def few_draws(setup: Setup, config: Config) -> bool | Values:
-    """Return the number of prompts that a curriculum draws if few are drawn twice."""
     drawn = config.rollout.prompts_per_step * config.train.steps
     by_prompt = config.curriculum.sampling != "uniform" or config.curriculum.drop_above > 0
     few = by_prompt and config.train.budget == "steps" and drawn < setup.facts.prompts
@@ -206,7 +203,6 @@ def success_is_all(setup: Setup) -> bool:
 
 
 def teacher_that_is_another(setup: Setup, config: Config) -> bool | Values:
-    """Return the simpler teacher that a moving teacher equals in this run."""
     teacher, train = config.teacher, config.train
     updates = train.total_optimizer_steps
     if "privileged" not in setup.objective.needs or teacher.policy != "moving":
@@ -220,7 +216,6 @@ def teacher_that_is_another(setup: Setup, config: Config) -> bool | Values:
 
 
 def format_only(setup: Setup, config: Config) -> bool | Values:
-    """Return what needs correctness in a run whose reward scores only the format."""
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
         users.append(f"objective.name = {config.objective.name!r}")
@@ -229,7 +224,6 @@ def format_only(setup: Setup, config: Config) -> bool | Values:
 
 
 def tight_clip(setup: Setup, config: Config) -> bool | Values:
-    """Return the bounds of token ratios with a clip range meant for a sequence-level ratio."""
     low, high = (setup.option(name, 1.0) for name in ("clip_low", "clip_high"))
     of_tokens = setup.objective.ratio is ratio.token and setup.surrogate is surrogates.clipped
     tight = not setup.single_optimizer_step and of_tokens and max(low, high) < TIGHT_CLIP

@@ -38,10 +38,8 @@ software that uses this memory.
 The numbers of bytes were measured by benchmarks/memory.py.
 """
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""The file with the memory limit of a container."""
 
 ANY_GPU = "one GPU"
-"""The name of a GPU if only the size of its memory is known."""
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
 """Linux device files that exist only if a GPU driver is installed."""
 
@@ -70,7 +68,6 @@ class Device:
 
     @staticmethod
     def here(wanted: str = "auto") -> Device:
-        """Return the device on this machine that the setting `model.device` selects."""
         if wanted == "auto":
             wanted = "cuda" if cuda_available() else "cpu"
         if wanted.startswith("cuda"):
@@ -125,12 +122,10 @@ class RunFacts:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded over the ranks."""
         return self.config.parallel.strategy == "fsdp"
 
     @property
     def shards(self) -> int:
-        """The number of ranks over which one model is sharded."""
         return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
 
     def share(self, count: int) -> int:
@@ -146,17 +141,14 @@ class RunFacts:
 
     @property
     def prompt(self) -> int:
-        """The number of tokens of the longest prompt."""
         return usable_prompt(self.config, self.facts) or ASSUMED_PROMPT
 
     @property
     def completion(self) -> int:
-        """The number of tokens of the longest completion."""
         return self.config.rollout.max_tokens
 
     @property
     def row_tokens(self) -> int:
-        """The number of tokens of the longest prompt plus the longest completion."""
         return self.prompt + self.completion
 
     @property
@@ -168,7 +160,6 @@ class RunFacts:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the run trains on a GPU."""
         return self.device.kind == "cuda"
 
     @property
@@ -190,7 +181,6 @@ class RunFacts:
 
     @property
     def float8_cache(self) -> bool:
-        """Whether generation with CUDA graphs uses a KV cache in float8."""
         return self.config.engine.kv_dtype == "float8"
 
     @property
@@ -205,9 +195,7 @@ class Part(NamedTuple):
     name: str
     bytes: int
     phases: tuple[Phase, ...]
-    """The phases of a training step in which this part of the memory is allocated."""
     why: str
-    """A description of the tensors in this part of the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,20 +209,16 @@ class Forecast:
     """The largest value of `train.micro_batch_tokens` that fits into memory; None if no value
     fits."""
     notes: tuple[str, ...]
-    """The assumptions of the forecast, one sentence each."""
 
     def during(self, phase: Phase) -> int:
-        """Return the bytes allocated in a phase."""
         return sum(part.bytes for part in self.parts if phase in part.phases)
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that needs the most memory."""
         return max(ALWAYS, key=self.during)
 
     @property
     def peak(self) -> int:
-        """The peak memory in bytes, which is the memory of the phase that needs the most memory."""
         return self.during(self.peak_phase)
 
     @property
@@ -244,11 +228,9 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits into the device's memory."""
         return self.peak <= self.device.memory
 
     def row(self) -> dict[str, Any]:
-        """Return plain data."""
         device = {"kind": self.device.kind, "memory_bytes": self.device.memory}
         return {
             "device": {**device, "name": self.device.name},
@@ -264,14 +246,12 @@ class Forecast:
         }
 
     def line(self) -> str:
-        """Return a line of text with the peak memory, and whether the peak fits into the device."""
         share = self.peak / self.device.memory
         fits = "fits" if self.fits else "DOES NOT FIT"
         device = f"{size_text(self.device.memory)} of {self.device.name}"
         return f"memory: peak {size_text(self.peak)}, {share:.0%} of the {device}: {fits}"
 
     def text(self) -> str:
-        """Return a table of the memory in the peak phase, largest part first."""
         phase = self.peak_phase
         lines = [self.line(), f"fullest phase: {PHASES[phase]}"]
         parts = sorted(self.parts, key=lambda p: -p.bytes if phase in p.phases else math.inf)
@@ -292,7 +272,6 @@ class Forecast:
 
 
 def size_text(count: float) -> str:
-    """Format a number of bytes in MiB, or in GiB if the number is at least 10,000 MiB."""
     mebibytes = count / 2**20
     return f"{mebibytes:,.0f} MiB" if mebibytes < 10_000 else f"{mebibytes / 1024:,.1f} GiB"
 
@@ -322,7 +301,6 @@ class Call:
 
     @property
     def together(self) -> int:
-        """The number of completions that are generated at the same time."""
         return min(self.max_concurrent, self.prompts * self.group_size)
 
     @property
@@ -332,16 +310,13 @@ class Call:
 
     @property
     def started(self) -> int:
-        """The number of completions with which a generation call on a GPU starts."""
         return min(self.width, self.prompts * self.group_size)
 
     def prefilled(self, completions: int) -> int:
-        """Return the number of prompts to prefill for the given number of completions."""
         return min(self.prompts, -(-completions // self.group_size))
 
 
 def engine_parts(run: RunFacts) -> list[Part]:
-    """Return the memory that the engine needs to generate rollouts and evaluations."""
     calls, shape = _calls(run), run.shape
     if run.on_gpu and (shape.fuses or shape.fused_attention):
         return [*_graph_parts(run, calls), *_float8_parts(run)]
@@ -372,7 +347,6 @@ def _calls(run: RunFacts) -> list[Call]:
 
 
 def _eager_parts(run: RunFacts, call: Call) -> list[Part]:
-    """Return the memory of one generation call without CUDA graphs."""
     shape, slots = run.shape, call.together
     prompts = call.prefilled(slots)
     capacity = -(-run.row_tokens // CAPACITY_STEP) * CAPACITY_STEP
@@ -454,7 +428,6 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
 
 
 def _float8_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of the engine's float8 copy of the weights."""
     if run.config.engine.dtype != "float8":
         return []
     shape = run.shape
@@ -479,7 +452,6 @@ def _graph_bytes(run: RunFacts, call: Call) -> int:
 
 
 def _layer_weights(shape: Shape) -> int:
-    """Return the number of weights in the matrices of one decoder layer."""
     return shape.hidden * (2 * shape.query + 2 * shape.key + 3 * shape.inner)
 
 

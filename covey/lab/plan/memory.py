@@ -95,7 +95,6 @@ def _suggest(run: RunFacts) -> int | None:
 
 
 def _micro_batch(run: RunFacts, micro_batch_tokens: int) -> Pass:
-    """Return the size of the largest micro-batch if all sequences have full length."""
     completion, group_size = run.completion, run.config.rollout.group_size
     if run.on_gpu:
         rows, prompts = largest_micro_batch(
@@ -120,7 +119,6 @@ def _micro_batch(run: RunFacts, micro_batch_tokens: int) -> Pass:
 
 
 def _parts(run: RunFacts, micro_batch_tokens: int) -> tuple[Part, ...]:
-    """Return all parts of the run's memory."""
     batch = _micro_batch(run, micro_batch_tokens)
     framework, why = FRAMEWORK[run.device.kind]
     elsewhere = run.config.engine.kind == "vllm" or run.config.cluster.engine_actors
@@ -134,7 +132,6 @@ def _parts(run: RunFacts, micro_batch_tokens: int) -> tuple[Part, ...]:
 
 
 def _model_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of weights and optimizer state and, with FSDP, of gradients."""
     shape, size = run.shape, run.size
     weights = shape.parameters + shape.added
     state = run.config.optimizer.state
@@ -164,7 +161,6 @@ def _model_parts(run: RunFacts) -> list[Part]:
 
 
 def _engine_copies(run: RunFacts, weights: int) -> list[Part]:
-    """Return the memory of the engine's own weight copies on the training device."""
     overlap, engine = run.config.overlap, run.config.engine
     if engine.kind == "native" or engine.device not in ("auto", run.config.model.device):
         return []
@@ -175,7 +171,6 @@ def _engine_copies(run: RunFacts, weights: int) -> list[Part]:
 
 
 def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
-    """Return the memory of forward passes with and without gradients."""
     shape, size, config, device = run.shape, run.size, run.config, run.device.kind
     checkpointing = config.model.gradient_checkpointing
     layout = "packed" if batch.packed else "padded"
@@ -231,7 +226,6 @@ def _passes_without_gradient(run: RunFacts) -> bool:
 
 
 def _gradient_parts(run: RunFacts, batch: Pass) -> list[Part]:
-    """Return the memory of the gradients of an optimizer step."""
     shape = run.shape
     several = batch.rows < run.rows
     head = shape.head * run.size if shape.head_trained else 0
@@ -275,7 +269,6 @@ def _logits(run: RunFacts, batch: Pass) -> int:
 
 
 def _notes(run: RunFacts) -> tuple[str, ...]:
-    """Return the assumptions of the forecast as sentences."""
     prompts = f"prompts of {run.prompt} tokens"
     if run.facts.longest_prompt is None:
         prompts += f", which could not be measured ({run.facts.problem})"
@@ -297,7 +290,6 @@ ONLY_WHILE_USED = "on the device only while it is used"
 
 
 def _teacher_parts(run: RunFacts) -> list[Part]:
-    """Return the memory of a teacher's weights on this device."""
     teacher = run.config.teacher
     if "teacher" not in run.objective.needs or not (teacher.policy or teacher.path):
         return []
@@ -318,7 +310,6 @@ def _teacher_parts(run: RunFacts) -> list[Part]:
 
 
 def _reference_part(run: RunFacts, weights: int) -> Part:
-    """Return the memory of the reference policy's weights on this device."""
     kind = run.config.reference.kind
     under = run.shape.rank and kind == "frozen" and not adapter_base(run.config.model.path)
     if "reference" not in run.objective.needs:
@@ -406,7 +397,6 @@ def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:
 
 
 def _gathered_once(shape: Shape, size: int) -> list[Part]:
-    """Return the memory of weights that are gathered once per optimizer step."""
     weights = shape.parameters + shape.added
     joined = 0 if shape.rank else shape.layers * shape.hidden * (
         shape.query + 2 * shape.key + 2 * shape.inner
@@ -418,7 +408,6 @@ def _gathered_once(shape: Shape, size: int) -> list[Part]:
 
 
 def _gathered_by_block(shape: Shape, size: int) -> list[Part]:
-    """Return the memory of weights and gradients that are gathered block by block."""
     if shape.fuses:
         block = 2 * shape.hidden * (shape.query + shape.key) + shape.hidden * (3 * shape.inner + 2)
         block += shape.added // shape.layers
@@ -487,7 +476,6 @@ LEAST_CONCURRENT = 64
 """The smallest value of `engine.max_concurrent` that Covey suggests, because lower values slow
 generation and save little memory."""
 RANK = 16
-"""LoRA rank of a suggested adapter."""
 
 RANKS = (2, 4, 8, 16, 32, 64)
 """The numbers of ranks that `ranks_that_fit` tries."""
@@ -498,7 +486,6 @@ Settings = Mapping[str, Any]
 def memory_findings(
     config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int = 1
 ) -> Iterator[Finding]:
-    """Yield a finding if the run needs more memory than its device has."""
     if found.fits:
         return
     needs, memory = size_text(found.peak), size_text(found.device.memory)
@@ -578,7 +565,6 @@ def settings_that_fit(
 
 
 def _changes(config: Config) -> Iterator[Settings]:
-    """Yield changes of settings to try, from the cheapest to the most drastic."""
     yield {}  # a smaller train.micro_batch_tokens alone
     if not config.model.gradient_checkpointing:
         yield {"model.gradient_checkpointing": True}
@@ -595,7 +581,6 @@ def _changes(config: Config) -> Iterator[Settings]:
 
 
 def changed(config: Config, changes: Settings) -> Config:
-    """Return a changed copy of a configuration; `changes` maps dotted names to new values."""
     data = config.model_dump()
     for key, value in changes.items():
         table, _, name = key.partition(".")

@@ -26,7 +26,6 @@ from covey.models.model_path import ADAPTER_CONFIG, adapter_base, check_model_pa
 FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Names of layers whose weights the engine concatenates in a small model."""
 LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-"""Names of the modules of a Llama decoder layer."""
 LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
 """The model types (`model_type` in config.json) whose layers `_llama_modules` describes."""
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -44,7 +43,6 @@ class Shape:
     parameters: int
     """The number of parameters without the adapter; tied weights are counted once."""
     added: int
-    """The number of parameters of the adapter."""
     trained: int
     """The number of trained parameters; with LoRA, only the adapter's parameters are trained."""
     head: int
@@ -73,11 +71,9 @@ class Shape:
     fuses: bool
     """Whether the fused CUDA kernels support the model; they support only Llama layers."""
     head_norms: bool
-    """Whether queries and keys are normalized per head."""
 
     @property
     def query(self) -> int:
-        """Width of all query heads together."""
         return self.heads * self.head_size
 
     @property
@@ -131,7 +127,6 @@ def shape_of(config: Config) -> Shape:
 
 
 def first_line(error: Exception, most: int) -> str:
-    """Return the first line of an error's message, with at most `most` characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
@@ -166,7 +161,6 @@ def _llama_config(source: str) -> Any:
 
 
 def _llama_modules(config: Any) -> dict[str, Module]:
-    """Return the modules of a Llama, Qwen2 or Qwen3 model."""
     hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     head_size = _head_size(config)
     query, key = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
@@ -205,7 +199,6 @@ def _linear(inputs: int, outputs: int, bias: bool) -> Module:
 
 
 def _adapter(config: Config) -> Adapter:
-    """Return the adapter's LoRA rank, target modules and fully trained modules."""
     if adapter_base(config.model.path) is None:
         wanted = config.adapter
         return wanted.rank, wanted.targets, wanted.also_train
@@ -257,7 +250,6 @@ def _measured(module: Any, is_head: bool) -> Module:
 
 
 def _fuses(config: Any) -> bool:
-    """Return whether the fused forward pass supports the settings of a Llama-like model."""
     return (
         getattr(config, "hidden_act", "") == "silu"
         and getattr(config, "residual_multiplier", 1.0) == 1.0
@@ -336,7 +328,6 @@ def _named(name: str, endings: Sequence[str]) -> bool:
 
 
 FLOAT = 4
-"""The number of bytes of a float32."""
 ON_DEVICE = 2
 """The number of layer inputs that stay on the device if layer inputs are offloaded: the input in
 use, and the input that is being copied."""
@@ -377,7 +368,6 @@ is 0 because flash attention already keeps the input of the output projection.""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return `EAGER`, `FUSED` or `FLASH` for a model, its bytes per number, and a device."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -414,7 +404,6 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return the bytes of inputs, scores and outputs that attention keeps for its backward pass."""
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
@@ -435,7 +424,6 @@ def _scores(shape: Shape, size: int, batch: Pass) -> int:
 
 
 def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> int:
-    """Return the bytes that the last norm and the head keep for the backward pass."""
     chosen = batch.chosen * shape.hidden * size
     if kernels.fused:  # the residual stream; chosen hidden states and their gradient
         return batch.tokens * shape.hidden * FLOAT + 2 * chosen

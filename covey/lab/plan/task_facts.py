@@ -43,7 +43,6 @@ UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
 tokens."""
 
 LINE = 120
-"""The largest number of characters of an error message in a plan."""
 
 Job = Mapping[str, Any]
 """A request to count the tokens of `solutions` (texts) and of `prompts` (lists of messages). Each
@@ -98,7 +97,6 @@ def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
 
 
 def measuring() -> AbstractContextManager[Measure]:
-    """Return a context manager that yields a token-counting function."""
     return nullcontext(measure) if "transformers" in sys.modules else measuring_elsewhere()
 
 
@@ -165,13 +163,10 @@ class TaskFacts:
     long_prompts: tuple[int, ...] = ()
     """The token counts of the prompts with the most characters, if all prompts are in memory."""
     context: int | None = None
-    """The model's context length."""
     longest_prompt: int | None = None
     """The token count of the longest prompt that was tokenized."""
     measured: int = 0
-    """The number of prompts whose tokens were counted."""
     prompts: int = 0
-    """The number of training prompts of the task."""
     problem: str = ""
     """The reason why the tokens of prompts could not be counted; otherwise empty."""
     unreadable: str = ""
@@ -184,7 +179,6 @@ class TaskFacts:
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
-    """Compute `TaskFacts` from the task and the tokenizer of a resolved configuration."""
     try:
         prompts, measured = checked_prompts(config, task_of(config), reward_of(config))
         known, overlap = _baselines(config, measured), _overlap(prompts, measured)
@@ -235,7 +229,6 @@ def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
 
 
 def _overlap(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
-    """Count the held-out prompts that are also in the training data."""
     return len(shared_prompts(prompts, held_out)) if isinstance(prompts, list | tuple) else 0
 
 
@@ -281,7 +274,6 @@ def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
-    """Return correct completions, including the reasoning if the task provides it."""
     texts, template = [], template_of(config)
     for prompt in prompts:
         try:
