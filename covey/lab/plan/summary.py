@@ -14,7 +14,6 @@ from typing import Any
 
 from covey.config import Config, parse_config, to_toml
 from covey.lab.plan.task_facts import TaskFacts
-from covey.objective import Objective
 from covey.objective.penalty import PENALTIES
 from covey.policy.schedule import PATIENCE
 from covey.records.folder import RunFolder
@@ -107,7 +106,27 @@ class Plan:
         again = f", in up to {self.rounds} rounds of dynamic sampling" * (self.rounds > 1)
         low, high = self.reward_bounds
         between = f"between {low:g} and {high:g}" if math.isfinite(high - low) else "any number"
-        least = "at least " * self.at_least
+        least, most = "at least " * self.at_least, "at most " * self.at_least
+        step = "1 optimizer step" if self.age == 1 else f"{self.age} optimizer steps"
+        epochs = f" in each of {self.epochs} epochs" * (self.epochs > 1)
+        takes = (
+            "one optimizer step" if self.updates == 1 else f"{self.mini_batches} optimizer steps"
+        )
+        updates = (
+            f"{self.algorithm} takes {takes}{epochs}; at the last optimizer step the completions "
+            f"are {'up to ' * (self.staleness > 0)}{step} old."
+        )
+        if not self.age:
+            updates = (
+                f"{self.algorithm} takes one optimizer step, from the weights that generated the "
+                "completions, so every ratio is 1 and clips have no effect."
+            )
+        evaluations, tokens = "There are no evaluations.", self.evaluation_tokens
+        if self.evaluations:
+            prompts = "the" if self.held_out is None else f"{self.held_out:,}"
+            evaluations = f"The policy is evaluated {most}{self.evaluations} times on {prompts} "
+            evaluations += "held-out prompts"
+            evaluations += "." if tokens is None else f", with at most {tokens:,} tokens."
         return " ".join(
             [
                 f"{least.capitalize()}{self.steps:,} training steps. Each takes "
@@ -115,7 +134,7 @@ class Plan:
                 f"prompt: {self.completions:,} completions of at most {self.max_tokens:,} "
                 f"tokens{again}.",
                 *([self.prompt_lengths] if self.prompt_lengths else []),
-                self._updates_text(),
+                updates,
                 f"In total: {least}{self.total_updates:,} optimizer steps and at most "
                 f"{self.total_tokens:,} generated tokens.",
                 f"Learning rate: {self.learning_rate}.",
@@ -123,38 +142,11 @@ class Plan:
                 f"KL penalty: {self.penalty}."
                 if self.penalty
                 else "There is no KL penalty and no reference.",
-                self._evaluations_text(),
+                evaluations,
                 *([f"Without any skill: {self.baselines_text}."] if self.baselines_text else []),
                 *([self.cluster] if self.cluster else []),
             ]
         )
-
-    def _updates_text(self) -> str:
-        if not self.age:
-            return (
-                f"{self.algorithm} takes one optimizer step, from the weights that generated the "
-                "completions, so every ratio is 1 and clips have no effect."
-            )
-        epochs = f" in each of {self.epochs} epochs" * (self.epochs > 1)
-        takes = (
-            "one optimizer step" if self.updates == 1 else f"{self.mini_batches} optimizer steps"
-        )
-        age = "1 optimizer step" if self.age == 1 else f"{self.age} optimizer steps"
-        return (
-            f"{self.algorithm} takes {takes}{epochs}; at the last optimizer step the completions "
-            f"are {'up to ' * (self.staleness > 0)}{age} old."
-        )
-
-    def _evaluations_text(self) -> str:
-        if not self.evaluations:
-            return "There are no evaluations."
-        prompts = "the" if self.held_out is None else f"{self.held_out:,}"
-        most = "at most " * self.at_least
-        text = (
-            f"The policy is evaluated {most}{self.evaluations} times on {prompts} held-out prompts"
-        )
-        tokens = self.evaluation_tokens
-        return f"{text}." if tokens is None else f"{text}, with at most {tokens:,} tokens."
 
     def row(self) -> dict[str, Any]:
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -167,7 +159,28 @@ class Plan:
 def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
     rollout, train = config.rollout, config.train
     steps = least_steps(config)
-    reward, known = reward_of(config), facts.baselines if facts else None
+    reward, objective = reward_of(config), objective_of(config)
+    known, lengths = facts and facts.baselines, facts.prompt_tokens if facts else ()
+    prompts = penalty = ""
+    if facts is not None and lengths:
+        tenth, median, tail = (lengths[int(q * (len(lengths) - 1))] for q in (0.1, 0.5, 0.95))
+        prompts = (
+            f"Prompts have {median:,} tokens in the median, 10 % at most {tenth:,}, 95 % at most "
+            f"{tail:,}; the longest of {facts.measured} measured has {facts.longest_prompt:,}."
+        )
+    if objective.beta:
+        names = {function: name for name, function in PENALTIES.items()}
+        kl = names.get(objective.penalty, "its own estimate")
+        against = REFERENCES[config.reference.kind]
+        penalty = f"{objective.beta:g} times the KL to {against} ({kl}), in the {objective.kl_in}"
+    optimizer = config.optimizer
+    rate = f"{optimizer.learning_rate:g}, {optimizer.schedule}"
+    if optimizer.warmup_ratio:
+        rate += f", warm-up {optimizer.warmup_ratio:.0%} of the run"
+    elif optimizer.warmup_steps:
+        rate += f", warm-up {optimizer.warmup_steps} optimizer steps"
+    text = inspect.getdoc(getattr(reward, "function", type(reward))) or "a function without text."
+    first = " ".join(text.partition("\n\n")[0].split())
     return Plan(
         algorithm=config.objective.name,
         steps=steps,
@@ -182,53 +195,19 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         total_updates=steps * train.optimizer_steps,
         total_tokens=most_tokens(config),
         reward=config.reward.name,
-        reward_text=_first_sentence(reward),
+        reward_text=first if first.endswith(".") else f"{first}.",
         reward_bounds=reward.bounds,
-        penalty=_penalty(config, objective_of(config)),
+        penalty=penalty,
         held_out=(facts and facts.held_out) or config.evaluate.prompts or None,
         evaluations=most_evaluations(config),
         evaluation_samples=config.evaluate.samples,
-        prompt_lengths=_prompt_lengths(facts),
+        prompt_lengths=prompts,
         staleness=config.overlap.staleness,
-        learning_rate=_learning_rate(config),
+        learning_rate=rate,
         cluster=needs_text(config),
         baselines=known.row() if known is not None else {},
         baselines_text=known.text() if known is not None else "",
     )
-
-
-def _prompt_lengths(facts: TaskFacts | None) -> str:
-    if facts is None or not facts.prompt_tokens:
-        return ""
-    lengths = facts.prompt_tokens
-    tenth, median, tail = (lengths[int(q * (len(lengths) - 1))] for q in (0.1, 0.5, 0.95))
-    return (
-        f"Prompts have {median:,} tokens in the median, 10 % at most {tenth:,}, 95 % at most "
-        f"{tail:,}; the longest of {facts.measured} measured has {facts.longest_prompt:,}."
-    )
-
-
-def _learning_rate(config: Config) -> str:
-    optimizer = config.optimizer
-    share = f"{optimizer.warmup_ratio:.0%} of the run"
-    warmup = share if optimizer.warmup_ratio else f"{optimizer.warmup_steps} optimizer steps"
-    some = bool(optimizer.warmup_ratio or optimizer.warmup_steps)
-    return f"{optimizer.learning_rate:g}, {optimizer.schedule}" + f", warm-up {warmup}" * some
-
-
-def _penalty(config: Config, objective: Objective) -> str:
-    if not objective.beta:
-        return ""
-    names = {function: name for name, function in PENALTIES.items()}
-    kl = names.get(objective.penalty, "its own estimate")
-    against = REFERENCES[config.reference.kind]
-    return f"{objective.beta:g} times the KL to {against} ({kl}), in the {objective.kl_in}"
-
-
-def _first_sentence(reward: object) -> str:
-    text = inspect.getdoc(getattr(reward, "function", type(reward))) or "a function without text."
-    first = " ".join(text.partition("\n\n")[0].split())
-    return first if first.endswith(".") else f"{first}."
 
 
 # How many steps, tokens and evaluations a run can have.
