@@ -90,11 +90,18 @@ def read_step(run: RunFolder, step: int) -> Recorded:
         )
     groups = [
         Group(
-            prompt=_prompt(rows[members[0].line - 1]),
+            prompt=Prompt(
+                id=row["prompt_id"],
+                task=row.get("task", ""),
+                messages=({"role": "user", "content": row["prompt"]},),
+                target=row["target"],
+                info=row.get("info", {}),
+            ),
             rollouts=tuple(one.rollout for one in members),
         )
         for _, part in itertools.groupby(rollouts, key=lambda one: one.group)
         if (members := list(part))[0].advantage is not None
+        for row in [rows[members[0].line - 1]]
     ]
     metrics = next((row for row in run.steps() if row["step"] == step), {})
     return Recorded(step=step, rollouts=tuple(rollouts), groups=tuple(groups), metrics=metrics)
@@ -106,16 +113,6 @@ def check_trained(recorded: Recorded) -> None:
             f"step {recorded.step} did not train on any rollout, because filters dropped all its "
             "groups; choose another step"
         )
-
-
-def _prompt(row: dict[str, Any]) -> Prompt:
-    return Prompt(
-        id=row["prompt_id"],
-        task=row.get("task", ""),
-        messages=({"role": "user", "content": row["prompt"]},),
-        target=row["target"],
-        info=row.get("info", {}),
-    )
 
 
 _RECORDED = (
@@ -254,7 +251,13 @@ def relearn(
     assert batch is not None, "there are groups"
     watched: Watched = {"number": torch.zeros_like(batch.lengths)}
     for one, found in watch.passes:
-        _record(watched, found, batch, one)
+        watched["number"][one.rows] = one.number
+        now = {"logp": one.now.logp, "entropy": one.now.entropy, "weight": one.micro.weight}
+        for name, value in {**now, **found._asdict()}.items():
+            if value is not None and name != "loss":
+                dtype = torch.int64 if name == "clipped" else torch.float64
+                blank = torch.zeros_like(batch.mask, dtype=dtype)
+                watched.setdefault(name, blank)[one.rows, : value.shape[1]] = value.to(dtype)
     watched["projection"] = watch.shares(len(batch))
     rollouts = joined(batch)
     if rollouts.batch is batch:
@@ -313,16 +316,6 @@ class _Watch(Observer):
         return shares
 
 
-def _record(watched: Watched, found: Effect, batch: Batch, seen: Seen) -> None:
-    watched["number"][seen.rows] = seen.number
-    now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
-    for name, value in {**now, **found._asdict()}.items():
-        if value is not None and name != "loss":
-            dtype = torch.int64 if name == "clipped" else torch.float64
-            blank = torch.zeros_like(batch.mask, dtype=dtype)
-            watched.setdefault(name, blank)[seen.rows, : value.shape[1]] = value.to(dtype)
-
-
 # Repeats the last training steps of a run, and compares the weights with its newest checkpoint.
 
 
@@ -343,7 +336,11 @@ def recomputed(run: RunFolder) -> Result:
         what = "with replay.groups, steps train on more than their own rollouts"
         return Result(name=NAME, passed=None, figure=what)
     trainee = policy_before(run, step, exact=True)
-    if (change := _changed_after(run, trainee.origin.checkpoint)) is not None:
+    changes = run.path / CHANGES
+    lines = changes.read_text(encoding="utf-8").splitlines() if changes.exists() else []
+    steps = [int(json.loads(line)["step"]) for line in lines]
+    change = next((s for s in steps if s > trainee.origin.checkpoint), None)
+    if change is not None:
         what = f"settings changed after step {change}, and the earlier ones would be needed"
         return Result(name=NAME, passed=None, figure=what)
     recorded = read_step(run, step)
@@ -373,11 +370,3 @@ def recomputed(run: RunFolder) -> Result:
         remedy="the checkpoint does not follow from its rollouts: resume from an earlier "
         "checkpoint with --step; on a GPU, bits are the same only with model.deterministic = true",
     )
-
-
-def _changed_after(run: RunFolder, first: int) -> int | None:
-    """Return the first step after `first` at which a resume changed the settings, or None."""
-    file = run.path / CHANGES
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    steps = [int(json.loads(line)["step"]) for line in lines]
-    return next((step for step in steps if step > first), None)

@@ -27,7 +27,6 @@ from covey.objective import ALGORITHMS, Objective, algorithm
 from covey.objective.advantage import zero_variance
 from covey.objective.loss import Need
 from covey.parallel.passes import whole_batch
-from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy
 from covey.records.folder import RunFolder
 from covey.run import reference_of, teacher_of
@@ -138,9 +137,11 @@ def replay(
     if "beta" not in given and own in algorithms and beta is not None:  # the step's adaptive beta
         algorithms = {**algorithms, own: replace(algorithms[own], beta=beta)}
     base = _base(trainee, recorded, algorithms)
-    batches = {
-        name: _with_advantage(trainee, objective, base) for name, objective in algorithms.items()
-    }
+    masks, batches = trainee.run.config.filter.mask_truncated, {}
+    for name, objective in algorithms.items():
+        old = "sampler_logp" if "sampler_as_old" in objective.needs else "old_logp"
+        batch = replace(base, old_logp=getattr(base, old))
+        batches[name] = trained_batch(objective, batch, mask_truncated=masks)
     assert base.old_logp is not None
     assert base.entropy is not None
     before = LogProbs(logp=base.old_logp, entropy=base.entropy)
@@ -179,12 +180,6 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
     run = replace(trainee.run, objective=objective, reference=reference, teacher=teacher)
     parts = next((o.parts for o in algorithms.values() if "parts" in o.needs), None)
     return prepare(run, collate(recorded.groups, model.device, parts))
-
-
-def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
-    if "sampler_as_old" in objective.needs:
-        base = replace(base, old_logp=base.sampler_logp)
-    return trained_batch(objective, base, mask_truncated=trainee.run.config.filter.mask_truncated)
 
 
 def _moment(
@@ -390,18 +385,14 @@ def parameter_gradients(
                 sent.append(by_entropy.to(now.entropy.dtype))
             optimizer.zero_grad()
             torch.autograd.backward(outputs, sent, retain_graph=True)
-            totals[name] += _flat_gradient(optimizer)
+            gradients = optimizer.gradients()
+            parts = [
+                torch.zeros_like(p) if (g := gradients[n]) is None else g
+                for n, p in optimizer.parameters.items()
+            ]
+            totals[name] += torch.cat([part.flatten().float() for part in parts])
     optimizer.zero_grad()
     return totals
-
-
-def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
-    found = optimizer.gradients()
-    parts = [
-        torch.zeros_like(p) if (g := found[n]) is None else g
-        for n, p in optimizer.parameters.items()
-    ]
-    return torch.cat([part.flatten().float() for part in parts])
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:

@@ -319,7 +319,13 @@ class Call:
 def engine_parts(run: RunFacts) -> list[Part]:
     calls, shape = _calls(run), run.shape
     if run.on_gpu and (shape.fuses or shape.fused_attention):
-        return [*_graph_parts(run, calls), *_float8_parts(run)]
+        parts = _graph_parts(run, calls)
+        if run.config.engine.dtype == "float8":
+            outputs = shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.inner
+            copies = shape.layers * (_layer_weights(shape) + outputs)
+            why = "the weights of the layers in 8 bits, one scale per output"
+            parts.append(Part("float8 weights", copies, ALWAYS, why))
+        return parts
     per_call = [_eager_parts(run, call) for call in calls]
     largest = max(per_call, key=lambda parts: sum(part.bytes for part in parts))
     fused = shape.fusable * run.size
@@ -425,16 +431,6 @@ def _graph_parts(run: RunFacts, calls: Sequence[Call]) -> list[Part]:
         # Generation calls follow one another, so only the largest part of any call counts.
         max((part for _, *parts in prefills for part in parts), key=lambda part: part.bytes),
     ]
-
-
-def _float8_parts(run: RunFacts) -> list[Part]:
-    if run.config.engine.dtype != "float8":
-        return []
-    shape = run.shape
-    outputs = shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.inner
-    copies = shape.layers * (_layer_weights(shape) + outputs)
-    why = "the weights of the layers in 8 bits, one scale per output"
-    return [Part("float8 weights", copies, ALWAYS, why)]
 
 
 def _graph_bytes(run: RunFacts, call: Call) -> int:

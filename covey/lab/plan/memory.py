@@ -141,6 +141,12 @@ def _model_parts(run: RunFacts) -> list[Part]:
         others += _critic_parts(run, master, moments)
     if run.sharded:
         return [*_sharded_parts(run, moments), *others]
+    overlap, engine, copies = run.config.overlap, run.config.engine, list[Part]()
+    if engine.kind != "native" and engine.device in ("auto", run.config.model.device):
+        waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
+        held = weights + shape.trained * (1 + waiting)
+        why = f"a copy, 1 to hand over, {waiting} waiting"
+        copies.append(Part("weights of the engine", held * size, ALWAYS, why))
     return [
         Part("weights", weights * size, ALWAYS, f"{weights:,} parameters of {size} bytes"),
         Part(
@@ -156,18 +162,8 @@ def _model_parts(run: RunFacts) -> list[Part]:
             f"AdamW's two moments of {shape.trained:,} trained parameters",
         ),
         *others,
-        *_engine_copies(run, weights),
+        *copies,
     ]
-
-
-def _engine_copies(run: RunFacts, weights: int) -> list[Part]:
-    overlap, engine = run.config.overlap, run.config.engine
-    if engine.kind == "native" or engine.device not in ("auto", run.config.model.device):
-        return []
-    waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
-    held = weights + run.shape.trained * (1 + waiting)
-    why = f"a copy, 1 to hand over, {waiting} waiting"
-    return [Part("weights of the engine", held * run.size, ALWAYS, why)]
 
 
 def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:

@@ -118,7 +118,15 @@ def shape_of(config: Config) -> Shape:
         if found is not None:
             modules, fuses = _llama_modules(found), _fuses(found)
             return _shape(modules, "lm_head", found, adapter, fused_attention=True, fuses=fuses)
-        return measure(_meta_model(source, more), *adapter)
+        import torch
+        import transformers
+
+        from covey.models.from_pretrained import NO_CODE
+
+        model_config = transformers.AutoConfig.from_pretrained(source, **more, **NO_CODE)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(model_config, **NO_CODE)
+        return measure(model, *adapter)
     except CoveyError:
         raise
     except Exception as error:  # a wrong value in config.json may raise anything
@@ -128,17 +136,6 @@ def shape_of(config: Config) -> Shape:
 
 def first_line(error: Exception, most: int) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
-
-
-def _meta_model(source: str, more: dict[str, str]) -> Any:
-    import torch
-    import transformers
-
-    from covey.models.from_pretrained import NO_CODE
-
-    model_config = transformers.AutoConfig.from_pretrained(source, **more, **NO_CODE)
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(model_config, **NO_CODE)
 
 
 def _llama_config(source: str) -> Any:
@@ -215,7 +212,10 @@ def measure(
     also_train: Sequence[str] = (),
 ) -> Shape:
     """Return the sizes of a transformers model and of its LoRA adapter; rank 0 means no adapter."""
+    from torch import nn
+
     from covey.accel.attention import NAME
+    from covey.models.adapter import CONV
 
     head = model.get_output_embeddings()
     if head is None:
@@ -226,8 +226,13 @@ def measure(
     llama = llama and all(hasattr(layer.mlp, "gate_proj") for layer in layers)
     fused_attention = model.config._attn_implementation in ("sdpa", NAME)
     fused_attention &= getattr(model.config, "attn_logit_softcapping", None) is None
+    modules = {}
+    for name, module in model.named_modules():
+        linear = module is head or isinstance(module, nn.Linear) or type(module).__name__ == CONV
+        count = sum(parameter.numel() for parameter in module.parameters())
+        modules[name] = Module(count, tuple(module.weight.shape) if linear else ())
     return _shape(
-        {name: _measured(module, module is head) for name, module in model.named_modules()},
+        modules,
         next(name for name, module in model.named_modules() if module is head),
         model.config.get_text_config(),
         (rank, targets, also_train),
@@ -237,16 +242,6 @@ def measure(
         and hasattr(layers[0].input_layernorm, "variance_epsilon")
         and _fuses(model.config),
     )
-
-
-def _measured(module: Any, is_head: bool) -> Module:
-    from torch import nn
-
-    from covey.models.adapter import CONV
-
-    linear = is_head or isinstance(module, nn.Linear) or type(module).__name__ == CONV
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return Module(count, tuple(module.weight.shape) if linear else ())
 
 
 def _fuses(config: Any) -> bool:

@@ -160,7 +160,8 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
     rollout, train = config.rollout, config.train
     steps = least_steps(config)
     reward, objective = reward_of(config), objective_of(config)
-    known, lengths = facts and facts.baselines, facts.prompt_tokens if facts else ()
+    known = facts.baselines if facts is not None else None
+    lengths = facts.prompt_tokens if facts is not None else ()
     prompts = penalty = ""
     if facts is not None and lengths:
         tenth, median, tail = (lengths[int(q * (len(lengths) - 1))] for q in (0.1, 0.5, 0.95))

@@ -56,44 +56,31 @@ def measure(job: Job) -> Mapping[str, Any]:
 
     If an error occurs, return its message under the key `problem`.
     """
-    found: dict[str, Any] = {}
+    from transformers.utils.hub import cached_file
+
+    source, options, found = job["source"], job["options"], dict[str, Any]()
+    plain = {"_raise_exceptions_for_missing_entries": False}
     try:
-        tokenizer = _tokenizer(job["source"], job["options"])
+        if options or not cached_file(source, "tokenizer.json", **plain):
+            from covey.models.from_pretrained import read_tokenizer
+
+            tokenizer = read_tokenizer(source, **options)
+        else:
+            # AutoTokenizer imports transformers' model code, which takes two seconds.
+            from transformers import TokenizersBackend
+
+            tokenizer = TokenizersBackend.from_pretrained(source, trust_remote_code=False)
         found["solutions"] = [
             len(tokenizer.encode(text, add_special_tokens=False)) for text in job["solutions"]
         ]
         renderer = make_renderer(tokenizer, Template(**job["template"]), job["path"])
         found["prompts"] = [len(renderer.tokens(messages)) for messages in job["prompts"]]
-        found["context"] = _context(job["source"])
+        file = cached_file(source, "config.json", **plain)
+        sizes = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        found["context"] = sizes.get("max_position_embeddings") or sizes.get("n_positions")
     except UNREADABLE as error:
         found["problem"] = first_line(error, LINE)
     return found
-
-
-def _context(source: str) -> int | None:
-    """Return the model's context length; None if config.json does not state it."""
-    from transformers.utils.hub import cached_file
-
-    file = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
-    if file is None:
-        return None
-    data = json.loads(Path(file).read_text(encoding="utf-8"))
-    length: int | None = data.get("max_position_embeddings") or data.get("n_positions")
-    return length
-
-
-def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
-    from transformers.utils.hub import cached_file
-
-    plain = {"_raise_exceptions_for_missing_entries": False}
-    if options or not cached_file(source, "tokenizer.json", **plain):
-        from covey.models.from_pretrained import read_tokenizer
-
-        return read_tokenizer(source, **options)
-    # AutoTokenizer imports transformers' model code, which takes two seconds.
-    from transformers import TokenizersBackend
-
-    return TokenizersBackend.from_pretrained(source, trust_remote_code=False)
 
 
 def measuring() -> AbstractContextManager[Measure]:
@@ -184,7 +171,9 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         known, overlap = _baselines(config, measured), _overlap(prompts, measured)
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error, LINE), unreadable=str(error))
-    some, long, held_out = _sample(prompts), _longest(prompts), len(measured)
+    some, held_out, long = _sample(prompts), len(measured), list[Prompt]()
+    if isinstance(prompts, list | tuple) and len(prompts) > SAMPLE:  # else the task makes them
+        long = nlargest(LONGEST, prompts, key=lambda prompt: len(prompt.text))
     try:
         source, options = source_of(config.model.path)
         job = {
@@ -264,13 +253,6 @@ def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
     """Return evenly spaced prompts, because a data file may be sorted by length."""
     stride = max(1, len(prompts) // most)
     return [prompts[at] for at in range(0, len(prompts), stride)][:most]
-
-
-def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts with the most characters; empty if the task generates its prompts."""
-    if not isinstance(prompts, list | tuple) or len(prompts) <= SAMPLE:
-        return []
-    return nlargest(LONGEST, prompts, key=lambda prompt: len(prompt.text))
 
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
