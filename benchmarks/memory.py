@@ -183,7 +183,6 @@ def run_setting(config: Any) -> None:
     """Train for two steps in a temporary folder."""
     from covey.loop import train
     from covey.parallel.join import joined_world
-    from covey.policy import checkpoint
     from covey.records.folder import RunFolder
     from covey.run import Run
     from covey.stopping import StopSignal
@@ -191,7 +190,7 @@ def run_setting(config: Any) -> None:
     with tempfile.TemporaryDirectory() as runs, joined_world(config) as world:
         parts = Run.build(config, world=world)
         run = RunFolder.create(Path(runs) / "run", "", {})
-        with closing(parts.scorer), mock.patch.object(checkpoint, "save"):
+        with closing(parts.scorer), mock.patch.object(Run, "save"):
             train(parts, run, [], StopSignal())
 
 

@@ -31,8 +31,8 @@ from covey.accel.fused_parameters import GradSink, fused_view, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
-from covey.accel.packing import plain_positions
 from covey.accel.parity import is_silu
+from covey.accel.sizes import plain_positions
 from covey.accel.skip_autograd import call
 from covey.accel.varlen_attention import KeyIndex, VarlenRows
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from covey.accel.packing import plain_positions
-from covey.accel.sizes import SHORT
+from covey.accel.sizes import SHORT, plain_positions
 from covey.config import Config
 from covey.embedded import MODELS
 from covey.errors import ConfigError, CoveyError, ModelError

@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "nowhere.jsonl": ("task.name=jsonl", "task.train_file=nowhere.jsonl"),
     "pairs.jsonl": ("objective.name=dpo", "preferences.file=pairs.jsonl"),
     "different prompts": ("task.name=jsonl", "task.train_file=two.jsonl"),
-    "held_out_share": (
+    "held-out prompts": (
         "task.name=jsonl", "task.train_file=two.jsonl", "task.held_out_share=0.0",
     ),
     "there is no folder 'nowhere'": ("model.path=nowhere/a/b",),
