@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -91,7 +90,12 @@ def doctor_command(
     if as_json:
         typer.echo(json.dumps(data))
     else:
-        _show(found, taken)
+        console = Screen(soft_wrap=True)
+        show_results(found, console)
+        skipped = sum(result.figure.startswith("skipped") for result in found)
+        some = f"{len(failed)} of {len(found)} checks failed"
+        note = f", {skipped} skipped (see --seconds)" if skipped else ""
+        console.print(f"{some if failed else 'all checks pass'}{note}, in {taken:.0f} s")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -107,13 +111,3 @@ def _examined(config: Config, seconds: float, started: float) -> list[Result]:
         for result in examine_run(config, Clock(limit=seconds, say=say)):
             found.append(result)
     return found
-
-
-def _show(found: Sequence[Result], taken: float) -> None:
-    console = Screen(soft_wrap=True)
-    show_results(found, console)
-    failed = sum(result.passed is False for result in found)
-    skipped = sum(result.figure.startswith("skipped") for result in found)
-    outcome = f"{failed} of {len(found)} checks failed" if failed else "all checks pass"
-    note = f", {skipped} skipped (see --seconds)" if skipped else ""
-    console.print(f"{outcome}{note}, in {taken:.0f} s")

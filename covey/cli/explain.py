@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         Explanation,
     )
     from covey.lab.explain.recorded import Origin
-    from covey.lab.explain.replay_algorithms import Family, Moment, Replay
+    from covey.lab.explain.replay_algorithms import Moment, Replay
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -94,7 +94,14 @@ def explain_command(
     recorded rollouts. With --replay, the command compares the gradients that several algorithms
     compute from the recorded rollouts.
     """
-    _check_options(line, algorithms, options)
+    if line is not None and algorithms is not None:
+        raise ConfigError(
+            "--rollout cannot be combined with --replay, which uses all rollouts of the step"
+        )
+    if options and algorithms is None:
+        raise ConfigError(
+            "--set needs --replay, because --set changes options of the algorithms in --replay"
+        )
     run = RunFolder.open(path)
     tell_edited(run)
     run.require_rollouts(step)  # raises if the step is missing, before anything is loaded
@@ -107,7 +114,15 @@ def explain_command(
 
         recorded = read_step(run, step)
         if line is not None:
-            _check_line(line, [a.line for a in recorded.learned], len(recorded.rollouts))
+            if line > len(recorded.rollouts):
+                raise ConfigError(
+                    f"--rollout {line}: the step has only {len(recorded.rollouts)} rollouts"
+                )
+            if line not in [one.line for one in recorded.learned]:
+                raise ConfigError(
+                    f"--rollout {line}: the step did not train on this rollout, because the "
+                    "rollout's group was filtered out"
+                )
         say(_loading(step, exact))
         trainee = policy_before(run, step, exact=exact)
         say(f"training step {step} again")
@@ -123,27 +138,6 @@ def explain_command(
         show_step(explained, wide_console())
     else:
         show_rollout(explained, rollout, wide_console())
-
-
-def _check_options(line: int | None, algorithms: str | None, options: list[str] | None) -> None:
-    if line is not None and algorithms is not None:
-        raise ConfigError(
-            "--rollout cannot be combined with --replay, which uses all rollouts of the step"
-        )
-    if options and algorithms is None:
-        raise ConfigError(
-            "--set needs --replay, because --set changes options of the algorithms in --replay"
-        )
-
-
-def _check_line(line: int, trained: list[int], rollouts: int) -> None:
-    if line > rollouts:
-        raise ConfigError(f"--rollout {line}: the step has only {rollouts} rollouts")
-    if line not in trained:
-        raise ConfigError(
-            f"--rollout {line}: the step did not train on this rollout, because the rollout's "
-            "group was filtered out"
-        )
 
 
 def _loading(step: int, exact: bool) -> str:
@@ -400,7 +394,12 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
     console.print(f"\n{when}", style="bold")
     for family in moment.families:
         if len(family.members) > 1:
-            console.print(_family_line(family))
+            parts = [" = ".join(m.name for m in family.members if m.identical)]
+            for member in family.members:
+                if not member.identical:
+                    times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
+                    parts.append(f"{member.name}{times}")
+            console.print("equal: " + " ~ ".join(parts))
     bins = [f"{b.shortest}-{b.longest} tokens" for b in moment.algorithms[0].lengths]
     columns = map(number_column, ["loss", "norm", "clipped", "zero", *bins])
     table = Table(Column("algorithm", no_wrap=True), *columns, box=SIMPLE)
@@ -418,15 +417,6 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
     console.print("cosines of the parameters' gradients, one algorithm of each family:")
     for line in _cosines(moment):
         console.print(line)
-
-
-def _family_line(family: Family) -> str:
-    parts = [" = ".join(m.name for m in family.members if m.identical)]
-    for member in family.members:
-        if not member.identical:
-            times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
-            parts.append(f"{member.name}{times}")
-    return "equal: " + " ~ ".join(parts)
 
 
 def _cosines(moment: Moment) -> list[str]:
