@@ -117,15 +117,7 @@ def shape_of(config: Config) -> Shape:
         if found is not None:
             modules, fuses = _llama_modules(found), _fuses(found)
             return _shape(modules, "lm_head", found, adapter, fused_attention=True, fuses=fuses)
-        import torch
-        import transformers
-
-        from covey.models.from_pretrained import NO_CODE
-
-        model_config = transformers.AutoConfig.from_pretrained(source, **more, **NO_CODE)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(model_config, **NO_CODE)
-        return measure(model, *adapter)
+        return measure(_meta_model(source, more), *adapter)
     except CoveyError:
         raise
     except Exception as error:  # a wrong value in config.json may raise anything
@@ -135,6 +127,17 @@ def shape_of(config: Config) -> Shape:
 
 def first_line(error: Exception, most: int) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
+def _meta_model(source: str, more: dict[str, str]) -> Any:
+    import torch
+    import transformers
+
+    from covey.models.from_pretrained import NO_CODE
+
+    model_config = transformers.AutoConfig.from_pretrained(source, **more, **NO_CODE)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(model_config, **NO_CODE)
 
 
 def _llama_config(source: str) -> Any:

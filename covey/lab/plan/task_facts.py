@@ -58,9 +58,9 @@ def measure(job: Job) -> Mapping[str, Any]:
     """
     from transformers.utils.hub import cached_file
 
-    source, options, found = job["source"], job["options"], dict[str, Any]()
-    plain = {"_raise_exceptions_for_missing_entries": False}
+    plain, found = {"_raise_exceptions_for_missing_entries": False}, dict[str, Any]()
     try:
+        source, options = job["source"], job["options"]
         if options or not cached_file(source, "tokenizer.json", **plain):
             from covey.models.from_pretrained import read_tokenizer
 
