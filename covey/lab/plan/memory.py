@@ -179,6 +179,14 @@ def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
         shape, size, batch, device=device, checkpointing=checkpointing,
         head=logits + _head_gradient(run), offload=offload,
     )  # fmt: skip
+    # Log-probs outside of the training pass; a CUDA graph of the policy computes them in the memory
+    # of its own activations.
+    needs = run.objective.needs
+    by_reference = "reference" in needs and config.reference.kind != "server"
+    by_teacher = "teacher" in needs and (config.teacher.path or config.teacher.policy)
+    old_policy = (
+        needs & {"old_logp", "old_entropy"} or config.train.optimizer_steps > 1 or config.stale
+    )
     # A pass that is not fused took twice the counted bytes in measurements.
     passing = (1 if run.on_gpu and shape.fuses else 2) * passing_bytes(shape, size, batch, device)
     return [
@@ -196,7 +204,7 @@ def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
         ),
         Part(
             "no-grad pass",
-            passing if _passes_without_gradient(run) else 0,
+            passing if by_reference or by_teacher or (old_policy and not run.captured) else 0,
             ("prepare",),
             "the same tokens without gradient, for the reference or old_logp",
         ),
@@ -207,18 +215,6 @@ def _pass_parts(run: RunFacts, batch: Pass) -> list[Part]:
             f"chunk by chunk, within {config.train.logits_megabytes:g} MiB",
         ),
     ]
-
-
-def _passes_without_gradient(run: RunFacts) -> bool:
-    """Whether a model on this device computes log-probs outside of the training pass."""
-    needs, config = run.objective.needs, run.config
-    by_reference = "reference" in needs and config.reference.kind != "server"
-    by_teacher = "teacher" in needs and (config.teacher.path or config.teacher.policy)
-    old_policy = (
-        needs & {"old_logp", "old_entropy"} or config.train.optimizer_steps > 1 or config.stale
-    )
-    # A CUDA graph of the policy computes log-probs in the memory of its own activations.
-    return bool(by_reference or by_teacher or (old_policy and not run.captured))
 
 
 def _gradient_parts(run: RunFacts, batch: Pass) -> list[Part]:
@@ -371,6 +367,16 @@ def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:
     # With one rank, all weights are gathered once per optimizer step, instead of block by block.
     stays_gathered = shards == 1 and run.on_gpu and shape.fuses
     weights = shape.parameters + shape.added
+    if stays_gathered:
+        joined = 0 if shape.rank else shape.layers * shape.hidden * (
+            shape.query + 2 * shape.key + 2 * shape.inner
+        )  # fmt: skip
+        gathered = [
+            Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
+            Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
+        ]
+    else:
+        gathered = _gathered_by_block(shape, size)
     own = shape.trained * FLOAT + (weights - shape.trained) * size
     what = f"1 of {shards} parts"
     return [
@@ -388,18 +394,7 @@ def _sharded_parts(run: RunFacts, moments: int) -> list[Part]:
             ALWAYS if stays_gathered else ("update", "step"),
             f"{what}, float32" + ", kept until the next optimizer step" * stays_gathered,
         ),
-        *(_gathered_once(shape, size) if stays_gathered else _gathered_by_block(shape, size)),
-    ]
-
-
-def _gathered_once(shape: Shape, size: int) -> list[Part]:
-    weights = shape.parameters + shape.added
-    joined = 0 if shape.rank else shape.layers * shape.hidden * (
-        shape.query + 2 * shape.key + 2 * shape.inner
-    )  # fmt: skip
-    return [
-        Part("gathered", weights * size, ("prepare", "update"), "whole weights"),
-        Part("fused weights", joined * size, ALWAYS, "gathered projections, concatenated"),
+        *gathered,
     ]
 
 

@@ -281,6 +281,12 @@ def _shape(
     added += sum(modules[name].parameters for name in copied)
     parameters, heads = modules[""].parameters, int(config.num_attention_heads)
     vocabulary, hidden = modules[head].weight
+    if experts := getattr(config, "num_experts_per_tok", None):
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        inner = experts * width
+    else:
+        width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+        inner = width or 4 * config.hidden_size
     return Shape(
         parameters=parameters,
         added=added,
@@ -296,7 +302,7 @@ def _shape(
         heads=heads,
         key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=_head_size(config),
-        inner=_inner(config),
+        inner=int(inner),
         fused_attention=fused_attention,
         fuses=fuses,
         head_norms=any(name.endswith(".q_norm") for name in modules),
@@ -306,15 +312,6 @@ def _shape(
 def _head_size(config: Any) -> int:
     size = getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)
-
-
-def _inner(config: Any) -> int:
-    experts = getattr(config, "num_experts_per_tok", None)
-    if experts:
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        return int(experts * width)
-    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
-    return int(width or 4 * config.hidden_size)
 
 
 def _named(name: str, endings: Sequence[str]) -> bool:

@@ -168,7 +168,12 @@ class TaskFacts:
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
     try:
         prompts, measured = checked_prompts(config, task_of(config), reward_of(config))
-        known, overlap = _baselines(config, measured), _overlap(prompts, measured)
+        reward, some = reward_of(evaluation_config(config)), _sample(measured, BASELINE_PROMPTS)
+        if reward.quick and may_probe(reward) and config.environment.name == NONE:
+            known = baselines(some, InlineScorer(reward))
+        else:  # scoring is not cheap
+            known = Baselines(constant=constant_by_targets(some))
+        overlap = _overlap(prompts, measured)
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error, LINE), unreadable=str(error))
     some, held_out, long = _sample(prompts), len(measured), list[Prompt]()
@@ -206,15 +211,6 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         overlap=overlap,
         baselines=known,
     )
-
-
-def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
-    """Score trivial answers, such as the same answer to all prompts, if scoring is cheap."""
-    reward = reward_of(evaluation_config(config))
-    some = _sample(held_out, most=BASELINE_PROMPTS)
-    if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
-        return Baselines(constant=constant_by_targets(some))
-    return baselines(some, InlineScorer(reward))
 
 
 def _overlap(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
